@@ -1,0 +1,75 @@
+# The tasks of this checkout. Each sets up .venv first, once; nothing is needed beforehand but Python 3.11 or later,
+# make and git. Variables: VENV=folder, PYTHON=interpreter for a new VENV, ARGS="further arguments of the command".
+
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+BIN := $(VENV)/bin
+CODE := app strategies datasets examples benchmarks tests .ci
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: setup ## train a small network on Fashion-MNIST, to a report
+	@$(BIN)/trainwright fit examples/fashion_mnist.py $(ARGS)
+
+.PHONY: test
+test: setup ## run all tests; ARGS="-k word" picks some
+	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-unit
+test-unit: setup ## run the tests that need no Ray
+	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+.PHONY: check
+check: lint types imports sizes ## run all static checks
+
+.PHONY: lint
+lint: setup ## ruff: rules and format
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
+
+.PHONY: types
+types: setup links ## mypy, strict
+	@$(BIN)/mypy -p trainwright
+
+.PHONY: imports
+imports: setup links ## who may import whom
+	@PYTHONPATH=.typing $(BIN)/lint-imports
+
+.PHONY: sizes
+sizes: setup ## files of at most 400 lines, functions of at most 50
+	@$(BIN)/python .ci/sizes.py $(CODE)
+
+.PHONY: format
+format: setup ## let ruff mend what it can
+	@$(BIN)/ruff check --fix $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+.PHONY: bench
+bench: setup ## measure against plain DDP and Ray Train
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+.PHONY: dist
+dist: setup ## build wheel and sdist into dist/
+	@$(BIN)/python -m build --no-isolation
+
+.PHONY: setup
+setup: ## make .venv, once
+	@PYTHON="$(PYTHON)" sh .ci/setup.sh "$(VENV)"
+
+# mypy and import-linter do not follow an editable install that maps folders: they see the packages through links.
+.PHONY: links
+links:
+	@rm -rf .typing/trainwright && mkdir -p .typing/trainwright
+	@for entry in app/*; do ln -s "../../$$entry" .typing/trainwright/; done
+	@ln -s ../../strategies ../../datasets .typing/trainwright/
+
+.PHONY: clean
+clean: ## remove what the checks and builds left behind; keeps .venv, data/ and runs/
+	@rm -rf build dist .typing .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis *.egg-info
+	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Tests: unit (no Ray), conformance (engines), ray (a local cluster), faults (kills as data), e2e (the commands)."""

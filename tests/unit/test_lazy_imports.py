@@ -1,0 +1,78 @@
+"""Importing is cheap: no framework, no Ray, nothing started, until something needs it. Public names are pinned."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import trainwright as tw
+
+HEAVY = ("ray", "torch", "tensorflow", "keras", "pyarrow", "pandas", "matplotlib")
+PUBLIC = {
+    "Cluster",
+    "Job",
+    "Plan",
+    "Run",
+    "Terms",
+    "TrainwrightError",
+    "datasets",
+    "evaluate",
+    "fit",
+    "load_model",
+    "plan",
+    "schedules",
+    "start",
+}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Which of the heavy packages a fresh interpreter has loaded after a statement."""
+    program = f"import sys\n{statement}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "trainwright",
+        "trainwright.core.job",
+        "trainwright.core.engine",
+        "trainwright.strategies",
+        "trainwright.datasets",
+    ],
+)
+def test_import_loads_nothing_heavy(module: str) -> None:
+    assert loaded_by(f"import {module}") == set()
+
+
+def test_what_a_job_file_names_loads_nothing_heavy() -> None:
+    assert loaded_by("import trainwright as tw\ntw.Job, tw.Terms, tw.Plan, tw.Cluster, tw.schedules") == set()
+
+
+def test_command_line_loads_no_framework_until_it_trains() -> None:
+    assert loaded_by("import trainwright.cli").isdisjoint({"ray", "torch", "tensorflow", "keras"})
+
+
+def test_torch_engine_loads_torch_alone() -> None:
+    loaded = loaded_by("import trainwright.strategies.torch.data_parallel")
+    assert "torch" in loaded
+    assert loaded.isdisjoint({"ray", "tensorflow", "keras"})
+
+
+def test_public_names_are_these() -> None:
+    assert set(tw.__all__) == PUBLIC
+    assert set(dir(tw)) >= PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_resolve(name: str) -> None:
+    assert getattr(tw, name) is getattr(tw, name) is not None
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'fitt'"):
+        _ = tw.fitt
