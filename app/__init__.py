@@ -1,0 +1,55 @@
+"""trainwright: distributed training on Ray that survives failures and explains itself.
+
+Importing it imports no framework and starts nothing; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright import datasets as datasets
+    from trainwright import schedules as schedules
+    from trainwright.api import evaluate as evaluate
+    from trainwright.api import fit as fit
+    from trainwright.api import load_model as load_model
+    from trainwright.api import plan as plan
+    from trainwright.api import start as start
+    from trainwright.core.cluster import Cluster as Cluster
+    from trainwright.core.data import Terms as Terms
+    from trainwright.core.errors import TrainwrightError as TrainwrightError
+    from trainwright.core.job import Job as Job
+    from trainwright.core.plan import Plan as Plan
+    from trainwright.run import Run as Run
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cluster": "trainwright.core.cluster",
+    "Job": "trainwright.core.job",
+    "Plan": "trainwright.core.plan",
+    "Run": "trainwright.run",
+    "Terms": "trainwright.core.data",
+    "TrainwrightError": "trainwright.core.errors",
+    "evaluate": "trainwright.api",
+    "fit": "trainwright.api",
+    "load_model": "trainwright.api",
+    "plan": "trainwright.api",
+    "start": "trainwright.api",
+}
+_MODULES = ("datasets", "schedules")
+
+__all__ = sorted([*_HOMES, *_MODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"trainwright.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

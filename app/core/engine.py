@@ -1,0 +1,112 @@
+"""The engine: the one interface between the core and a framework. Free of Ray.
+
+Who calls when: `reserve`, `form`, `build` (first time in a process), then one of `transfer`, `load` or nothing (a fresh
+start at step 0), then `warm`, then `train_step` and `evaluate_step`. After a failure: `leave`, then again from
+`reserve`; `build` is not repeated in a process that has built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from trainwright.core.checkpoint import Reader, Writer
+from trainwright.core.data import Columns, Feed, StepReport, Sums
+from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
+from trainwright.core.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The part of a job that an engine needs; field names and meanings are the job's.
+
+    Attributes:
+        model: () -> the framework's model.
+        loss: (outputs, targets) -> losses (samples,) or Terms; unused with `step`.
+        optimizer: (parameters) -> the framework's optimizer.
+        step: (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors.
+        inputs: column names given to the model as positional arguments.
+        targets: column names given to loss and metrics (one value, or a tuple when several).
+        metrics: name -> (outputs, targets) -> (samples,) or Terms.
+        schedule: (step, total_steps) -> factor on the optimizer's own learning rate.
+        clip_norm: largest global gradient norm; None does not clip.
+        inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
+    """
+
+    model: Callable[[], Any]
+    optimizer: Callable[[Any], Any]
+    total_steps: int
+    loss: Callable[[Any, Any], Any] | None = None
+    step: Callable[[Any, Any], Any] | None = None
+    inputs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    schedule: Callable[[int, int], float] | None = None
+    clip_norm: float | None = None
+    seed: int = 0
+    inexact: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCopy:
+    """A copy of a rank's state in host memory. `state` is the engine's own and opaque to the core."""
+
+    step: int
+    size_bytes: int
+    state: Any
+
+
+class Engine(Protocol):
+    """One rank of a strategy. Methods are called from one thread, except `interrupt` and `save`.
+
+    Errors: `PeerLost` when a collective breaks because another rank went away, `UserCodeError` when the user's function
+    raises, `NonFiniteLoss` before anything is applied, `JobError` for a model or loss of the wrong shape.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Bind a port that the system chooses and keep it until `form`."""
+
+    def form(self, group: Group) -> StateTag:
+        """Join the group; every member calls it. Says what state this rank holds."""
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """Make model and optimizer, the same on every rank for one seed; step None."""
+
+    def warm(self, feed: Feed) -> None:
+        """One throwaway step of full shape; all state is kept. Compiles, and fixes the order of sums."""
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """One step of this rank; in collective topologies its part of one global step."""
+
+    def evaluate_step(self, feed: Feed) -> Sums:
+        """Local sums of `loss` and the metrics; no collective."""
+
+    def predict_step(self, feed: Feed) -> Columns:
+        """Outputs of the model for the feed's rows, as numpy arrays by name."""
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        """Send and receive state as decided; every member of the group calls it with the same moves."""
+
+    def snapshot(self) -> StateCopy:
+        """Copy the state to host memory. Training may go on at once."""
+
+    def restore(self, copy: StateCopy) -> StateTag:
+        """Take a state copied by `snapshot` of the same layout."""
+
+    def save(self, copy: StateCopy, writer: Writer) -> None:
+        """Write a snapshot's pieces. May run in another thread while steps go on."""
+
+    def load(self, reader: Reader) -> StateTag:
+        """Take the state of a checkpoint, saved in any layout."""
+
+    def serve(self) -> None:
+        """A server's or follower's life: returns when the leader says so or is gone."""
+
+    def interrupt(self, deadline_s: float) -> bool:
+        """Make a blocked call of another thread raise. False means: kill the process."""
+
+    def leave(self) -> None:
+        """The group ends, the process lives on with its state. Safe to call at any time, twice too."""

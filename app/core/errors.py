@@ -1,0 +1,107 @@
+"""The one tree of errors. Each says what happened, where, and what to do, and survives pickling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+
+class TrainwrightError(Exception):
+    """Base of every error raised on purpose.
+
+    Args:
+        what: what happened, one sentence without a full stop.
+        where: rank, node, file or field; empty when there is only one place it can be.
+        remedy: what the user can do now.
+        detail: longer text shown below, such as the failing rank's own traceback.
+    """
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "", detail: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.remedy, self.detail = what, where, remedy, detail
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        remedy = f"\n  -> {self.remedy}" if self.remedy else ""
+        detail = f"{self.detail.rstrip()}\n" if self.detail else ""
+        return f"{detail}{self.what}{place}{remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(kind: type[TrainwrightError], state: dict[str, Any]) -> TrainwrightError:
+    error = kind.__new__(kind, state.get("what", ""))
+    error.__dict__.update(state)
+    return error
+
+
+class JobError(TrainwrightError, ValueError):
+    """The job is wrong. Carries every problem found, so that they can be mended in one go."""
+
+    def __init__(self, problems: Iterable[str], *, where: str = "job") -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+        super().__init__(f"the job has {count} problem{'s' if count != 1 else ''}{lines}", where="")
+        self.where = "" if where == "job" else where
+
+
+class PlanError(TrainwrightError, ValueError):
+    """No plan is possible, or a pinned one is not."""
+
+
+class ResourceError(TrainwrightError):
+    """The cluster has too little of something, or did not give it in time."""
+
+
+class DataError(TrainwrightError, ValueError):
+    """A data set is missing, empty, damaged or has the wrong columns."""
+
+
+class StorageError(TrainwrightError):
+    """The store cannot be read or written."""
+
+
+class CheckpointError(StorageError):
+    """A checkpoint is torn, altered or missing."""
+
+
+class RunConflict(TrainwrightError):
+    """The run name is taken: by a finished or changed job, or by something that is no run."""
+
+
+class OwnedError(RunConflict):
+    """Another driver owns the run and is alive."""
+
+
+class FencedError(RunConflict):
+    """Another driver has taken the run over; this one must stop."""
+
+
+class UserCodeError(TrainwrightError):
+    """The user's model, loss, optimizer, step, metric or transform raised; `detail` is its traceback."""
+
+
+class NonFiniteLoss(TrainwrightError):
+    """The loss became NaN or infinite; nothing of that step was applied."""
+
+
+class PeerLost(TrainwrightError):
+    """A collective broke because another rank went away. Never the first cause of a failure."""
+
+
+class WorkerLost(TrainwrightError):
+    """A worker process or its node died more often than the job allows."""
+
+
+class HangError(TrainwrightError):
+    """Nothing moved within the deadline."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Text that names the nearest valid name, or all of them when none is near."""
+    names = sorted(valid)
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(names)}"

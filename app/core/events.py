@@ -1,0 +1,175 @@
+"""What happens in a run, as it is written to storage: one JSON object a line, `kind` naming the class."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events. `time_s` is seconds since the epoch on the driver's clock, filled in when emitted."""
+
+    kind: ClassVar[str] = ""
+    time_s: float = 0.0
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps({"kind": self.kind, **dataclasses.asdict(self)}, separators=(",", ":"), default=str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A driver took the run. `job`, `plan` and `versions` are readable facts for the report."""
+
+    kind = "run_started"
+    run: str = ""
+    token: int = 0
+    job: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    rejected: list[dict[str, str]] = field(default_factory=list)
+    cluster: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    total_steps: int = 0
+    steps_per_epoch: int = 0
+    fresh: bool = False  # begun again: what earlier drivers did under this name is no longer part of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting(Event):
+    """The run waits for something, and until when."""
+
+    kind = "waiting"
+    what: str = ""
+    deadline_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed(Event):
+    """A worker process is up."""
+
+    kind = "placed"
+    worker: int = 0
+    node: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formed(Event):
+    """A generation is ready to step. `source` says where its state came from."""
+
+    kind = "formed"
+    generation: int = 0
+    workers: int = 0
+    step: int = 0
+    source: str = "initial"  # initial | replica | checkpoint
+    checkpoint: str = ""
+    survivors: int = 0
+    seconds: float = 0.0  # since the failure, or since the run was acquired
+    steps_lost: int = 0  # completed steps that must be done again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Event):
+    """Completed steps, parallel lists. `wait_s` is time spent waiting for data, `step_s` the whole step."""
+
+    kind = "steps"
+    generation: int = 0
+    step: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    learning_rate: list[float] = field(default_factory=list)
+    gradient_norm: list[float | None] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    wait_s: list[float] = field(default_factory=list)
+
+    def after(self, step: int) -> Steps:
+        """Only the steps after `step`."""
+        first = bisect.bisect_right(self.step, step)
+        lists = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return Steps(**{name: value[first:] if isinstance(value, list) else value for name, value in lists.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """Metrics over the whole evaluation set."""
+
+    kind = "evaluated"
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointed(Event):
+    """A checkpoint was committed. `blocked_s` is what the steps lost to it, `seconds` what the upload took."""
+
+    kind = "checkpointed"
+    step: int = 0
+    path: str = ""
+    size_bytes: int = 0
+    blocked_s: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSkipped(Event):
+    """A checkpoint was not taken or did not become durable; training went on."""
+
+    kind = "checkpoint_skipped"
+    step: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Event):
+    """Something failed; the run may recover. `step` is the last completed step known."""
+
+    kind = "failure"
+    generation: int = 0
+    worker: int = -1
+    rank: int = -1
+    node: str = ""
+    cause: str = ""
+    detail: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Event):
+    """A line for the user: a fall-back to an older checkpoint, for instance."""
+
+    kind = "noted"
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """The driver let go of the run. `outcome` is `done`, `stopped` or `failed`."""
+
+    kind = "run_ended"
+    outcome: str = ""
+    step: int = 0
+    error: str = ""
+
+
+_KINDS: dict[str, type[Event]] = {
+    kind.kind: kind
+    for kind in (
+        RunStarted, Waiting, Placed, Formed, Steps, Evaluated, Checkpointed, CheckpointSkipped, Failed, Noted, RunEnded,
+    )
+}  # fmt: skip
+
+
+def from_json(line: str) -> Event:
+    """Read one line back; fields of a later version are ignored. Raises ValueError for a line that is no event."""
+    data = json.loads(line)
+    try:
+        kind = _KINDS[data.pop("kind")]
+    except (KeyError, AttributeError) as error:
+        raise ValueError(f"not an event: {line[:80]!r}") from error
+    known = {item.name for item in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in data.items() if name in known})

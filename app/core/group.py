@@ -1,0 +1,120 @@
+"""Who works together: generations, groups and what each rank says of its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Reform = Literal["in_place", "new_process"]
+Topology = Literal["collective", "coordinator", "independent"]
+Role = Literal["worker", "chief", "server", "evaluator"]
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Generation:
+    """One formation of the group. `token` is the driver's number in the log; later is greater."""
+
+    token: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.token}.{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do. The core acts on these words and never on a strategy's name.
+
+    Attributes:
+        reform: whether a new generation forms in the surviving processes or in new ones.
+        topology: `collective`: every rank steps together; `coordinator`: rank 0 leads the others;
+            `independent`: ranks step alone, against servers or between outer steps.
+        tolerates: roles that may die or join without a new generation.
+        devices_per_worker: devices one actor drives; None means all of its node.
+        static_shapes: every micro-batch must have the same number of rows.
+    """
+
+    reform: Reform = "in_place"
+    topology: Topology = "collective"
+    tolerates: frozenset[Role] = frozenset()
+    devices_per_worker: int | None = 1
+    static_shapes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a rank can be reached; the port came from the system."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One member of a group, as the others see it."""
+
+    rank: int
+    address: Address
+    role: Role = "worker"
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A generation's members, as given to one of them.
+
+    Attributes:
+        rank: the receiver's own rank; `peers[rank]` is itself.
+        peers: all members in rank order.
+        devices: the receiver's devices, such as `("cpu",)` or `("cuda:0",)`.
+        threads: CPU threads the receiver may use.
+        deadline_s: seconds within which the group must have formed and any collective must end.
+    """
+
+    generation: Generation
+    rank: int
+    peers: tuple[Peer, ...]
+    devices: tuple[str, ...] = ("cpu",)
+    threads: int = 1
+    deadline_s: float = 60.0
+
+    @property
+    def size(self) -> int:
+        """Number of members (world size)."""
+        return len(self.peers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTag:
+    """What a rank holds.
+
+    Attributes:
+        step: number of completed steps; None for a state that was built and never trained or loaded.
+        layout: name of the partition of the state, such as `replicated`; pieces of different layouts do not mix.
+        pieces: names of the pieces held; together the ranks' pieces must cover `whole`.
+        whole: names of all pieces of the layout.
+        sound: not interrupted inside the optimizer.
+    """
+
+    step: int | None
+    layout: str = "replicated"
+    pieces: frozenset[str] = frozenset({"state"})
+    whole: frozenset[str] = frozenset({"state"})
+    sound: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Rank `source` sends `piece` to rank `target`."""
+
+    source: int
+    target: int
+    piece: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """The step that every rank will stand at, and the moves that bring it there."""
+
+    step: int | None
+    moves: tuple[Move, ...] = field(default=())

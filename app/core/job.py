@@ -1,0 +1,174 @@
+"""What the user wants. Strict: unknown fields are refused with the nearest valid name, all problems at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError, nearest
+from trainwright.core.plan import Plan
+
+Names = tuple[str, ...]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Job(BaseModel):
+    """A training job. Going from one device to a cluster changes no field of it.
+
+    Attributes:
+        name: of the run; the same name resumes it. Letters, digits, dots, dashes and underscores.
+        model: () -> torch.nn.Module; called in each worker.
+        optimizer: (parameters) -> torch.optim.Optimizer.
+        train: data set to train on, such as `tw.datasets.parquet("data/train")`.
+        loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks.
+        inputs: column name or names given to the model.
+        targets: column name or names given to loss and metrics.
+        step: (model, batch) -> losses or Terms, instead of loss, inputs and targets.
+        evaluate: data set to evaluate on after each `evaluate_epochs` epochs.
+        metrics: name -> (outputs, targets) -> one value per sample, or Terms.
+        batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
+        epochs: passes over the data.
+        seed: of everything random.
+        storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
+        workers: number of worker actors; by default what the planner finds best.
+        strategy: name of a strategy to pin; by default what the planner finds best.
+        accelerator: `auto`, `cpu`, `gpu` or `tpu`.
+        precision: `fp32` leaves the model's own types, `bf16` computes under autocast.
+        accumulation: micro-batches of a worker in one step.
+        clip_norm: largest global gradient norm.
+        schedule: (step, total_steps) -> factor on the optimizer's own learning rate; see `tw.schedules`.
+        shuffle: whether the training order changes with each epoch.
+        drop_last: leave out the short last batch of an epoch.
+        checkpoint_steps: a checkpoint after this many steps; by default at the end of each epoch.
+        keep: checkpoints kept.
+        evaluate_epochs: epochs between evaluations.
+        inexact: what may differ between one device and many, such as `("batch_norm",)`.
+        failures: failures in a row without a completed step in between after which the run ends.
+        place_deadline_s: seconds to wait for the cluster to start the workers.
+        hang_deadline_s: seconds without a completed step after which the workers are restarted.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())
+
+    name: str
+    model: Callable[[], Any]
+    optimizer: Callable[[Any], Any]
+    train: Any
+    loss: Callable[[Any, Any], Any] | None = None
+    inputs: str | Names = ()
+    targets: str | Names = ()
+    step: Callable[[Any, Any], Any] | None = None
+    evaluate: Any = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = Field(default_factory=dict)
+    batch_size: Annotated[int, Field(ge=1)]
+    epochs: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=0)] = 0
+    storage: str = "runs"
+    workers: Annotated[int, Field(ge=1)] | None = None
+    strategy: str | None = None
+    accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    accumulation: Annotated[int, Field(ge=1)] = 1
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    schedule: Callable[[int, int], float] | None = None
+    shuffle: bool = True
+    drop_last: bool = False
+    checkpoint_steps: Annotated[int, Field(ge=1)] | None = None
+    keep: Annotated[int, Field(ge=1)] = 3
+    evaluate_epochs: Annotated[int, Field(ge=1)] = 1
+    inexact: Names = ()
+    failures: Annotated[int, Field(ge=0)] = 3
+    place_deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    hang_deadline_s: Annotated[float, Field(gt=0)] = 300.0
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise JobError(_problems(error, type(self)), where="job") from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Job:
+        problems = []
+        if not _NAME.fullmatch(self.name):
+            problems.append(f"name={self.name!r}: use up to 100 letters, digits, '.', '-' and '_'")
+        if (self.loss is None) == (self.step is None):
+            problems.append("give either loss= with inputs= and targets=, or step=")
+        if self.loss is not None and not self.inputs:
+            problems.append("inputs= is missing: name the columns given to the model")
+        if self.metrics and not self.inputs:
+            problems.append("metrics= need inputs= and targets=")
+        if not hasattr(self.train, "index"):
+            problems.append("train= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+        if self.evaluate is not None and not hasattr(self.evaluate, "index"):
+            problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+        if problems:
+            raise JobError(problems)
+        return self
+
+    def replace(self, **fields: Any) -> Job:
+        """A copy with some fields changed, validated like a new one."""
+        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
+
+    @property
+    def input_columns(self) -> Names:
+        """Names of the input columns."""
+        return (self.inputs,) if isinstance(self.inputs, str) else self.inputs
+
+    @property
+    def target_columns(self) -> Names:
+        """Names of the target columns."""
+        return (self.targets,) if isinstance(self.targets, str) else self.targets
+
+    @property
+    def columns(self) -> Names | None:
+        """Columns that must be read; None for all, where `step` takes what it likes."""
+        return None if self.step is not None else self.input_columns + self.target_columns
+
+    def model_spec(self, total_steps: int) -> ModelSpec:
+        """The part of the job that an engine needs."""
+        return ModelSpec(
+            model=self.model,
+            optimizer=self.optimizer,
+            total_steps=total_steps,
+            loss=self.loss,
+            step=self.step,
+            inputs=self.input_columns,
+            targets=self.target_columns,
+            metrics=dict(self.metrics),
+            schedule=self.schedule,
+            clip_norm=self.clip_norm,
+            seed=self.seed,
+            inexact=self.inexact,
+        )
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise JobError where the plan cannot serve this job."""
+        if self.batch_size < plan.mesh.data_ranks:
+            raise JobError(
+                [
+                    f"batch_size={self.batch_size} is smaller than the {plan.mesh.data_ranks} data-parallel workers: "
+                    f"set batch_size to {plan.mesh.data_ranks} or more, or workers={self.batch_size} or fewer"
+                ]
+            )
+
+
+def _problems(error: ValidationError, kind: type[Job]) -> list[str]:
+    """Every problem pydantic found, in words that name the field and the remedy."""
+    problems: list[str] = []
+    for item in error.errors():
+        field = ".".join(str(part) for part in item["loc"])
+        cause = item.get("ctx", {}).get("error")
+        if item["type"] == "extra_forbidden":
+            problems.append(f"{field}= is no field of Job: {nearest(field, kind.model_fields)}")
+        elif item["type"] == "missing":
+            problems.append(f"{field}= is missing")
+        elif isinstance(cause, JobError):
+            problems.extend(cause.problems)
+        else:
+            problems.append(f"{field}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return problems
