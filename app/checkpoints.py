@@ -1,0 +1,251 @@
+"""Checkpoints in storage: files with sizes and checksums, a manifest of them, and the log's reference to the manifest.
+
+    <run>/checkpoints/00001200-<token>/MANIFEST.json and the engine's own files
+
+A checkpoint exists when the log names it, so that files may be written in any order and by many workers before. The log
+holds the manifest's SHA-256 and the manifest those of the files: what was torn or altered later is seen by readers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+
+from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest
+from trainwright.core.data import Cursor
+from trainwright.core.errors import CheckpointError
+from trainwright.store import MissingFile, Store
+
+MANIFEST = "MANIFEST.json"
+_FORMAT = 1
+_FOLDER = re.compile(r"(\d{8,})-(\d+)")
+_REMEDY = "training goes on from the checkpoint before it; to use this one, restore the file from a copy"
+
+
+def checkpoint_path(step: int, token: int) -> str:
+    """The folder, within the run, of the checkpoint that a driver takes after `step` completed steps."""
+    return f"checkpoints/{step:08d}-{token}"
+
+
+class CheckpointWriter:
+    """Writes the files of one checkpoint and remembers their sizes and checksums. Implements `core.checkpoint.Writer`.
+
+    Args:
+        path: the checkpoint's folder within the run.
+    """
+
+    def __init__(self, store: Store, run: str, path: str) -> None:
+        self._store, self._folder = store, f"{run}/{path}"
+        self._lock = threading.Lock()
+        self._entries: dict[str, FileEntry] = {}
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Store one file, of which no other of this checkpoint has the name. From any thread; raises StorageError."""
+        raw = data if isinstance(data, bytes) else _flat(data)
+        entry = FileEntry(name=name, size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+        with self._lock:
+            if name == MANIFEST or name in self._entries:
+                raise ValueError(f"the checkpoint has a file {name!r} already")
+            self._entries[name] = entry
+        self._store.put(f"{self._folder}/{name}", raw)
+
+    @property
+    def entries(self) -> tuple[FileEntry, ...]:
+        """The files written, by name. Complete when every `write` has come back without an error."""
+        with self._lock:
+            return tuple(self._entries[name] for name in sorted(self._entries))
+
+
+class CheckpointReader:
+    """Reads the files of one checkpoint and verifies them. Implements `core.checkpoint.Reader`.
+
+    Args:
+        manifest: of the checkpoint, as `read_manifest` gives it.
+    """
+
+    def __init__(self, store: Store, run: str, ref: CheckpointRef, manifest: Manifest) -> None:
+        self._store, self._folder = store, f"{run}/{ref.path}"
+        self._files = {entry.name: entry for entry in manifest.files}
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all files."""
+        return tuple(self._files)
+
+    def read(self, name: str) -> bytes:
+        """One file, verified.
+
+        Raises:
+            CheckpointError: it is missing, torn or altered, or the checkpoint never had it.
+            StorageError: the store cannot be read.
+        """
+        place = f"{self._folder}/{name}"
+        if name not in self._files:
+            raise _damaged(self._store, place, f"the checkpoint has no file {name!r}, only {', '.join(self._files)}")
+        data = _get(self._store, place)
+        _check_size(self._store, place, self._files[name], len(data))
+        if hashlib.sha256(data).hexdigest() != self._files[name].sha256:
+            raise _damaged(self._store, place, f"{name} is altered: its checksum is not the one in the manifest")
+        return data
+
+
+# --- manifest ---------------------------------------------------------------------------------------------------------
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as it is stored. `facts` may hold None, bools, numbers, strings, lists, and mappings of strings."""
+    return json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1, sort_keys=True).encode()
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Read a manifest. Raises ValueError, TypeError or KeyError for anything else."""
+    fields = json.loads(data)
+    if fields.pop("format") != _FORMAT:
+        raise ValueError("of another version")
+    cursor = fields.pop("cursor")
+    return Manifest(
+        cursor=Cursor(**{**cursor, "carry": tuple(cursor["carry"])}),
+        files=tuple(FileEntry(**item) for item in fields.pop("files")),
+        **fields,
+    )
+
+
+def write_manifest(store: Store, run: str, path: str, manifest: Manifest) -> str:
+    """Write a checkpoint's manifest, after all its files. Returns its SHA-256 for the log; raises StorageError."""
+    data = encode_manifest(manifest)
+    store.put(f"{run}/{path}/{MANIFEST}", data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_manifest(store: Store, run: str, ref: CheckpointRef) -> Manifest:
+    """The manifest of a checkpoint that the log names.
+
+    Raises:
+        CheckpointError: it is missing, or is not the one that was committed.
+        StorageError: the store cannot be read.
+    """
+    place = f"{run}/{ref.path}/{MANIFEST}"
+    data = _get(store, place)
+    if hashlib.sha256(data).hexdigest() != ref.manifest_sha256:
+        raise _damaged(store, place, "the manifest is torn or altered: its checksum is not the one in the log")
+    try:
+        return decode_manifest(data)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(store, place, "the manifest was written by another version") from error
+
+
+# --- choice and retention ---------------------------------------------------------------------------------------------
+
+
+def verify(store: Store, run: str, ref: CheckpointRef, *, checksums: bool = False) -> Manifest:
+    """Make sure that a checkpoint is whole: its manifest, and every file with its size.
+
+    Args:
+        checksums: read every file and compare its checksum too.
+
+    Raises:
+        CheckpointError: it is not; says which file.
+        StorageError: the store cannot be read.
+    """
+    manifest = read_manifest(store, run, ref)
+    folder = f"{run}/{ref.path}"
+    sizes = dict(store.list(folder))
+    for entry in manifest.files:
+        place = f"{folder}/{entry.name}"
+        if place not in sizes:
+            raise _missing(store, place)
+        _check_size(store, place, entry, sizes[place])
+    if checksums:
+        reader = CheckpointReader(store, run, ref, manifest)
+        for name in reader.names():
+            reader.read(name)
+    return manifest
+
+
+def newest_good(store: Store, run: str, refs: Sequence[CheckpointRef]) -> tuple[CheckpointRef | None, list[str]]:
+    """The newest checkpoint whose every file is as it was written, and a note on each one that was passed over.
+
+    Args:
+        refs: as an entry of the log holds them, newest last.
+
+    Returns:
+        None and the notes when none is whole: then the run's state is lost, unless the caller has it elsewhere.
+
+    Raises:
+        StorageError: the store cannot be read, which says nothing of the checkpoints.
+    """
+    notes: list[str] = []
+    for ref in reversed(refs):
+        try:
+            verify(store, run, ref, checksums=True)
+        except CheckpointError as error:
+            notes.append(f"the checkpoint of step {ref.step} is passed over: {error.what} ({error.where})")
+        else:
+            return ref, notes
+    return None, notes
+
+
+def retain(store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Collection[str] = ()) -> tuple[str, ...]:
+    """Delete the checkpoint folders that the log does not name: older ones, and what dead drivers left half written.
+
+    Folders that are newer than the newest kept, by token, then by step, are left: they are uploads under way, of this
+    driver or of one that has taken over since.
+
+    Args:
+        keep: those of the log's last entry, newest last; when empty, nothing is deleted.
+        writing: further folders within the run that are being written.
+
+    Returns:
+        The folders deleted, within the run. Raises StorageError.
+    """
+    if not keep:
+        return ()
+    newest = _age(keep[-1].path)
+    spared = {ref.path for ref in keep} | set(writing)
+    doomed = []
+    for name in store.folders(f"{run}/checkpoints"):
+        path = f"checkpoints/{name}"
+        if _FOLDER.fullmatch(name) and path not in spared and _age(path) < newest:
+            doomed.append(path)
+    for path in doomed:
+        store.delete_folder(f"{run}/{path}")
+    return tuple(doomed)
+
+
+def _age(path: str) -> tuple[int, int]:
+    """Token and step of a checkpoint's folder."""
+    found = _FOLDER.fullmatch(path.rpartition("/")[2])
+    if not found:
+        raise ValueError(f"{path!r} is no checkpoint's folder")
+    return int(found.group(2)), int(found.group(1))
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _flat(data: memoryview) -> memoryview:
+    """The same memory as plain bytes; a copy where it is not contiguous."""
+    return data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
+
+
+def _get(store: Store, place: str) -> bytes:
+    try:
+        return store.get(place)
+    except MissingFile:
+        raise _missing(store, place) from None
+
+
+def _check_size(store: Store, place: str, entry: FileEntry, size: int) -> None:
+    if size != entry.size_bytes:
+        raise _damaged(store, place, f"{entry.name} is torn: it has {size} bytes, not {entry.size_bytes}")
+
+
+def _missing(store: Store, place: str) -> CheckpointError:
+    return _damaged(store, place, f"{place.rpartition('/')[2]} is missing")
+
+
+def _damaged(store: Store, place: str, what: str) -> CheckpointError:
+    return CheckpointError(what, where=store.uri_of(place), remedy=_REMEDY)

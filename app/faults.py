@@ -1,0 +1,126 @@
+"""What went wrong with a store, in the words of a StorageError: what, where, remedy, and never a secret."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+from trainwright.core.errors import StorageError
+
+
+class MissingFile(StorageError):
+    """There is no file at this path; the store itself answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A cause. `certain`: the write that met it was not carried out, so that trying again is of no use."""
+
+    what: str
+    remedy: str
+    certain: bool = False
+
+
+_FULL = Fault(what="there is no space left", remedy="free space or give another storage=", certain=True)
+_WRITE = Fault(what="it is not allowed", remedy="check the owner and rights of the folder", certain=True)
+_BLOCKED = Fault(
+    what="a part of the path is a file, not a folder", remedy="give the path of a folder as storage=", certain=True
+)
+_BY_NUMBER: Mapping[int, Fault] = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EACCES: _WRITE,
+    errno.EPERM: _WRITE,
+    errno.EROFS: Fault(what="the file system is read-only", remedy="give another storage=", certain=True),
+    errno.ENOTDIR: _BLOCKED,
+    errno.EEXIST: _BLOCKED,
+    errno.ENAMETOOLONG: Fault(what="the name is too long", remedy="give a shorter name= or storage=", certain=True),
+    errno.ENOENT: Fault(what="the folder cannot be made", remedy="give another storage=", certain=True),
+    errno.EISDIR: Fault(what="a folder has the name of the file", remedy="move that folder away", certain=True),
+}
+
+_NO_CREDENTIALS = Fault(
+    what="no credentials were found",
+    remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (Google: GOOGLE_APPLICATION_CREDENTIALS; "
+    "Azure: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY) here and on every node",
+    certain=True,
+)
+_REFUSED = Fault(
+    what="the store refuses the credentials, or they do not allow this",
+    remedy="check the access key, its secret and its rights to read, write, list and delete",
+    certain=True,
+)
+_NO_BUCKET = Fault(what="the bucket does not exist", remedy="create it, or mend its name in storage=", certain=True)
+_REGION = Fault(
+    what="the bucket is in another region", remedy="set AWS_REGION to the region of the bucket", certain=True
+)
+_TIMEOUT = Fault(what="the store did not answer in time", remedy="check the network and the store's own state")
+_UNREACHABLE = Fault(
+    what="the store cannot be reached", remedy="check the network and the address of the endpoint (AWS_ENDPOINT_URL)"
+)
+_BY_TEXT: tuple[tuple[re.Pattern[str], Fault], ...] = (
+    (re.compile(r"169\.254\.169\.254|metadata\.google\.internal|Account must be specified"), _NO_CREDENTIALS),
+    (re.compile(r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|status: 40[13]\b"), _REFUSED),
+    (re.compile(r"NoSuchBucket|ContainerNotFound|status: 404\b"), _NO_BUCKET),
+    (re.compile(r"PermanentRedirect|redirect without LOCATION|AuthorizationHeaderMalformed"), _REGION),
+    (re.compile(r"status: 507\b|InsufficientStorage|StorageFull|QuotaExceeded"), _FULL),
+    (re.compile(r"kind: Timeout|timed out"), _TIMEOUT),
+    (re.compile(r"kind: Connect|kind: Request|dns error"), _UNREACHABLE),
+)
+_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
+_LONGEST = 200
+
+
+def classify(error: Exception) -> Fault:
+    """The cause of an obstore or operating system error."""
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        return _WRITE if "(os error" in str(error) else _REFUSED
+    number = _number(error)
+    if number in _BY_NUMBER:
+        return _BY_NUMBER[number]
+    text = str(error)
+    for pattern, fault in _BY_TEXT:
+        if pattern.search(text):
+            return fault
+    if isinstance(error, FileNotFoundError) and number == 0:
+        return _NO_BUCKET
+    return Fault(what=_scrubbed(text), remedy="see the store's own log or state, then run the same command again")
+
+
+def is_missing_file(error: Exception) -> bool:
+    """Whether the store answered that this one file is not there."""
+    return isinstance(error, FileNotFoundError) and not re.search(r"NoSuchBucket|ContainerNotFound", str(error))
+
+
+def explain(error: Exception, *, doing: str, where: str) -> StorageError:
+    """A StorageError for an obstore or operating system error.
+
+    Args:
+        doing: what failed, such as `cannot write`.
+        where: the URI, without secrets.
+    """
+    fault = classify(error)
+    return StorageError(f"{doing}: {fault.what}", where=where, remedy=fault.remedy)
+
+
+def _number(error: Exception) -> int:
+    """The operating system's error number; 0 when it has none."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found:
+        return int(found.group(1))
+    return error.errno or 0 if isinstance(error, OSError) else 0
+
+
+def _scrubbed(text: str) -> str:
+    """The first line, short, without the value of any secret in the environment and without a reply's body."""
+    line = text.partition("\n")[0].partition("<")[0].strip(" :.")
+    for name, value in os.environ.items():
+        if len(value) >= 4 and _SECRET_NAME.search(name):
+            line = line.replace(value, "***")
+    line = re.sub(r"//[^/@\s]*@", "//", line)
+    return line[:_LONGEST] or "the store failed and gave no reason"
