@@ -1,0 +1,80 @@
+"""From a share's columns to the feeds of its steps; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from trainwright.core.data import Batch, Feed, Feeding
+from trainwright.datasets.columns import Arrays
+from trainwright.datasets.schedule import Schedule, Share
+
+Shares = Mapping[int, tuple[Share, Arrays]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """How shares become feeds.
+
+    Attributes:
+        schedule: of the run.
+        feeding: data ranks of this actor.
+        accumulation: micro-batches of each data rank in one step.
+        rows: every micro-batch is filled to this many rows with repeats of weight 0; None leaves it as it is.
+    """
+
+    schedule: Schedule
+    feeding: Feeding
+    accumulation: int = 1
+    rows: int | None = None
+
+    def feed(self, step: int, shares: Shares) -> Feed:
+        """The feed of one step, from the shares of this actor's data ranks that hold the step."""
+        return Feed(
+            step=step,
+            parts=tuple(self._part(step, *shares[rank]) for rank in self.feeding.data_ranks),
+            data_ranks=self.feeding.data_ranks,
+            total=self.feeding.total,
+            rows=self.schedule.size(step),
+        )
+
+    def _part(self, step: int, share: Share, columns: Arrays) -> tuple[Batch, ...]:
+        """A step's rows cut into micro-batches as evenly as possible, in position order."""
+        at = step - share.steps.start
+        first, last = int(share.bounds[at]), int(share.bounds[at + 1])
+        real = last - first if share.real[at] else 0
+        cuts = [first + real * part // self.accumulation for part in range(self.accumulation + 1)]
+        return tuple(self._batch(share, columns, low, high, first) for low, high in pairwise(cuts))
+
+    def _batch(self, share: Share, columns: Arrays, low: int, high: int, first: int) -> Batch:
+        """Rows low..high; the step's first row, with weight 0, where there are none."""
+        real = high - low
+        if not real:
+            low, high = first, first + 1
+        batch = Batch(
+            columns={name: array[low:high] for name, array in columns.items()},
+            weights=np.ones(real) if real else np.zeros(1),
+            samples=share.samples[low:high],
+        )
+        return batch if self.rows is None or batch.rows == self.rows else _filled(batch, self.rows)
+
+
+def _filled(batch: Batch, rows: int) -> Batch:
+    """Repeat the first row, with weight 0, up to `rows` rows."""
+    take = np.concatenate([np.arange(batch.rows), np.zeros(rows - batch.rows, dtype=np.int64)])
+    return Batch(
+        columns={name: array[take] for name, array in batch.columns.items()},
+        weights=np.concatenate([batch.weights, np.zeros(rows - batch.rows)]),
+        samples=batch.samples[take],
+    )
+
+
+def weightless(feed: Feed) -> Feed:
+    """The same feed with all weights 0."""
+    return replace(
+        feed,
+        parts=tuple(tuple(replace(batch, weights=np.zeros(batch.rows)) for batch in part) for part in feed.parts),
+    )

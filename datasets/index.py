@@ -1,0 +1,80 @@
+"""The index of a data set: how many rows, in which row groups of which files, with which columns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from trainwright.datasets.columns import Arrays, Field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One row group.
+
+    Attributes:
+        file: path of its file, as the file system names it; empty in memory.
+        number: of the row group within the file.
+        rows: in it.
+        first: row number of its first row in the data set.
+    """
+
+    file: str
+    number: int
+    rows: int
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What a data set holds. Picklable; the order of samples is a function of it and of the seed.
+
+    Attributes:
+        rows: of all groups.
+        groups: in row order.
+        schema: columns of the source, before any transform.
+        row_bytes: mean decoded size of a row.
+        hash: SHA-256 (hexadecimal) over all of it; another hash means that the data was changed.
+    """
+
+    rows: int
+    groups: tuple[Group, ...]
+    schema: Mapping[str, Field]
+    row_bytes: int
+    hash: str
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """First row of each row group."""
+        return tuple(group.first for group in self.groups)
+
+
+class Loader(Protocol):
+    """An opened source."""
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of row group `number` of the index; raises DataError that names file, row group and column."""
+
+
+class Source(Protocol):
+    """Where rows come from. Lazy and picklable."""
+
+    def index(self) -> Index:
+        """Look at the source; reads no column of a file. Raises DataError for anything wrong."""
+
+    def open(self, index: Index) -> Loader:
+        """A loader for one process."""
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+
+
+def digest(parts: Iterable[object]) -> str:
+    """SHA-256 over the text of the parts, in order."""
+    sums = hashlib.sha256()
+    for part in parts:
+        sums.update(f"{part}\n".encode())
+    return sums.hexdigest()

@@ -1,0 +1,213 @@
+"""Delivery inside a worker: the feeds of every step from any step on, read ahead of the consumer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from trainwright.core.data import Cursor, Feed, Feeding
+from trainwright.datasets.ahead import ReadAhead
+from trainwright.datasets.columns import Arrays
+from trainwright.datasets.feeds import Assembly, Shares, weightless
+from trainwright.datasets.index import Index
+from trainwright.datasets.order import MEMORY_BYTES, Order, Rows, choose_lanes
+from trainwright.datasets.reader import Reader
+from trainwright.datasets.schedule import Schedule, Share, steps_per_epoch
+from trainwright.datasets.sources import Dataset
+from trainwright.datasets.transforms import Counters
+
+__all__ = ["Feeds", "Fetcher", "Stream", "schedule_of", "steps_per_epoch"]
+
+_CHUNK_ROWS, _CHUNK_BYTES, _CHUNK_STEPS = 4096, 8 << 20, 64
+_WARM_ROWS = 8  # rows that a heavy transform computes for the throwaway step
+
+
+class Fetcher(Protocol):
+    """Where transformed shares come from when they are not computed here, such as Ray Data."""
+
+    def fetch(self, step: int, rank: int, total: int) -> tuple[range, Arrays]:
+        """Columns of a data rank's share of the chunk of steps that holds `step`, and that chunk. Has a deadline."""
+
+
+class Feeds(Iterator[Feed]):
+    """Feeds of consecutive steps. Close it, or use it in a `with`: a thread reads ahead of it."""
+
+    def __init__(self, chunks: Iterator[list[Feed]]) -> None:
+        self._chunks = ReadAhead(chunks, name="trainwright-feeds")
+        self._ready: Iterator[Feed] = iter(())
+
+    def __next__(self) -> Feed:
+        while True:
+            for feed in self._ready:
+                return feed
+            self._ready = iter(next(self._chunks))
+
+    def close(self) -> None:
+        """End the reading thread. Safe to call twice."""
+        self._chunks.close()
+        self._ready = iter(())
+
+    def __enter__(self) -> Feeds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stream:
+    """The feeds of one actor over a whole run.
+
+    Args:
+        dataset: to read.
+        index: of the data set, as the run began with it; by default it is looked up now.
+        batch_size: global, in samples.
+        epochs: passes over the data.
+        seed: of the order and of the transforms.
+        shuffle: whether the order changes with each epoch; otherwise rows come as they are stored.
+        drop_last: leave out the short last batch of each epoch.
+        feeding: data ranks of this actor; it may have none.
+        accumulation: micro-batches of each data rank in one step.
+        static_shapes: fill every micro-batch to one size with repeats of weight 0.
+        columns: to give; by default all.
+        window: rows that are permuted together; by default chosen from the index.
+        fetcher: gives the transformed shares of heavy data sets; without it, all is computed here.
+        memory_bytes: decoded data that may be kept.
+
+    Raises:
+        DataError: the data is missing, empty or lacks a column, or gives no step.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        index: Index | None = None,
+        *,
+        batch_size: int,
+        feeding: Feeding,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        accumulation: int = 1,
+        static_shapes: bool = False,
+        columns: Iterable[str] | None = None,
+        window: int | None = None,
+        fetcher: Fetcher | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        index = index or dataset.index()
+        self._dataset, self._fetcher, self._feeding = dataset, fetcher, feeding
+        self._columns = None if columns is None else tuple(columns)
+        self._schedule = schedule_of(
+            index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last, window=window
+        )
+        largest = self._schedule.order.largest_share(feeding.total, min(batch_size, index.rows))
+        self._assembly = Assembly(
+            schedule=self._schedule,
+            feeding=feeding,
+            accumulation=accumulation,
+            rows=-(-largest // accumulation) if static_shapes else None,
+        )
+        self._reader = reader_of(dataset, index, self._columns, self._schedule.order, memory_bytes)
+        self._chunk_steps = chunk_steps(batch_size * len(feeding.data_ranks) / feeding.total, index.row_bytes)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one pass over the data."""
+        return self._schedule.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all epochs."""
+        return self._schedule.total_steps
+
+    @property
+    def order(self) -> Order:
+        """The order of the samples."""
+        return self._schedule.order
+
+    def cursor(self, step: int) -> Cursor:
+        """Where the batch of global step `step` starts."""
+        return self._schedule.cursor(step)
+
+    def feeds(self, start_step: int = 0) -> Feeds:
+        """Feeds of the steps from `start_step` to the end of the last epoch. Reading begins at once."""
+        return Feeds(self._chunks(start_step))
+
+    def warm_feed(self, step: int = 0) -> Feed:
+        """A feed of the shape of an ordinary step: real samples, all of weight 0.
+
+        Args:
+            step: about where the feeds will start, so that what is read for it is of use to them.
+        """
+        start = step if self._schedule.size(step) == self._schedule.batch_size else step - step % self.steps_per_epoch
+        steps = range(start, start + 1)
+        shares: dict[int, tuple[Share, Arrays]] = {}
+        for rank in self._feeding.data_ranks:
+            share = self._schedule.share(steps, rank, self._feeding.total)
+            few = np.minimum(np.arange(len(share.samples)), _WARM_ROWS - 1 if self._fetcher else len(share.samples))
+            distinct, back = np.unique(few, return_inverse=True)
+            columns = self._read(share.samples[distinct], share.epoch)
+            shares[rank] = share, {name: array[back] for name, array in columns.items()}
+        return weightless(self._assembly.feed(start, shares))
+
+    def _chunks(self, step: int) -> Iterator[list[Feed]]:
+        while step < self.total_steps:
+            steps, shares = self._fetched(step) if self._fetcher else self._computed(step)
+            yield [self._assembly.feed(number, shares) for number in steps]
+            step = steps.stop
+
+    def _computed(self, step: int) -> tuple[range, Shares]:
+        """Read and transform the shares of all data ranks of this actor together."""
+        steps = range(step, self._schedule.chunk(step, self._chunk_steps).stop)
+        ranks = self._feeding.data_ranks
+        shares = [self._schedule.share(steps, rank, self._feeding.total) for rank in ranks]
+        if not shares:
+            return steps, {}
+        columns = self._read(np.concatenate([share.samples for share in shares]), shares[0].epoch)
+        ends = np.cumsum([len(share.samples) for share in shares])
+        return steps, {
+            rank: (share, {name: array[end - len(share.samples) : end] for name, array in columns.items()})
+            for rank, share, end in zip(ranks, shares, ends, strict=True)
+        }
+
+    def _fetched(self, step: int) -> tuple[range, Shares]:
+        """Fetch the shares of all data ranks of this actor."""
+        assert self._fetcher is not None
+        chunk = range(step, self.total_steps)
+        shares: dict[int, tuple[Share, Arrays]] = {}
+        for rank in self._feeding.data_ranks:
+            chunk, columns = self._fetcher.fetch(step, rank, self._feeding.total)
+            shares[rank] = self._schedule.share(chunk, rank, self._feeding.total), columns
+        if not shares:
+            chunk = self._schedule.chunk(step, self._chunk_steps)
+        return range(step, chunk.stop), shares
+
+    def _read(self, samples: Rows, epoch: int) -> Arrays:
+        counters = Counters(seed=self._schedule.order.seed, epoch=epoch)
+        return self._dataset.transform(self._reader.gather(samples), samples, counters, self._columns)
+
+
+def schedule_of(
+    index: Index, *, batch_size: int, epochs: int, seed: int, shuffle: bool, drop_last: bool, window: int | None
+) -> Schedule:
+    """The steps of a run, from the index alone: the same in every process. Raises DataError where there is no step."""
+    lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
+    order = Order(lanes=lanes, seed=seed, shuffle=shuffle)
+    return Schedule(order=order, batch_size=batch_size, epochs=epochs, drop_last=drop_last)
+
+
+def reader_of(
+    dataset: Dataset, index: Index, columns: tuple[str, ...] | None, order: Order, memory_bytes: int = MEMORY_BYTES
+) -> Reader:
+    """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
+    fits = index.rows * index.row_bytes <= memory_bytes or not index.groups[0].file
+    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes)
+
+
+def chunk_steps(rows: float, row_bytes: int) -> int:
+    """Steps to read at once, for `rows` rows a step: enough to be quick, few enough to be small."""
+    most = min(_CHUNK_ROWS, _CHUNK_BYTES // max(row_bytes, 1))
+    return int(min(max(most // max(rows, 1), 1), _CHUNK_STEPS))
