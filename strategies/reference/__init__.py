@@ -1,0 +1,19 @@
+"""The executable meaning of `trainwright.core.engine`: engines in numpy float64, with no framework.
+
+numpy has no autograd, so a job for these engines gives derivatives along with its values:
+
+- `model`: () -> a `Model`, such as `Mlp(sizes)`; the engine initializes it from the job's seed.
+- `loss`: (outputs, targets) -> `Graded(values, gradient, weights)`, where `gradient` is the derivative of each value
+  with respect to the outputs that it depends on. `cross_entropy` and `squared_error` are such losses.
+- `optimizer`: (parameters by name) -> `Sgd(...)` or `Adam(...)`, settings with a pure `update`.
+- `step`: (model, batch of columns) -> `Graded`; it calls the model once, and `gradient` is that of the call's outputs.
+- `metrics`: (outputs, targets) -> values of shape (rows,) or (rows, k), or Terms.
+
+| engine                    | topology    | forms again    | data ranks of an actor      |
+|---------------------------|-------------|----------------|-----------------------------|
+| `engine:Reference`        | collective  | in place       | 1                           |
+| `engine:NewProcess`       | collective  | in a new process | 1                         |
+| `engine:TwoDevices`       | collective  | in place       | 2                           |
+| `coordinator:Coordinator` | coordinator | in place       | all at rank 0, which deals  |
+| `independent:Independent` | independent | in place       | 1, against servers          |
+"""

@@ -1,0 +1,141 @@
+"""The state of a replica or of a server's shard; its form as a file, a npz archive without pickles; messages."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.errors import CheckpointError, TrainwrightError
+from trainwright.strategies.reference.optimizers import Arrays
+
+_MODEL, _OPTIMIZER, _STEP = "model/", "optimizer/", "step"
+_LENGTH = struct.Struct(">Q")
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """All that training changes; replaced as a whole, never written into, so it is always sound.
+
+    Attributes:
+        parameters: by full name.
+        slots: the optimizer's arrays, by its own names, which end with the parameter's.
+        step: completed steps; None for a state that was built and never trained or loaded.
+    """
+
+    parameters: Arrays
+    slots: Arrays
+    step: int | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(value.nbytes for value in (*self.parameters.values(), *self.slots.values()))
+
+    def copy(self) -> State:
+        """A deep copy."""
+        return State(
+            parameters={name: value.copy() for name, value in self.parameters.items()},
+            slots={name: value.copy() for name, value in self.slots.items()},
+            step=self.step,
+        )
+
+    def only(self, names: Iterable[str]) -> State:
+        """The part that belongs to the parameters `names`; slots of no parameter, such as a count, stay."""
+        mine = set(names)
+        return State(
+            parameters={name: value for name, value in self.parameters.items() if name in mine},
+            slots={name: value for name, value in self.slots.items() if name.partition("/")[2] in mine | {""}},
+            step=self.step,
+        )
+
+
+def encode(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """Named arrays as one message: the length of a JSON header, names, types and shapes in it, then the raw bytes."""
+    solid = {name: np.ascontiguousarray(value).reshape(value.shape) for name, value in arrays.items()}
+    if any(value.dtype.hasobject for value in solid.values()):
+        names = sorted(name for name, value in solid.items() if value.dtype.hasobject)
+        raise TrainwrightError(f"arrays of Python objects cannot be sent: {names}", remedy="make them numbers")
+    header = json.dumps([(name, value.dtype.str, value.shape) for name, value in solid.items()]).encode()
+    return b"".join((_LENGTH.pack(len(header)), header, *(value.tobytes() for value in solid.values())))
+
+
+def decode(data: bytes) -> dict[str, npt.NDArray[Any]]:
+    """The named arrays of a message, writable. Nothing in it can execute."""
+    start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, kind, shape in json.loads(data[_LENGTH.size : start]):
+        count = math.prod(shape)
+        array = np.frombuffer(data, np.dtype(kind), count, start) if count else np.empty(0, np.dtype(kind))
+        arrays[name] = array.reshape(shape).copy()
+        start += array.nbytes
+    return arrays
+
+
+def to_bytes(state: State) -> bytes:
+    """A state as a npz archive: `model/<name>`, `optimizer/<slot>` and `step` (-1 for None)."""
+    arrays = {
+        **{f"{_MODEL}{name}": value for name, value in state.parameters.items()},
+        **{f"{_OPTIMIZER}{name}": value for name, value in state.slots.items()},
+        _STEP: np.array(-1 if state.step is None else state.step, np.int64),
+    }
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> State:
+    """The state that `to_bytes` wrote."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    step = int(arrays.pop(_STEP))
+    return State(
+        parameters={name.removeprefix(_MODEL): value for name, value in arrays.items() if name.startswith(_MODEL)},
+        slots={name.removeprefix(_OPTIMIZER): value for name, value in arrays.items() if name.startswith(_OPTIMIZER)},
+        step=None if step < 0 else step,
+    )
+
+
+def merge(parts: Iterable[State]) -> State:
+    """One state of the disjoint shards of one step; the order does not matter."""
+    parameters: dict[str, Any] = {}
+    slots: dict[str, Any] = {}
+    steps: list[int | None] = []
+    for part in parts:
+        parameters.update(part.parameters)
+        slots.update(part.slots)
+        steps.append(part.step)
+    return State(parameters=parameters, slots=slots, step=max((step for step in steps if step is not None), default=0))
+
+
+def fitted(loaded: State, built: State) -> State:
+    """The arrays of `loaded` that `built` has, in its order; raises CheckpointError where they do not fit."""
+    problems = [
+        f"{name}: {_shape(found, name)} in the checkpoint, {value.shape} in the job"
+        for own, found in ((built.parameters, loaded.parameters), (built.slots, loaded.slots))
+        for name, value in own.items()
+        if _shape(found, name) != value.shape
+    ]
+    if problems:
+        raise CheckpointError(
+            "the checkpoint holds another model or optimizer",
+            detail="\n".join(problems),
+            remedy="use the model and optimizer that wrote it, or start a run under a new name",
+        )
+    return State(
+        parameters={name: loaded.parameters[name] for name in built.parameters},
+        slots={name: loaded.slots[name] for name in built.slots},
+        step=loaded.step,
+    )
+
+
+def _shape(arrays: Arrays, name: str) -> tuple[int, ...] | None:
+    """Shape of an array, None where there is none."""
+    return arrays[name].shape if name in arrays else None

@@ -1,0 +1,194 @@
+"""What the torch engines share: everything but the process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+
+from trainwright.core.checkpoint import Reader, Writer
+from trainwright.core.data import Columns, Feed, StepReport, Sums
+from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
+from trainwright.core.plan import Plan
+from trainwright.strategies.torch import evaluation, files, state, step
+from trainwright.strategies.torch.batches import copied
+from trainwright.strategies.torch.failures import let_go, lost_peer, peer_lost
+from trainwright.strategies.torch.objective import Caller, Objective, Share
+from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.step import Runner
+
+Result = TypeVar("Result")
+
+
+class TorchEngine:
+    """A replica that steps by itself; `trainwright.core.engine.Engine` says who calls what, and when."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(reform="in_place", topology="collective", devices_per_worker=1)
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._replica: Replica | None = None
+        self._runner: Runner | None = None
+        self._device = torch.device("cpu")
+
+    # --- the group ----------------------------------------------------------------------------------------
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Nobody has to reach this rank: no port is bound."""
+        return Address(host="127.0.0.1", port=0)
+
+    def form(self, group: Group) -> StateTag:
+        """Take threads and device; says what state this rank holds. Raises PeerLost."""
+        self._runner = None
+        self._group = group
+        self._device = torch.device(group.devices[0])
+        torch.set_num_threads(max(group.threads, 1))
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        return self._tag()
+
+    def leave(self) -> None:
+        """The group ends, the process lives on with its state. Safe to call at any time, twice too."""
+        self._runner = None
+
+    def interrupt(self, deadline_s: float) -> bool:
+        """False: a blocked call of torch cannot be made to raise from another thread, so kill the process.
+
+        gloo's abort and shutdown return and do nothing; a peer that closes its group, or the deadline, does it.
+        """
+        return False
+
+    def serve(self) -> None:
+        """Return at once: in a collective every rank steps."""
+
+    # --- the state ----------------------------------------------------------------------------------------
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """Make model and optimizer, the same on every rank for one seed.
+
+        Raises:
+            JobError: the model cannot be trained, or not with this plan.
+            UserCodeError: the user's code raised.
+        """
+        self._replica = self._guarded(lambda: Replica(spec, plan, self._device, self._where))
+        self._runner = None
+        return self._tag()
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
+        self._built.step = self._built.step or 0
+        return self._tag()
+
+    def snapshot(self) -> StateCopy:
+        """Copy the state to host memory. Training may go on at once."""
+        copy = state.snapshot(self._built)
+        return StateCopy(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
+
+    def restore(self, copy: StateCopy) -> StateTag:
+        """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
+        state.restore(self._built, copy.state)
+        return self._tag()
+
+    def save(self, copy: StateCopy, writer: Writer) -> None:
+        """Write a snapshot's files; may run in another thread. Raises StorageError."""
+        files.write(copy.state, writer)
+
+    def load(self, reader: Reader) -> StateTag:
+        """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
+        state.restore(self._built, files.read(reader))
+        return self._tag()
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def warm(self, feed: Feed) -> None:
+        """One throwaway forward and backward of full shape; parameters, buffers and random numbers are kept.
+
+        Raises:
+            JobError, UserCodeError, PeerLost: as `train_step`.
+        """
+        self._runner = self._guarded(lambda: self._warmed(feed))
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """One step of this rank, its part of one global step.
+
+        Raises:
+            NonFiniteLoss: on every rank, before anything is applied.
+            PeerLost: another rank went away.
+            UserCodeError, JobError: the user's code raised or is wrong.
+        """
+        if self._runner is None:
+            self.warm(feed)
+        return self._guarded(lambda: step.train(self._built, self._ready, feed))
+
+    def evaluate_step(self, feed: Feed) -> Sums:
+        """Local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
+        return self._guarded(lambda: evaluation.evaluate(self._built.model, self._caller(), feed))
+
+    def predict_step(self, feed: Feed) -> Columns:
+        """The model's outputs for the feed's rows. Raises UserCodeError, JobError."""
+        return self._guarded(lambda: evaluation.predict(self._built.model, self._caller(), feed))
+
+    # --- for the engines ----------------------------------------------------------------------------------
+
+    @property
+    def _built(self) -> Replica:
+        assert self._replica is not None, "build() comes first"
+        return self._replica
+
+    @property
+    def _ready(self) -> Runner:
+        assert self._runner is not None, "warm() comes before a step"
+        return self._runner
+
+    @property
+    def _rank(self) -> int:
+        return self._group.rank if self._group else 0
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self._rank}"
+
+    def _tag(self) -> StateTag:
+        replica = self._replica
+        return StateTag(step=replica.step if replica else None, sound=replica.sound if replica else True)
+
+    def _caller(self) -> Caller:
+        replica = self._built
+        return Caller(spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where)
+
+    def _warmed(self, feed: Feed) -> Runner:
+        """A runner that has run once."""
+        objective = Objective(self._built.model, self._caller(), world=1)
+        runner = Runner(objective=objective, reduced=objective)
+        self._throwaway(runner, feed)
+        return runner
+
+    def _throwaway(self, runner: Runner, feed: Feed) -> bool:
+        """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
+        replica = self._built
+        share = Share(batch=copied(feed.parts[0][0]), data_rank=feed.data_ranks[0], rows=feed.rows, muted=True)
+        devices = [self._device] if self._device.type == "cuda" else []
+        with replica.attempt(), torch.random.fork_rng(devices=devices):
+            replica.reseed(0)
+            step.run(runner, share)
+            every_used = all(parameter.grad is not None for parameter in replica.trainable)
+        runner.objective.carry.grad = None
+        runner.objective.tallies.clear()
+        return every_used
+
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """Do work; errors leave without the frames that would keep a process group's sockets open."""
+        try:
+            return work()
+        except TrainwrightError as error:
+            failure = error
+        except RuntimeError as error:
+            if not lost_peer(error):
+                raise
+            failure = peer_lost(error, self._where)
+            let_go(error)
+        let_go(failure)
+        raise failure

@@ -1,0 +1,89 @@
+"""The engine of synchronous data parallelism: torch's DistributedDataParallel, over gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from trainwright.core.data import Feed
+from trainwright.core.errors import JobError
+from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
+from trainwright.strategies.torch import state
+from trainwright.strategies.torch.base import TorchEngine
+from trainwright.strategies.torch.group import Membership
+from trainwright.strategies.torch.objective import Objective
+from trainwright.strategies.torch.step import Runner
+
+
+class DataParallel(TorchEngine):
+    """A replica on each worker; gradients are averaged by all-reduce while they are computed.
+
+    DDP chooses its buckets by the order in which gradients came in the first backward, which changes the order of
+    sums. `warm` makes that backward a throwaway after each formation, so that equal steps give equal bits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._membership = Membership()
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Bind a port that the system chooses and keep it until `form`."""
+        return self._membership.reserve()
+
+    def form(self, group: Group) -> StateTag:
+        """Join the process group. Raises PeerLost where it does not form by the group's deadline."""
+        super().form(group)
+        self._membership.join(group, self._device)
+        return self._tag()
+
+    def leave(self) -> None:
+        """Drop DDP, end the process group and close its sockets; the state stays."""
+        super().leave()
+        self._membership.leave()
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        """Make every rank equal to the first move's source, bit by bit. Raises PeerLost."""
+        if moves:
+            source = moves[0].source
+            self._guarded(lambda: state.broadcast(self._built, source, self._rank, self._device))
+        return super().transfer(moves)
+
+    def _warmed(self, feed: Feed) -> Runner:
+        """DDP around the objective, with its buckets fixed."""
+        assert self._group is not None, "form() comes first"
+        objective = Objective(self._built.model, self._caller(), world=self._group.size)
+        replica = self._built
+        if replica.every_used is None:
+            replica.every_used = self._throwaway(Runner(objective=objective, reduced=objective), feed)
+        every_used = self._agree(replica.every_used)
+        parallel = DistributedDataParallel(
+            objective,
+            init_sync=False,
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=not every_used,
+        )
+        runner = Runner(objective=objective, reduced=parallel, local=parallel.no_sync, every_used=every_used)
+        self._throwaway(runner, feed)
+        return runner
+
+    def _agree(self, every_used: bool) -> bool:
+        """Whether all ranks gave every parameter a gradient. Raises JobError where the ranks' parameters differ."""
+        assert self._group is not None, "form() comes first"
+        own = torch.tensor([int(every_used), state.checksum(self._built.model)], device=self._device)
+        gathered = [torch.empty_like(own) for _ in range(self._group.size)]
+        distributed.all_gather(gathered, own)
+        answers = torch.stack(gathered).tolist()
+        differing = [rank for rank, (_, checksum) in enumerate(answers) if checksum != answers[0][1]]
+        if differing:
+            raise JobError(
+                [
+                    f"ranks 0 and {differing[0]} hold different parameters: model() must give the same on every rank; "
+                    "draw its initial values from torch's own generator, which the job's seed sets"
+                ],
+                where=self._where,
+            )
+        return all(flag for flag, _ in answers)

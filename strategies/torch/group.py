@@ -1,0 +1,158 @@
+"""A process group's life: reserve a port, join, leave. One group at a time in a process, as torch has it."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from trainwright.core.errors import PeerLost
+from trainwright.core.group import Address, Group
+from trainwright.strategies.torch.failures import let_go
+
+_LOOPBACK = "127.0.0.1"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
+
+
+class Membership:
+    """This process's place in a process group.
+
+    Rank 0's reserved socket becomes the listening socket of the group's TCPStore, so that its port cannot be lost
+    in between; the other ranks' are closed. The ports of gloo and NCCL come from the system.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._store: TCPStore | None = None
+
+    def reserve(self) -> Address:
+        """Bind and listen on a port that the system chooses, at every interface; the host is this node's address."""
+        self._close_socket()
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind(("", 0))
+        self._socket.listen(1024)
+        return Address(host=own_host(), port=self._socket.getsockname()[1])
+
+    def join(self, group: Group, device: torch.device) -> None:
+        """Form the process group; every member calls it. Raises PeerLost where it does not form by the deadline."""
+        self._end()
+        failure: PeerLost | None = None
+        try:
+            with _interface(group):
+                self._join(group, device)
+        except (RuntimeError, OSError) as error:
+            failure = PeerLost(
+                f"the group of {group.size} did not form within {group.deadline_s:g} s: {str(error).splitlines()[0]}",
+                where=f"rank {group.rank}",
+                remedy="look at the rank that failed first",
+            )
+            let_go(error)
+        if failure is not None:
+            self.leave()
+            raise failure
+
+    def leave(self) -> None:
+        """End the group and close its sockets, so that peers who wait notice at once. May be called at any time.
+
+        Nothing may hold the DDP object any more.
+        """
+        self._close_socket()
+        self._end()
+
+    def _end(self) -> None:
+        if self._store is None:
+            return
+        gc.collect()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        self._store = None
+
+    def _join(self, group: Group, device: torch.device) -> None:
+        deadline = timedelta(seconds=group.deadline_s)
+        self._store = self._meet(group, deadline)
+        distributed.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            store=self._store,
+            rank=group.rank,
+            world_size=group.size,
+            timeout=deadline,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def _meet(self, group: Group, deadline: timedelta) -> TCPStore:
+        """The store at rank 0's reserved port."""
+        leader = group.peers[0].address
+        host = _LOOPBACK if _one_host(group) else leader.host
+        listening = self._socket.detach() if self._socket is not None and group.rank == 0 else None
+        self._close_socket()
+        return TCPStore(
+            host,
+            leader.port,
+            world_size=group.size,
+            is_master=group.rank == 0,
+            timeout=deadline,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def own_host() -> str:
+    """The address by which other nodes reach this one; the loopback address where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): picks a route, sends nothing
+        except OSError:
+            return _LOOPBACK
+        return str(probe.getsockname()[0])
+
+
+def _one_host(group: Group) -> bool:
+    return len({peer.address.host for peer in group.peers}) == 1
+
+
+@contextmanager
+def _interface(group: Group) -> Iterator[None]:
+    """Make gloo listen where the peers expect this rank; by itself it takes what the host's name resolves to."""
+    own = _LOOPBACK if _one_host(group) else group.peers[group.rank].address.host
+    name = interface_of(own)
+    if name is None or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = name
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]
+
+
+def interface_of(host: str) -> str | None:
+    """Name of the network interface with IPv4 address `host`; None where it is not known."""
+    if sys.platform != "linux":
+        return None
+    wanted = socket.gethostbyname(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == wanted:
+                return name
+    return None

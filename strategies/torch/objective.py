@@ -1,0 +1,235 @@
+"""The loss of a micro-batch as terms, and what travels with the gradients.
+
+A step's gradient is that of sum(values * weights) / W over the whole global batch, with W the sum of all weights. Each
+rank's micro-batches contribute sum(values * weights) * world / rows, so that DDP's average over `world` ranks is
+already right where all weights are 1 (W = rows); otherwise one pass scales the gradients by rows / W.
+
+W, the sum of losses and the wish to stop must be summed over the ranks too, before anything is applied. They travel in
+DDP's own reduction: `carry` is one more parameter, and backward is told that its gradient is those sums. DDP averages,
+so they are multiplied by the world size first: W comes out as a plain sum.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.data import Batch, Columns, Terms
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch import batches
+from trainwright.strategies.torch.failures import user_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One micro-batch on its way through the objective.
+
+    Attributes:
+        batch: the micro-batch.
+        data_rank: whose it is.
+        rows: real samples in the global batch.
+        wish: the rank's wish to stop, in one of its micro-batches.
+        muted: all weights count as 0.
+    """
+
+    batch: Batch
+    data_rank: int
+    rows: int
+    wish: bool = False
+    muted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """How a job's functions are called.
+
+    Attributes:
+        spec: the job's functions and columns.
+        device: where the tensors are.
+        autocast: whether to compute in bfloat16 where that is safe (`torch.autocast`).
+        where: the rank, for errors.
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    autocast: bool
+    where: str
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The context of forward and loss."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+    def tensors(self, columns: Columns) -> batches.Tensors:
+        """The columns that the job's functions want: all of them for a step of the user's own."""
+        wanted = columns if self.spec.step else (*self.spec.inputs, *self.spec.targets)
+        return batches.tensors(columns, wanted, self.device)
+
+    def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
+        """The model's outputs for the input columns."""
+        with user_code("the model", self.where):
+            return model(*[columns[name] for name in self.spec.inputs])
+
+    def targets(self, columns: batches.Tensors) -> Any:
+        """The target column, or a tuple where there are several."""
+        chosen = tuple(columns[name] for name in self.spec.targets)
+        return chosen[0] if len(chosen) == 1 else chosen
+
+    def loss(self, model: nn.Module, columns: batches.Tensors, batch: Batch) -> Terms:
+        """The loss terms of a micro-batch, sample weights included; weights never require a gradient."""
+        with self.precision():
+            if self.spec.step:
+                with user_code("step=", self.where):
+                    result = self.spec.step(model, dict(columns))
+                return self.terms("step=", result, batch)
+            outputs = self.outputs(model, columns)
+            return self.terms("loss=", self._loss(outputs, columns), batch)
+
+    def metric(self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch) -> Terms:
+        """The terms of a metric."""
+        with user_code(f"metric {name!r}", self.where):
+            result = self.spec.metrics[name](outputs, self.targets(columns))
+        return self.terms(f"metric {name!r}", result, batch)
+
+    def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch) -> Terms:
+        """The loss terms of outputs that are there already."""
+        return self.terms("loss=", self._loss(outputs, columns), batch)
+
+    def _loss(self, outputs: Any, columns: batches.Tensors) -> Any:
+        assert self.spec.loss is not None, "a job has loss= or step="
+        with user_code("loss=", self.where):
+            return self.spec.loss(outputs, self.targets(columns))
+
+    def terms(self, what: str, result: Any, batch: Batch) -> Terms:
+        """What a loss or metric returned, checked, with the feed's sample weights multiplied in.
+
+        Values of weight 0 do not count, whatever they are: not even if they are not finite.
+
+        Raises:
+            JobError: it is no tensor, it was reduced, or its first dimension is not the batch.
+        """
+        values = result.values if isinstance(result, Terms) else result
+        self._check(what, values, batch.rows)
+        values = values if values.dtype in (torch.float32, torch.float64) else values.float()
+        weights = torch.from_numpy(batch.weights).to(device=values.device, dtype=values.dtype)
+        weights = _rowwise(weights, values).expand_as(values)
+        if isinstance(result, Terms):
+            own = torch.as_tensor(result.weights, device=values.device).detach().to(values.dtype)
+            weights = weights * self._fitted(what, own, values)
+        if isinstance(result, Terms) or not batch.weights.all():
+            values = values.masked_fill(weights == 0.0, 0.0)
+        return Terms(values, weights)
+
+    def _check(self, what: str, values: Any, rows: int) -> None:
+        if not isinstance(values, Tensor):
+            raise self._wrong(f"{what} returned {type(values).__name__}: return a tensor with one value per sample")
+        if values.dim() == 0:
+            raise self._wrong(
+                f'{what} returned a single number: return one loss per sample: use reduction="none", '
+                "or Terms(values, weights)"
+            )
+        if values.shape[0] != rows:
+            raise self._wrong(
+                f"{what} returned shape {tuple(values.shape)} for a batch of {rows}: the first dimension must be the "
+                "batch, one loss per sample; for tokens or pixels return (samples, k) or Terms(values, weights)"
+            )
+
+    def _fitted(self, what: str, weights: Tensor, values: Tensor) -> Tensor:
+        """The user's weights in the shape of the values."""
+        leading = weights.shape == values.shape[: weights.dim()]
+        try:
+            return (_rowwise(weights, values) if leading else weights).expand_as(values)
+        except RuntimeError:
+            raise self._wrong(
+                f"{what} returned weights of shape {tuple(weights.shape)} for values of shape {tuple(values.shape)}: "
+                "give each value its weight"
+            ) from None
+
+    def _wrong(self, problem: str) -> JobError:
+        return JobError([problem], where=self.where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """What a micro-batch's backward starts from.
+
+    Attributes:
+        values: losses, of the graph.
+        slopes: derivative of the objective by each value.
+        carry: the parameter `carry` as it is seen from the graph.
+        sums: its gradient.
+    """
+
+    values: Tensor
+    slopes: Tensor
+    carry: Tensor
+    sums: Tensor
+
+    def backward(self) -> None:
+        """Add to the gradients of all parameters; in DDP, outside no_sync(), reduce them."""
+        torch.autograd.backward((self.values, self.carry), (self.slopes, self.sums))
+
+
+class Objective(nn.Module):
+    """Model, loss and `carry` as one module, so that DDP sees every use of every parameter.
+
+    Args:
+        model: the user's.
+        caller: how the job's functions are called.
+        world: ranks over which the gradients are averaged.
+
+    Attributes:
+        carry: always zero; its gradient is (sum of weights, sum of weighted losses, wish to stop).
+        tallies: the step's micro-batches so far with their losses.
+    """
+
+    def __init__(self, model: nn.Module, caller: Caller, world: int) -> None:
+        super().__init__()
+        self.model = model
+        self.caller = caller
+        self.world = world
+        kind = _carried_type(model)
+        self.carry = nn.Parameter(torch.zeros(3, dtype=kind, device=caller.device))
+        self.tallies: list[tuple[Share, Tensor]] = []
+        self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
+
+    def forward(self, share: Share) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses and weights, both (samples,) or (samples, k), and `carry`.
+
+        Raises:
+            JobError: the loss is of the wrong shape or has no gradient.
+            UserCodeError: the user's code raised.
+        """
+        columns = self.caller.tensors(share.batch.columns)
+        values, weights = self.caller.loss(self.model, columns, share.batch)
+        if not values.requires_grad:
+            raise JobError(
+                ["the loss has no gradient: compute it from the model's outputs without detach(), item() or no_grad()"],
+                where=self.caller.where,
+            )
+        return values, weights, self.carry.view(-1)
+
+    def pull(self, share: Share, values: Tensor, weights: Tensor, carry: Tensor) -> Pull:
+        """What backward starts from, given what `forward` returned; remembers the losses."""
+        losses = values.detach()
+        self.tallies.append((share, losses))
+        kind = self.carry.dtype
+        weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
+        sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish])).mul_(self.world)
+        factor = 0.0 if share.muted else self.world / max(share.rows, 1)
+        return Pull(values=values, slopes=weights * factor, carry=carry, sums=sums)
+
+
+def _rowwise(weights: Tensor, values: Tensor) -> Tensor:
+    """Weights of the leading dimensions, with dimensions of 1 appended until they broadcast against the values."""
+    return weights.reshape(*weights.shape, *(1 for _ in range(values.dim() - weights.dim())))
+
+
+def _carried_type(model: nn.Module) -> torch.dtype:
+    """float64 for a model in float64, else float32: then carry and gradients share their buckets wherever they can."""
+    floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
+    return torch.float64 if floating == {torch.float64} else torch.float32

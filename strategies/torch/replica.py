@@ -1,0 +1,172 @@
+"""One rank's model and optimizer, and where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.data import fold
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.core.plan import Plan
+from trainwright.strategies.torch.failures import user_code
+
+
+class Attempt:
+    """A step under way; `applied` once the optimizer has run."""
+
+    applied = False
+
+
+class Replica:
+    """Model and optimizer of one rank, made by the job's functions.
+
+    Args:
+        spec: the job's functions.
+        plan: says the precision, and into how many parts a batch goes.
+        device: where the model lives.
+        where: the rank, for errors.
+
+    Attributes:
+        model: the user's module.
+        optimizer: the user's optimizer.
+        trainable: the parameters that require a gradient, each once.
+        names: full name of each parameter that requires a gradient.
+        initial: each parameter group's settings as the job made them.
+        step: completed steps; None before the first step or load.
+        sound: False while, and after a failure in which, the optimizer changed only a part.
+        every_used: each of `trainable` gets a gradient in a step; None until that was tried.
+
+    Raises:
+        JobError: the job's functions do not return what they should.
+        UserCodeError: they raised.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: Plan, device: torch.device, where: str) -> None:
+        self.spec, self.autocast, self.device = spec, plan.precision == "bf16", device
+        self.step: int | None = None
+        self.sound = True
+        self.every_used: bool | None = None
+        self.reseed(fold(spec.seed, -1))
+        with user_code("model()", where):
+            self.model = spec.model()
+        _check_model(self.model, spec, plan, where)
+        self.model.to(device)
+        self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.trainable = list(self.names)
+        with user_code("optimizer()", where):
+            self.optimizer = spec.optimizer(list(self.trainable))
+        _check_optimizer(self.optimizer, self.names, where)
+        self.initial = [settings(group) for group in self.optimizer.param_groups]
+        self._places = [(module, key) for module in self.model.modules() for key in module._buffers]
+
+    def reseed(self, seed: int) -> None:
+        """Make what torch draws next a function of `seed` alone, on the CPU and on the replica's device."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def buffers(self) -> list[Tensor]:
+        """All buffers, those that are not saved included, as they are now."""
+        return [buffer for _, buffer in self._held()]
+
+    def _held(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+        """Each buffer with the module and the name under which it is held."""
+        for module, key in self._places:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                yield (module, key), buffer
+
+    @contextmanager
+    def attempt(self) -> Iterator[Attempt]:
+        """Gradients are dropped at the end; buffers are put back unless the step was applied, also after an error."""
+        attempt = Attempt()
+        before = {place: (buffer, buffer.detach().clone()) for place, buffer in self._held()}
+        try:
+            yield attempt
+        finally:
+            for parameter in self.trainable:
+                parameter.grad = None
+            if not attempt.applied:
+                for (module, key), (buffer, kept) in before.items():
+                    module._buffers[key] = buffer.detach().copy_(kept)
+
+    def set_rates(self, step: int, where: str) -> float:
+        """Set each group's learning rate for the step, and return the first group's."""
+        groups = self.optimizer.param_groups
+        if self.spec.schedule is not None:
+            with user_code("schedule=", where):
+                factor = float(self.spec.schedule(step, self.spec.total_steps))
+            for group, initial in zip(groups, self.initial, strict=True):
+                set_option(group, "lr", initial.get("lr", 0.0) * factor)
+        return float(groups[0].get("lr", 0.0))
+
+    def apply(self, step: int, where: str) -> None:
+        """Let the optimizer take step `step`; an error leaves the replica unsound."""
+        self.sound = False
+        with user_code("the optimizer's step()", where):
+            self.optimizer.step()
+        self.step = step + 1
+        self.sound = True
+
+
+def settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings as plain values, without its parameters."""
+    return {
+        key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+    }
+
+
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a parameter group's option; one that is held as a tensor stays that tensor."""
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Names of the modules that normalize by statistics of the batch."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, kind) and (module.training or module.running_mean is None)
+    ]
+
+
+def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"], where=where)
+    problems = []
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        problems.append(f"parameter {lazy[0]!r} has no shape yet: run one batch through lazy modules inside model()")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        problems.append("the model has no parameter that requires a gradient: there is nothing to train")
+    extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
+    if extra:
+        problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
+    norms = batch_norms(model)
+    if norms and (plan.mesh.data_ranks > 1 or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
+        problems.append(
+            f"module {norms[0]!r} is a batch norm: {plan.mesh.data_ranks} data ranks and accumulation="
+            f"{plan.accumulation} normalize smaller batches than one device would: use GroupNorm or LayerNorm, or "
+            'accept the difference with inexact=("batch_norm",)'
+        )
+    if problems:
+        raise JobError(problems, where=where)
+
+
+def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise JobError([f"optimizer() returned {kind}: return a torch.optim.Optimizer"], where=where)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter not in names for parameter in held):
+        raise JobError(["the optimizer holds a tensor that is no parameter of the model"], where=where)

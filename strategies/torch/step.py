@@ -1,0 +1,183 @@
+"""One training step: backward over the micro-batches, one reduction, then finite or not, scale, clip, apply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.data import Feed, StepReport, fold
+from trainwright.core.errors import JobError, NonFiniteLoss
+from trainwright.strategies.torch.failures import meaning
+from trainwright.strategies.torch.objective import Objective, Share
+from trainwright.strategies.torch.replica import Replica
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """How a micro-batch is run.
+
+    Attributes:
+        objective: the objective itself.
+        reduced: the objective, or DDP around it.
+        local: a context in which backward does not reduce.
+        every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
+    """
+
+    objective: Objective
+    reduced: nn.Module
+    local: Callable[[], AbstractContextManager[Any]] = nullcontext
+    every_used: bool = False
+
+    @property
+    def where(self) -> str:
+        """The rank, for errors."""
+        return self.objective.caller.where
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over the whole global batch; `norm` is that of the averaged gradient, where it is wanted."""
+
+    weight: float
+    loss: float
+    wish: bool
+    norm: float | None
+
+
+def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
+    """One step of this rank. All ranks apply it, or none does.
+
+    Raises:
+        NonFiniteLoss: on every rank, with nothing applied.
+        PeerLost, UserCodeError, JobError: with nothing applied, unless the optimizer itself raised.
+    """
+    with replica.attempt() as attempt:
+        accumulate(replica, runner, feed)
+        gradients = _gradients(replica, runner)
+        totals = _totals(runner, gradients, wants_norm=replica.spec.clip_norm is not None)
+        _check_finite(runner, totals, feed)
+        rate = replica.set_rates(feed.step, runner.where)
+        norm = totals.norm
+        if totals.weight:
+            norm = _scale(runner, gradients, totals, rows=feed.rows, largest=replica.spec.clip_norm)
+            replica.apply(feed.step, runner.where)
+            attempt.applied = True
+    replica.step = feed.step + 1
+    return StepReport(
+        step=replica.step,
+        loss=totals.loss / totals.weight if totals.weight else 0.0,
+        weight=totals.weight,
+        learning_rate=rate,
+        gradient_norm=norm,
+        wish=totals.wish,
+    )
+
+
+def accumulate(replica: Replica, runner: Runner, feed: Feed) -> None:
+    """Forward and backward of every micro-batch; the last backward reduces what all of them gave."""
+    shares = _shares(feed)
+    runner.objective.carry.grad = None
+    runner.objective.tallies.clear()
+    for number, (micro, share) in enumerate(shares):
+        replica.reseed(fold(replica.spec.seed, feed.step, micro, share.data_rank, 0))
+        last = number == len(shares) - 1
+        with nullcontext() if last else runner.local():
+            run(runner, share)
+
+
+def run(runner: Runner, share: Share) -> None:
+    """Forward and backward of one micro-batch; tells a lost peer from an error in the user's code."""
+    where = runner.where
+    pull = runner.objective.pull(share, *runner.reduced(share))
+    try:
+        pull.backward()
+    except Exception as error:
+        raise meaning(error, "the backward pass", where) from None
+
+
+def _shares(feed: Feed) -> list[tuple[int, Share]]:
+    """Micro-batches in order with their number; the wish goes with the last."""
+    flat = [
+        (micro, data_rank, batch)
+        for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
+        for micro, batch in enumerate(part)
+    ]
+    last = len(flat) - 1
+    return [
+        (micro, Share(batch=batch, data_rank=data_rank, rows=feed.rows, wish=feed.wish and number == last))
+        for number, (micro, data_rank, batch) in enumerate(flat)
+    ]
+
+
+def _gradients(replica: Replica, runner: Runner) -> list[Tensor]:
+    """The averaged gradients. Raises JobError where DDP could not average one."""
+    gradients = [parameter.grad for parameter in replica.trainable]
+    present = [gradient for gradient in gradients if gradient is not None]
+    if runner.every_used and len(present) < len(gradients):
+        missing = replica.names[replica.trainable[gradients.index(None)]]
+        raise JobError(
+            [
+                f"parameter {missing!r} got no gradient in this batch but did in others: use every parameter in every "
+                "batch, for instance by adding 0.0 * parameter.sum() to the loss"
+            ],
+            where=runner.where,
+        )
+    return present
+
+
+def _totals(runner: Runner, gradients: list[Tensor], *, wants_norm: bool) -> Totals:
+    """Read what travelled in the reduction: the step's only wait for the device."""
+    carried = runner.objective.carry.grad
+    assert carried is not None, "carry is part of every objective"
+    if not wants_norm:
+        weight, loss, wish = carried.tolist()
+        return Totals(weight=weight, loss=loss, wish=wish > 0.5, norm=None)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    weight, loss, wish, norm_value = torch.cat((carried, norm.reshape(1).to(carried.dtype))).tolist()
+    return Totals(weight=weight, loss=loss, wish=wish > 0.5, norm=norm_value)
+
+
+def _scale(
+    runner: Runner, gradients: list[Tensor], totals: Totals, *, rows: int, largest: float | None
+) -> float | None:
+    """Scale the gradients to the weighted mean's, then clip, in one pass; returns the norm before clipping."""
+    resolution = 4 * torch.finfo(runner.objective.carry.dtype).eps
+    factor = 1.0 if abs(totals.weight - rows) <= resolution * rows else rows / totals.weight
+    norm = None if totals.norm is None else totals.norm * factor
+    if norm is not None and largest is not None and norm > largest:
+        factor *= largest / norm
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    return norm
+
+
+def _check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
+    """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
+    if math.isfinite(totals.loss) and math.isfinite(totals.weight):
+        if totals.norm is None or math.isfinite(totals.norm):
+            return
+        raise _non_finite(f"the gradient's norm became {totals.norm} at step {feed.step}", runner.where)
+    for share, losses in runner.objective.tallies:
+        bad = ~torch.isfinite(losses)
+        if bool(bad.any()):
+            rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
+            samples = ", ".join(str(sample) for sample in share.batch.samples[rows][:_SHOWN])
+            where = f"{runner.where}, data rank {share.data_rank}"
+            raise _non_finite(f"the loss became {totals.loss} at step {feed.step}, in samples {samples}", where)
+    raise _non_finite(f"the loss became {totals.loss} at step {feed.step}, on another data rank", runner.where)
+
+
+def _non_finite(what: str, where: str) -> NonFiniteLoss:
+    return NonFiniteLoss(
+        what,
+        where=where,
+        remedy="look at these samples, lower the learning rate, or set clip_norm; nothing of this step was applied",
+    )

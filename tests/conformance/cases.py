@@ -1,0 +1,138 @@
+"""The engines under test and how many workers each is tried with."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tests.conformance import problems
+from tests.conformance.harness import Pool, World
+from tests.conformance.problems import Ids, Problem
+from trainwright.core.data import Columns, Feed
+from trainwright.core.engine import ModelSpec
+from trainwright.core.plan import Plan
+
+
+class Framework(Protocol):
+    """What a new framework provides, as a module `tests/conformance/<framework>_case.py`."""
+
+    def spec(self, problem: Problem) -> ModelSpec:
+        """The problem as a job of the framework. Its functions are found by name in the module, so they can be sent."""
+
+    def by_hand(
+        self, problem: Problem, start: Mapping[str, Any], steps: Sequence[Ids], data: Columns
+    ) -> tuple[list[float], list[float], Mapping[str, Any]]:
+        """Losses, gradient norms before clipping and last parameters of a plain loop over whole global batches."""
+
+    def parameters(self, files: Mapping[str, bytes]) -> dict[str, Any]:
+        """Parameters by name, from the files that the engine saved."""
+
+    def state(self, files: Mapping[str, bytes]) -> dict[str, Any]:
+        """All that training changes, as numpy arrays by name, from the files that the engine saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One engine.
+
+    Attributes:
+        name: in the tests' ids.
+        framework: names the module that knows its jobs and files.
+        engine: import path, `module:Class`.
+        workers: numbers of workers to try.
+        devices: data ranks of one worker.
+        topology: of the engine.
+        in_place: whether a new generation forms in the same processes.
+        problems: names of the problems to try; all by default.
+    """
+
+    name: str
+    framework: str
+    engine: str
+    workers: tuple[int, ...] = (1, 2, 3, 4)
+    devices: int = 1
+    topology: str = "collective"
+    in_place: bool = True
+    problems: tuple[str, ...] = tuple(problems.PROBLEMS)
+
+    @property
+    def code(self) -> Framework:
+        """The framework's module."""
+        return importlib.import_module(f"tests.conformance.{self.framework}_case")  # type: ignore[return-value]
+
+    def plan(self, problem: Problem, workers: int) -> Plan:
+        """The plan for so many workers."""
+        return problems.plan_of(problem, self.engine, workers, self.devices, self.topology)
+
+    def world(self, pool: Pool, problem: Problem, workers: int, *, fresh: bool = False) -> World:
+        """Processes for it."""
+        plan, spec = self.plan(problem, workers), self.code.spec(problem)
+        return World(pool, self.framework, plan, spec, reusable=self.in_place, fresh=fresh)
+
+    def feeds(self, problem: Problem, workers: int, steps: range) -> list[list[Feed]]:
+        """For each step, each worker's feed."""
+        plan, data, ids = self.plan(problem, workers), problems.columns(problem), problems.batches(problem, steps.stop)
+        return [problems.feeds(problem, plan, step, ids[step], data) for step in steps]
+
+
+REFERENCE = "trainwright.strategies.reference"
+CASES = (
+    Case(name="reference", framework="reference", engine=f"{REFERENCE}.engine:Reference"),
+    Case(
+        name="reference-new-process",
+        framework="reference",
+        engine=f"{REFERENCE}.engine:NewProcess",
+        workers=(2,),
+        in_place=False,
+        problems=("ragged", "weights"),
+    ),
+    Case(
+        name="reference-two-devices",
+        framework="reference",
+        engine=f"{REFERENCE}.engine:TwoDevices",
+        workers=(1, 2, 3),
+        devices=2,
+    ),
+    Case(
+        name="reference-coordinator",
+        framework="reference",
+        engine=f"{REFERENCE}.coordinator:Coordinator",
+        topology="coordinator",
+    ),
+    Case(
+        name="torch-one-device",
+        framework="torch",
+        engine="trainwright.strategies.torch.one_device:OneDevice",
+        workers=(1,),
+    ),
+    Case(
+        name="torch-data-parallel",
+        framework="torch",
+        engine="trainwright.strategies.torch.data_parallel:DataParallel",
+    ),
+)
+
+
+def sizes(*wanted: int, in_place: bool = False) -> list[tuple[Case, int]]:
+    """Cases with each wanted number of workers that they are tried with; the largest that they have where none fits."""
+    return [
+        (case, workers)
+        for case in CASES
+        if case.in_place or not in_place
+        for workers in case.workers
+        if workers in wanted or (workers == case.workers[-1] and not set(wanted) & set(case.workers))
+    ]
+
+
+def several(*wanted: int) -> list[tuple[Case, int]]:
+    """Like `sizes`, without cases that have one worker only."""
+    return [(case, workers) for case, workers in sizes(*wanted) if workers > 1]
+
+
+def label(value: object) -> str | None:
+    """Test ids."""
+    if isinstance(value, Case):
+        return value.name
+    return value.name if isinstance(value, Problem) else None

@@ -1,0 +1,260 @@
+"""Runs ranks of an engine as plain processes through the documented order of calls, with a deadline on every answer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.conformance import rank as rank_process
+from trainwright.core.data import Feed, StepReport
+from trainwright.core.engine import ModelSpec
+from trainwright.core.group import Generation, Group, Move, Peer, StateTag
+from trainwright.core.plan import Plan
+
+ANSWER_S, GROUP_S = 60.0, 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a verb came to: a value, an error of the rank, or the end of its process."""
+
+    value: Any = None
+    error: Exception | None = None
+    text: str = ""
+    dead: bool = False
+
+
+class Rank:
+    """One process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=rank_process.main, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, verb: str, *arguments: Any) -> None:
+        """Ask for a verb."""
+        self._pipe.send((verb, arguments))
+
+    def outcome(self, deadline_s: float = ANSWER_S) -> Outcome:
+        """Wait for the answer; a rank that is silent for too long is killed and fails the test."""
+        try:
+            if not self._pipe.poll(deadline_s):
+                self.kill()
+                raise AssertionError(f"process {self._process.pid} did not answer within {deadline_s:g} s")
+            kind, value, text = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            return Outcome(dead=True, text="the process ended")
+        return Outcome(value=value) if kind == "returned" else Outcome(error=value, text=text)
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Ask and wait for the value; an error of the rank is raised here with the rank's own traceback as a note."""
+        self.send(verb, *arguments)
+        return value_of(self.outcome())
+
+    def kill(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join(10.0)
+        self._pipe.close()
+
+
+class Pool:
+    """Idle processes by framework, since importing one takes a second or two."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, list[Rank]] = {}
+
+    def take(self, framework: str, count: int) -> list[Rank]:
+        """Processes, used or new."""
+        idle = self._idle.setdefault(framework, [])
+        return [idle.pop() if idle else Rank() for _ in range(count)]
+
+    def give_back(self, framework: str, ranks: Sequence[Rank]) -> None:
+        """Take back processes whose engine has left its group."""
+        self._idle.setdefault(framework, []).extend(ranks)
+
+    def close(self) -> None:
+        """End all."""
+        for ranks in self._idle.values():
+            for rank in ranks:
+                rank.kill()
+        self._idle = {}
+
+
+class World:
+    """The ranks of one run, through as many generations as a test wants.
+
+    Args:
+        pool: where processes come from.
+        framework: of the engine, for the pool.
+        plan: names the engine, says how many workers and who is fed.
+        spec: of the job.
+        reusable: whether a process may run an engine that has left its group again.
+        fresh: use new processes only.
+    """
+
+    def __init__(
+        self, pool: Pool, framework: str, plan: Plan, spec: ModelSpec, *, reusable: bool = True, fresh: bool = False
+    ) -> None:
+        self._pool, self._framework, self._reusable = pool, framework, reusable
+        self.plan, self.spec = plan, spec
+        self._fresh = fresh or not reusable
+        self.ranks = [self._process() for _ in range(plan.workers)]
+        self._built = [False] * plan.workers
+        self._generation, self._serving = 0, False
+        self.pids: list[int] = self.every("open", lambda number: (plan.engine,))
+
+    def start(self, feed: list[Feed] | None = None, *, source: int = 0) -> list[StateTag]:
+        """Form, build, take the state of rank `source`, and warm; the tags at which all stand."""
+        self.form()
+        return self.settle(source, feed)
+
+    def form(self, deadline_s: float = GROUP_S) -> list[StateTag]:
+        """A new generation: reserve, exchange addresses, form; and build in processes that have not."""
+        self._generation += 1
+        generation = Generation(token=1, number=self._generation)
+        addresses = self.every("reserve", lambda number: (generation, "worker"))
+        peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
+        tags = self.every(
+            "form",
+            lambda number: (Group(generation=generation, rank=number, peers=peers, deadline_s=deadline_s),),
+        )
+        for number, rank in enumerate(self.ranks):
+            if not self._built[number]:
+                tags[number] = rank.call("build", self.spec, self.plan)
+                self._built[number] = True
+        return tags
+
+    def settle(self, source: int, feed: list[Feed] | None) -> list[StateTag]:
+        """Transfer from `source` to all others, and warm."""
+        moves = [Move(source=source, target=rank, piece="state") for rank in range(len(self.ranks)) if rank != source]
+        tags: list[StateTag] = self.every("transfer", lambda number: (moves,))
+        if feed is not None:
+            self.warm(feed)
+        return tags
+
+    def warm(self, feed: list[Feed]) -> None:
+        """The throwaway step. In the coordinator topology the others serve from here on."""
+        self._follow()
+        self._led("warm", [(one,) for one in feed])
+
+    def train(self, steps: Sequence[list[Feed]]) -> list[list[StepReport]]:
+        """The reports of each rank that steps (rank 0 alone in the coordinator topology)."""
+        self._follow()
+        return self._led("train", [([feeds[number] for feeds in steps],) for number in range(len(self.ranks))])
+
+    def train_with_fault(self, steps: Sequence[list[Feed]], victim: int, fault: str) -> tuple[list[Outcome], float]:
+        """What becomes of every rank when `fault` strikes `victim` in the last step, and the seconds it took.
+
+        All have left the group afterwards, and a dead process has made room for a new one.
+        """
+        self._follow()
+        for number, rank in enumerate(self.ranks):
+            if number == 0 or not self._coordinated:
+                armed = fault if number == victim else ""
+                rank.send("train", [feeds[number] for feeds in steps], armed)
+        start = time.monotonic()
+        outcomes = [rank.outcome() for rank in self.ranks]
+        spent_s = time.monotonic() - start
+        self._serving = False
+        for number, outcome in enumerate(outcomes):
+            if outcome.dead:
+                self.ranks[number].kill()
+                self._admit(number, self._process())
+        return outcomes, spent_s
+
+    def leave(self) -> None:
+        """All leave the group, rank 0 first; followers return from serving then."""
+        self.ranks[0].call("leave")
+        for rank in self.ranks[1:]:
+            if self._serving:
+                value_of(rank.outcome())
+            rank.call("leave")
+        self._serving = False
+
+    def replace(self, number: int) -> None:
+        """A newcomer instead of a rank that has left."""
+        self._retire(self.ranks[number])
+        self._admit(number, Rank())
+
+    def files(self, name: str = "") -> Mapping[str, bytes]:
+        """The files of all ranks that can be asked, as a checkpoint holds them."""
+        asked = self.ranks[:1] if self._serving else self.ranks
+        merged: dict[str, bytes] = {}
+        for rank in asked:
+            merged.update(rank.call("files", name))
+        return merged
+
+    def each_files(self) -> list[Mapping[str, bytes]]:
+        """Every rank's own files."""
+        return [rank.call("files") for rank in (self.ranks[:1] if self._serving else self.ranks)]
+
+    def every(self, verb: str, arguments: Callable[[int], tuple[Any, ...]] = lambda number: ()) -> list[Any]:
+        """Ask all ranks at once; their values."""
+        for number, rank in enumerate(self.ranks):
+            rank.send(verb, *arguments(number))
+        outcomes = [rank.outcome() for rank in self.ranks]
+        return [value_of(outcome) for outcome in outcomes]
+
+    def close(self, failed: bool = False) -> None:
+        """Give processes back; all are ended where the test failed or they cannot be used again."""
+        if not failed and self._reusable:
+            self.leave()
+        for rank in self.ranks:
+            if failed:
+                rank.kill()
+            else:
+                self._retire(rank)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+    @property
+    def _coordinated(self) -> bool:
+        return self.plan.topology == "coordinator"
+
+    def _follow(self) -> None:
+        if self._coordinated and not self._serving:
+            for rank in self.ranks[1:]:
+                rank.send("serve")
+            self._serving = True
+
+    def _led(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        leading = self.ranks[:1] if self._coordinated else self.ranks
+        for rank, given in zip(leading, arguments, strict=False):
+            rank.send(verb, *given)
+        outcomes = [rank.outcome() for rank in leading]
+        return [value_of(outcome) for outcome in outcomes]
+
+    def _process(self) -> Rank:
+        return Rank() if self._fresh else self._pool.take(self._framework, 1)[0]
+
+    def _admit(self, number: int, rank: Rank) -> None:
+        """A process for a place, with a fresh engine."""
+        self.pids[number] = rank.call("open", self.plan.engine)
+        self.ranks[number], self._built[number] = rank, False
+
+    def _retire(self, rank: Rank) -> None:
+        if self._reusable:
+            self._pool.give_back(self._framework, [rank])
+        else:
+            rank.kill()
+
+
+def value_of(outcome: Outcome) -> Any:
+    """The value, or the rank's error with its traceback as a note."""
+    if outcome.dead:
+        raise AssertionError(outcome.text)
+    if outcome.error is not None:
+        outcome.error.add_note(f"in the rank's process:\n{outcome.text}")
+        raise outcome.error
+    return outcome.value

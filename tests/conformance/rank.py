@@ -1,0 +1,187 @@
+"""One rank in a process of its own: carries out the verbs that the harness sends, in the order of the engine's contract."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trainwright.core.data import Columns, Feed, StepReport, Sums
+from trainwright.core.engine import Engine, ModelSpec, StateCopy
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
+from trainwright.core.plan import Plan
+
+NAN = float("nan")
+
+
+class Files:
+    """The files of a checkpoint in memory: a Writer and a Reader."""
+
+    def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
+        self.files = dict(files or {})
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        self.files[name] = bytes(data)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.files)
+
+    def read(self, name: str) -> bytes:
+        return self.files[name]
+
+
+class Faulty:
+    """A loss that goes wrong once it is armed with the name of a fault."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss, self.fault = loss, ""
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        result = self.loss(outputs, targets)
+        return getattr(self, self.fault)(result) if self.fault else result
+
+    def kill(self, result: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def error(self, result: Any) -> Any:
+        raise ZeroDivisionError("the loss went wrong on purpose")
+
+    def nan(self, result: Any) -> Any:
+        return _changed(result, lambda values: values * NAN)
+
+    def reduced(self, result: Any) -> Any:
+        return _changed(result, lambda values: values.mean())
+
+    def short(self, result: Any) -> Any:
+        return _changed(result, lambda values: values[:-1])
+
+
+class Session:
+    """An engine and what the harness wants remembered between verbs."""
+
+    engine: Engine
+
+    def __init__(self) -> None:
+        self.kept: dict[str, StateCopy] = {}
+
+    def open(self, path: str) -> int:
+        """Make a fresh engine; the process id."""
+        module, _, name = path.partition(":")
+        self.engine = getattr(importlib.import_module(module), name)()
+        return os.getpid()
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        return self.engine.reserve(generation, role)
+
+    def form(self, group: Group) -> StateTag:
+        return self.engine.form(group)
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        self.faulty = Faulty(spec.loss)
+        return self.engine.build(replace(spec, loss=self.faulty), plan)
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        return self._stepping(self.engine.transfer, moves)
+
+    def warm(self, feed: Feed) -> None:
+        self._stepping(self.engine.warm, feed)
+
+    def train(self, feeds: Sequence[Feed], fault: str = "") -> list[StepReport]:
+        """Steps; `fault` strikes in the last of them."""
+        reports = []
+        for feed in feeds:
+            self.faulty.fault = fault if feed is feeds[-1] else ""
+            reports.append(self._stepping(self.engine.train_step, feed))
+        return reports
+
+    def serve(self) -> None:
+        self._stepping(self.engine.serve)
+
+    def evaluate(self, feeds: Sequence[Feed]) -> Sums:
+        return sum((self.engine.evaluate_step(feed) for feed in feeds), start=Sums())
+
+    def predict(self, feed: Feed) -> Columns:
+        return self.engine.predict_step(feed)
+
+    def keep(self, name: str) -> int:
+        """Remember a snapshot; its step."""
+        self.kept[name] = self.engine.snapshot()
+        return self.kept[name].step
+
+    def restore(self, name: str) -> StateTag:
+        return self.engine.restore(self.kept[name])
+
+    def files(self, name: str = "") -> Mapping[str, bytes]:
+        """The files of this rank's state now, or of a snapshot kept."""
+        files = Files()
+        self.engine.save(self.kept[name] if name else self.engine.snapshot(), files)
+        return files.files
+
+    def load(self, files: Mapping[str, bytes]) -> StateTag:
+        return self.engine.load(Files(files))
+
+    def leave(self) -> None:
+        """Twice, because that is allowed."""
+        self.engine.leave()
+        self.engine.leave()
+
+    def interrupted(self, feed: Feed, after_s: float) -> tuple[bool, Exception | None]:
+        """What `interrupt` answers in another thread `after_s` into a step, and what the step raises if that is True."""
+        answers: list[bool] = []
+        over = threading.Event()
+
+        def strike() -> None:
+            over.wait(after_s)
+            answers.append(self.engine.interrupt(10.0))
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        raised: Exception | None = None
+        try:
+            self.engine.train_step(feed)
+        except TrainwrightError as error:
+            raised = error
+        over.set()
+        thread.join(20.0)
+        return answers[0], raised
+
+    def _stepping(self, method: Any, *arguments: Any) -> Any:
+        """As a worker does it: whatever goes wrong, the group is left, so that the others notice."""
+        try:
+            return method(*arguments)
+        except Exception:
+            self.engine.leave()
+            raise
+
+
+def main(pipe: Connection) -> None:
+    """Answer verbs until the harness hangs up."""
+    session = Session()
+    while True:
+        try:
+            verb, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(session, verb, arguments))
+
+
+def _answer(session: Session, verb: str, arguments: tuple[Any, ...]) -> tuple[str, Any, str]:
+    try:
+        return "returned", getattr(session, verb)(*arguments), ""
+    except TrainwrightError as error:
+        return "raised", error.with_traceback(None), traceback.format_exc()
+    except Exception as error:
+        return "raised", RuntimeError(f"{type(error).__name__}: {error}"), traceback.format_exc()
+
+
+def _changed(result: Any, change: Any) -> Any:
+    """A loss's result with its values changed."""
+    return result._replace(values=change(result.values)) if hasattr(result, "_replace") else change(result)

@@ -1,0 +1,156 @@
+"""Failures: deaths, errors of the user's code and interrupts. Nobody hangs, nothing is applied, the run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.conformance.cases import Case, label, several, sizes
+from tests.conformance.harness import Outcome, Pool, World
+from tests.conformance.problems import PROBLEMS, Problem
+from tests.conformance.test_state import PART, PROBLEM, WHOLE, _run, _state, assert_same
+from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
+
+SOON_S = 15.0  # on a loaded machine; the group's own deadline is twice that
+IN_PLACE = [one for one in several(2, 3) if one[0].in_place]
+FAULTS = {
+    "error": (UserCodeError, "ZeroDivisionError"),
+    "nan": (NonFiniteLoss, f"step {PART}"),
+    "reduced": (JobError, "per sample"),
+    "short": (JobError, "one"),
+}
+
+
+@pytest.mark.parametrize(("case", "workers"), IN_PLACE, ids=label)
+@pytest.mark.parametrize("victim", [0, -1], ids=["first", "last"])
+def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
+    pool: Pool, case: Case, workers: int, victim: int
+) -> None:
+    dead = victim % workers
+    if case.topology == "coordinator" and dead:
+        pytest.fail("followers are killed in their own test")
+    unbroken, feeds = _run(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start(feeds[0])
+        pids = list(world.pids)
+        outcomes, spent_s = world.train_with_fault(feeds[: PART + 1], dead, "kill")
+        assert outcomes[dead].dead
+        _check_survivors(case, outcomes, dead)
+        assert spent_s < SOON_S
+        _recover(case, world, dead, feeds)
+        assert [pid for rank, pid in enumerate(world.pids) if rank != dead] == [
+            pid for rank, pid in enumerate(pids) if rank != dead
+        ]
+        assert_same(unbroken, _state(case, world))
+
+
+@pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, workers: int, fault: str) -> None:
+    victim = 0 if case.topology == "coordinator" else workers - 1
+    kind, words = FAULTS[fault]
+    feeds = case.feeds(PROBLEM, workers, range(PART + 1))
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        before = _state(case, world)
+        outcomes, spent_s = world.train_with_fault(feeds[PART:], victim, fault)
+        assert spent_s < SOON_S
+        _check_error(outcomes[victim].error, kind, words, victim)
+        if fault == "nan":
+            rows = feeds[PART][victim].parts[0][0].samples
+            assert str(rows[0]) in str(outcomes[victim].error), "the samples are not named"
+        for rank, outcome in enumerate(outcomes):
+            served = case.topology == "coordinator" and rank > 0
+            assert served or isinstance(outcome.error, PeerLost | kind), outcome
+        assert_same(before, _state(case, world))
+
+
+@pytest.mark.parametrize(("case", "workers"), sizes(1), ids=label)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_in_the_only_rank(pool: Pool, case: Case, workers: int, fault: str) -> None:
+    kind, words = FAULTS[fault]
+    feeds = case.feeds(PROBLEM, workers, range(PART + 1))
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        before = _state(case, world)
+        outcomes, _ = world.train_with_fault(feeds[PART:], 0, fault)
+        _check_error(outcomes[0].error, kind, words, 0)
+        if kind is UserCodeError:
+            assert "on purpose" in getattr(outcomes[0].error, "detail", ""), "the user's traceback is missing"
+        assert_same(before, _state(case, world))
+
+
+@pytest.mark.parametrize(("case", "workers"), sizes(1, 2), ids=label)
+def test_outputs_of_the_wrong_shape(pool: Pool, case: Case, workers: int) -> None:
+    problem = Problem(name="flat", flat=True)
+    feeds = case.feeds(problem, workers, range(1))
+    with case.world(pool, problem, workers) as world:
+        world.start()
+        outcomes, _ = world.train_with_fault(feeds, 0, "")
+        _check_error(outcomes[0].error, JobError, "rows", 0)
+        assert {tag.step for tag in world.form()} <= {0, None}
+
+
+@pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
+def test_interrupt_answers_in_time_and_frees_a_blocked_step_where_it_says_so(
+    pool: Pool, case: Case, workers: int
+) -> None:
+    feeds = case.feeds(PROBLEM, workers, range(2))
+    world = case.world(pool, PROBLEM, workers)
+    try:
+        world.start()
+        world.ranks[0].send("interrupted", feeds[0][0], 0.5)  # the others do not step, so it blocks
+        outcome = world.ranks[0].outcome(SOON_S if _frees(case) else 2 * SOON_S)
+        if _frees(case):
+            freed, error = outcome.value
+            assert freed and isinstance(error, PeerLost)
+    finally:
+        world.close(failed=True)
+
+
+@pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
+def test_a_rank_that_leaves_frees_the_others(pool: Pool, case: Case, workers: int) -> None:
+    problem = replace(PROBLEMS["dividing"], accumulation=2)
+    feeds = case.feeds(problem, workers, range(1))
+    with case.world(pool, problem, workers) as world:
+        world.start(feeds[0])
+        if case.topology == "coordinator":
+            world.leave()
+            assert {tag.step for tag in world.form()} == {0}
+            return
+        world.ranks[0].send("train", feeds and [feeds[0][0]])
+        world.ranks[1].call("leave")
+        outcome = world.ranks[0].outcome(SOON_S)
+        assert isinstance(outcome.error, PeerLost), outcome
+
+
+def _check_survivors(case: Case, outcomes: list[Outcome], dead: int) -> None:
+    """All but the dead lost a peer; followers of a dead coordinator simply stop serving."""
+    for rank, outcome in enumerate(outcomes):
+        if rank == dead:
+            continue
+        follower = case.topology == "coordinator" and rank > 0
+        assert isinstance(outcome.error, PeerLost) or (follower and not outcome.error), outcome
+
+
+def _recover(case: Case, world: World, newcomer: int, feeds: list[list[object]]) -> None:
+    """Form again, take the state of the survivor that is furthest, and finish the run."""
+    tags = world.form()
+    assert tags[newcomer].step is None and all(tag.sound for tag in tags)
+    source = max(range(len(tags)), key=lambda rank: -1 if tags[rank].step is None else tags[rank].step)
+    assert tags[source].step == PART
+    world.settle(source, feeds[PART])
+    world.train(feeds[PART:])
+
+
+def _check_error(error: Exception | None, kind: type[Exception], words: str, rank: int) -> None:
+    assert isinstance(error, kind) and isinstance(error, TrainwrightError), error
+    assert words in str(error) and f"rank {rank}" in error.where, str(error)
+
+
+def _frees(case: Case) -> bool:
+    """Whether the framework can free a blocked call; one that cannot answers False and its process is killed."""
+    return case.framework == "reference"

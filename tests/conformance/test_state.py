@@ -1,0 +1,184 @@
+"""State: counted randomness, warming, snapshots, checkpoints and transfers all keep the run bitwise the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance import problems
+from tests.conformance.cases import Case, label, several, sizes
+from tests.conformance.harness import Pool, World
+from tests.conformance.problems import PROBLEMS
+
+# everything that could be carried from step to step: dropout, momenta, a schedule, clipping
+PROBLEM = replace(PROBLEMS["weights"], name="all", dropout=0.3, schedule=True, clip=True)
+PART, WHOLE = 5, 9
+
+
+@pytest.mark.parametrize(("case", "workers"), sizes(1, 3), ids=label)
+def test_dropout_repeats_bitwise_and_follows_the_seed(pool: Pool, case: Case, workers: int) -> None:
+    first, again = _run(pool, case, workers, PROBLEM), _run(pool, case, workers, PROBLEM)
+    assert_same(first, again)
+    other = _run(pool, case, workers, replace(PROBLEM, dropout=0.6))
+    assert not _same(first, other), "dropout does nothing"
+
+
+@pytest.mark.parametrize(("case", "workers"), sizes(3), ids=label)
+def test_each_data_rank_and_micro_batch_draws_its_own_dropout(pool: Pool, case: Case, workers: int) -> None:
+    """With equal rows everywhere, equal masks would give the loss of a single row."""
+    problem = replace(PROBLEM, loss="cross_entropy", batch_size=12, rows=12)
+    plan, ids = case.plan(problem, workers), np.zeros(12, np.int64)
+    feeds = problems.feeds(problem, plan, 0, ids, problems.columns(problem))
+    with case.world(pool, problem, workers) as world:
+        world.start(feeds)
+        ((together,), *_) = world.train([feeds])
+    single = problems.feeds(replace(problem, batch_size=1), plan, 0, ids[:1], problems.columns(problem))
+    with case.world(pool, problem, workers) as world:
+        world.start(single)
+        ((alone,), *_) = world.train([single])
+    assert abs(together.loss - alone.loss) > 1e-6
+
+
+@pytest.mark.parametrize(("case", "workers"), sizes(1, 2), ids=label)
+def test_warming_leaves_all_state_as_it_was(pool: Pool, case: Case, workers: int) -> None:
+    feeds = case.feeds(PROBLEM, workers, range(PART))
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start()
+        fresh = _state(case, world)
+        world.warm(feeds[0])
+        assert_same(fresh, _state(case, world))
+        world.train(feeds)
+        trained = _state(case, world)
+        assert not _same(fresh, trained)
+        world.warm(feeds[0])
+        assert_same(trained, _state(case, world))
+
+
+@pytest.mark.parametrize(("case", "workers"), sizes(2), ids=label)
+def test_a_snapshot_is_a_copy_and_restores_bitwise(pool: Pool, case: Case, workers: int) -> None:
+    feeds = case.feeds(PROBLEM, workers, range(WHOLE))
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        then = _state(case, world)
+        assert _lead(case, world, "keep", "then") == [PART] * _led(case, workers)
+        reports = world.train(feeds[PART:])
+        end = _state(case, world)
+        assert_same(then, case.code.state(world.files("then")))
+        world.leave()
+        world.form()
+        assert {tag.step for tag in _lead(case, world, "restore", "then")} == {PART}
+        world.settle(0, feeds[PART])
+        assert world.train(feeds[PART:]) == reports
+        assert_same(end, _state(case, world))
+
+
+@pytest.mark.parametrize(("case", "workers"), sizes(1, 2), ids=label)
+def test_a_checkpoint_continues_bitwise_in_fresh_processes(pool: Pool, case: Case, workers: int) -> None:
+    feeds = case.feeds(PROBLEM, workers, range(WHOLE))
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        files = world.files()
+        reports = world.train(feeds[PART:])
+        end = _state(case, world)
+    with case.world(pool, PROBLEM, workers, fresh=True) as world:
+        _load(world, files, PART)
+        world.warm(feeds[PART])
+        assert world.train(feeds[PART:]) == reports
+        assert_same(end, _state(case, world))
+
+
+@pytest.mark.parametrize(("case", "workers"), several(3), ids=label)
+def test_a_checkpoint_continues_with_another_number_of_workers(pool: Pool, case: Case, workers: int) -> None:
+    problem = replace(PROBLEM, dropout=0.0)  # dropout is counted by data rank, so it differs between layouts
+    feeds, other = case.feeds(problem, workers, range(WHOLE)), max(1, workers - 2)
+    with case.world(pool, problem, workers) as world:
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        files, then = world.files(), _state(case, world)
+        reports = world.train(feeds[PART:])
+    with case.world(pool, problem, other) as world:
+        _load(world, files, PART)
+        assert_same(then, _state(case, world))
+        continued = case.feeds(problem, other, range(WHOLE))[PART:]
+        world.warm(continued[0])
+        losses = [report.loss for report in world.train(continued)[0]]
+    assert losses == pytest.approx([report.loss for report in reports[0]], rel=1e-9)
+
+
+@pytest.mark.parametrize(("case", "workers"), [one for one in several(2, 3) if one[0].in_place], ids=label)
+@pytest.mark.parametrize("newcomer", [0, -1], ids=["first", "last"])
+def test_a_newcomer_gets_the_state_of_a_survivor(pool: Pool, case: Case, workers: int, newcomer: int) -> None:
+    feeds = case.feeds(PROBLEM, workers, range(WHOLE))
+    new = newcomer % workers
+    unbroken = _run(pool, case, workers, PROBLEM)
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        world.leave()
+        world.replace(new)
+        tags = world.form()
+        assert [tag.step for tag in tags] == [None if rank == new else PART for rank in range(workers)]
+        assert all(tag.sound and tag.pieces == tag.whole for tag in tags)
+        assert {tag.step for tag in world.settle((new + 1) % workers, feeds[PART])} == {PART}
+        world.train(feeds[PART:])
+        assert_same(unbroken, _state(case, world))
+
+
+@pytest.mark.parametrize(("case", "workers"), sizes(2), ids=label)
+def test_builds_of_one_seed_are_equal_and_stand_nowhere(pool: Pool, case: Case, workers: int) -> None:
+    with case.world(pool, PROBLEM, workers) as world:
+        assert [tag.step for tag in world.form()] == [None] * workers
+        fresh = [case.code.state(files) for files in world.each_files()]
+    for one in fresh:
+        assert_same(fresh[0], one)
+    with case.world(pool, replace(PROBLEM, seed=8), workers) as world:
+        world.form()
+        assert not _same(fresh[0], _state(case, world))
+
+
+def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Two states are the same, bit by bit; says where they are not."""
+    assert one.keys() == other.keys()
+    different = [name for name in one if not np.array_equal(one[name], other[name])]
+    assert not different, f"different: {different}"
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def _run(pool: Pool, case: Case, workers: int, problem: problems.Problem) -> Mapping[str, Any]:
+    """The state after an unbroken run of WHOLE steps."""
+    feeds = case.feeds(problem, workers, range(WHOLE))
+    with case.world(pool, problem, workers) as world:
+        world.start(feeds[0])
+        world.train(feeds)
+        return _state(case, world)
+
+
+def _state(case: Case, world: World) -> Mapping[str, Any]:
+    """Rank 0's state, which every rank shares."""
+    states = [case.code.state(files) for files in world.each_files()]
+    for state in states:
+        assert_same(states[0], state)
+    return states[0]
+
+
+def _load(world: World, files: Mapping[str, bytes], step: int) -> None:
+    world.form()
+    assert {tag.step for tag in world.every("load", lambda rank: (files,))} == {step}
+
+
+def _led(case: Case, workers: int) -> int:
+    return 1 if case.topology == "coordinator" else workers
+
+
+def _lead(case: Case, world: World, verb: str, name: str) -> list[Any]:
+    """Ask the ranks that lead; in the coordinator topology the others serve."""
+    return [rank.call(verb, name) for rank in world.ranks[: _led(case, len(world.ranks))]]
