@@ -1,0 +1,106 @@
+"""The worker as a Ray actor: one thread that steps, others that upload, watch and wait for the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from trainwright.core.errors import (
+    DataError,
+    JobError,
+    NonFiniteLoss,
+    PeerLost,
+    StorageError,
+    TrainwrightError,
+    UserCodeError,
+)
+from trainwright.core.events import Steps
+from trainwright.driver.messages import Failure, FailureKind
+from trainwright.worker import Worker, WorkOrder
+
+_KINDS: tuple[tuple[tuple[type[Exception], ...], FailureKind], ...] = (
+    ((UserCodeError, NonFiniteLoss, JobError), "user"),
+    ((PeerLost,), "peer"),
+    ((StorageError,), "storage"),
+    ((DataError,), "data"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """A process that is up."""
+
+    node: str
+    pid: int
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"upload": 1, "watch": 2, "life": 1})
+class WorkerActor:
+    """Answers are `value | Failure`: an error of ours never travels as Ray's."""
+
+    def __init__(self, order: WorkOrder, worker: int) -> None:
+        self._where = f"worker {worker} on {socket.gethostname()}, pid {os.getpid()}"
+        self._order = order
+        self._worker: Worker | None = None
+
+    def hello(self) -> Hello | Failure:
+        """Build the worker, framework imports included, and say who and where this process is."""
+        try:
+            self._worker = Worker(self._order)
+        except Exception as error:
+            return _failure(error, self._where)
+        return Hello(node=socket.gethostname(), pid=os.getpid())
+
+    def call(self, verb: str, argument: Any) -> Any:
+        """A verb of the stepping thread."""
+        return self._answer(verb, argument)
+
+    @ray.method(concurrency_group="upload")  # type: ignore[untyped-decorator]
+    def upload(self, verb: str, argument: Any) -> Any:
+        """A verb of the upload thread."""
+        return self._answer(verb, argument)
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def watch(self, after: int, timeout_s: float) -> Steps:
+        """News of completed steps."""
+        assert self._worker is not None, "hello comes first"
+        return self._worker.watch(after, timeout_s)
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def stop(self) -> None:
+        """Wish to stop."""
+        assert self._worker is not None, "hello comes first"
+        self._worker.stop()
+
+    @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
+    def live(self) -> None:
+        """Never returns: its future ends with the process, which is how a death is told at once."""
+        threading.Event().wait()
+
+    def _answer(self, verb: str, argument: Any) -> Any:
+        assert self._worker is not None, "hello comes first"
+        method = getattr(self._worker, verb)
+        try:
+            return method() if argument is None else method(argument)
+        except Exception as error:
+            if isinstance(error, PeerLost | UserCodeError | NonFiniteLoss):
+                self._worker.leave()  # the other ranks notice at once instead of at their deadline
+            return _failure(error, self._where)
+
+
+def _failure(error: Exception, where: str) -> Failure:
+    for kinds, kind in _KINDS:
+        if isinstance(error, kinds):
+            assert isinstance(error, TrainwrightError)
+            error.where = f"{error.where}; {where}" if error.where else where
+            return Failure(kind=kind, error=error)
+    told = TrainwrightError(
+        f"{type(error).__name__}: {error}", where=where, detail="".join(traceback.format_exception(error))
+    )
+    return Failure(kind="internal", error=told)

@@ -1,0 +1,62 @@
+"""The cluster as Ray sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from trainwright.core.cluster import ACCELERATORS, Cluster, Node
+from trainwright.core.errors import ResourceError
+
+
+def connect(verbose: bool = False) -> bool:
+    """Connect to the cluster of the environment, or start one on this machine; True when this call started it.
+
+    A cluster is found by `RAY_ADDRESS` (as set by `ray job submit`) or an earlier `ray.init`.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": "ERROR"}
+    if address == "local":
+        quiet["include_dashboard"] = False
+    try:
+        ray.init(address=address, **quiet)
+    except ConnectionError as error:
+        raise ResourceError(
+            "the Ray cluster does not answer", where=address, remedy="start it, or unset RAY_ADDRESS to use this machine"
+        ) from error
+    return address == "local"
+
+
+def discover() -> Cluster:
+    """The living nodes of the connected cluster.
+
+    Raises:
+        ResourceError: no node is alive.
+    """
+    import ray
+
+    nodes = tuple(_node(facts) for facts in ray.nodes() if facts["Alive"])
+    nodes = tuple(node for node in nodes if node.cpus > 0)
+    if not nodes:
+        raise ResourceError("the Ray cluster has no living node with a CPU", remedy="add nodes, or start a new cluster")
+    return Cluster(nodes=nodes)
+
+
+def _node(facts: Mapping[str, Any]) -> Node:
+    resources: Mapping[str, float] = facts["Resources"]
+    accelerator = next((name for name in ACCELERATORS if resources.get(name, 0) >= 1), "")
+    kinds = [key.split(":", 1)[1] for key in resources if key.startswith("accelerator_type:")]
+    return Node(
+        name=facts["NodeManagerHostname"],
+        cpus=resources.get("CPU", 0.0),
+        memory_bytes=int(resources.get("memory", 0)),
+        accelerators=int(resources.get(accelerator, 0)) if accelerator else 0,
+        accelerator=accelerator,
+        kind=kinds[0] if kinds else "",
+    )

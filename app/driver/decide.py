@@ -1,0 +1,209 @@
+"""The driver: what to do about what happened. Pure: no clock, no randomness, no input or output.
+
+`begin` gives the first state and effects; `decide` turns each event into the next. An event that is out of date is
+dropped by `is_stale`; any other comes in a phase that `POSSIBLE` names, or the driver or its world is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainwright.core.group import Generation
+from trainwright.driver import checkpointing, ending, forming, recovering, training
+from trainwright.driver import messages as m
+from trainwright.driver.state import Member, Phase, Settings, State
+from trainwright.driver.turn import Turn
+
+Decision = tuple[State, tuple[m.Effect, ...]]
+
+_ALL = frozenset(Phase) - {Phase.READY}
+_CALLING = frozenset(
+    {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.RUNNING, Phase.SNAPSHOTTING, Phase.EVALUATING}
+)
+_WORKING = _CALLING | {Phase.GATHERING, Phase.WAITING}
+_UPLOADING = _WORKING | {Phase.CLOSING}
+_TIMED: Mapping[str, frozenset[Phase]] = {
+    "place": frozenset({Phase.GATHERING}),
+    "leave": frozenset({Phase.GATHERING}),
+    "call": frozenset({Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.SNAPSHOTTING}),
+    "hang": frozenset({Phase.RUNNING, Phase.EVALUATING}),
+    "upload": frozenset({Phase.WAITING, Phase.CLOSING}),
+    "retry": frozenset({Phase.WAITING}),
+}
+
+POSSIBLE: Mapping[str, frozenset[Phase]] = {
+    "Acquired": frozenset({Phase.ACQUIRING}),
+    "Lost": _ALL - {Phase.FINISHED},
+    "Started": frozenset({Phase.GATHERING}),
+    "Returned": _CALLING | {Phase.GATHERING},
+    "Raised": _CALLING | {Phase.GATHERING},
+    "Returned upload": _UPLOADING,
+    "Raised upload": _UPLOADING,
+    "Died": _UPLOADING,
+    "Progressed": _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING},
+    "Committed": _UPLOADING,
+    "CommitFailed": _UPLOADING,
+    "StopAsked": _ALL - {Phase.FINISHED},
+    "Released": frozenset({Phase.RELEASING}),
+    **{f"Expired {name}": phases for name, phases in _TIMED.items()},
+}
+"""In which phases each kind of event (see `kind_of`) can come when it is not out of date."""
+
+
+def begin(settings: Settings, now_s: float) -> Decision:
+    """The first state of a run, and the wish to take its log."""
+    return State(settings=settings, since_s=now_s, phase_s=now_s), (m.Acquire(),)
+
+
+def decide(state: State, event: m.Happening, now_s: float) -> Decision:
+    """The state after an event, and the effects wanted, to be carried out in order.
+
+    Args:
+        event: what happened.
+        now_s: any clock that runs forward; used for durations in events only.
+    """
+    if is_stale(state, event):
+        return state, ()
+    kind = kind_of(event)
+    assert state.phase in POSSIBLE[kind], f"{kind} cannot come while {state.phase.value}"
+    turn = Turn(state, now_s)
+    HANDLERS[type(event)](turn, event)
+    _advance(turn)
+    return turn.state, tuple(turn.effects)
+
+
+def kind_of(event: m.Happening) -> str:
+    """Name of an event's kind: its type, with the upload's answers and the timers told apart."""
+    match event:
+        case m.Returned(verb="upload") | m.Raised(verb="upload"):
+            return f"{type(event).__name__} upload"
+        case m.Expired(name=name):
+            return f"Expired {name}"
+    return type(event).__name__
+
+
+def is_stale(state: State, event: m.Happening) -> bool:
+    """Whether an event is about something that the driver has let go of."""
+    if state.phase in (Phase.RELEASING, Phase.FINISHED):
+        return state.phase is Phase.FINISHED or not isinstance(event, (m.Released, m.Lost, m.StopAsked))
+    match event:
+        case m.Expired():
+            return state.timers.get(event.name) != event.number
+        case m.Progressed():
+            return event.generation != state.generation or state.phase is Phase.CLOSING
+        case m.Started():
+            return event.worker not in state.starting
+        case m.Died():
+            return event.worker not in state.rank_of
+        case m.Returned(verb="stop") | m.Raised(verb="stop"):
+            return True  # a wish that was not heard is followed at the next milestone
+        case m.Returned(verb="upload") | m.Raised(verb="upload"):
+            return state.upload is None or event.worker not in state.upload.owing
+        case m.Returned() | m.Raised():
+            return event.generation != state.generation or event.worker not in state.awaiting
+    return False
+
+
+def _acquired(turn: Turn, event: m.Acquired) -> None:
+    step = event.head.step if event.head else 0
+    turn.change(
+        generation=Generation(token=event.token, number=0), head=event.head, progress=step, high=step,
+        since_s=turn.now_s,
+    )  # fmt: skip
+    if step >= turn.settings.total_steps:
+        ending.close(turn, "done")
+    elif turn.state.stopping:
+        ending.close(turn, "stopped")
+    else:
+        workers = turn.settings.workers
+        turn.enter(Phase.GATHERING, members=tuple(Member(worker=-1) for _ in range(workers)))
+        recovering.place(turn, range(workers))
+
+
+def _returned(turn: Turn, event: m.Returned) -> None:
+    if event.verb == "upload":
+        checkpointing.uploaded(turn, event)
+    elif turn.state.phase is Phase.GATHERING:
+        recovering.returned(turn, event)
+    else:
+        _collect(turn, event)
+
+
+def _collect(turn: Turn, event: m.Returned) -> None:
+    """One more answer; the last one ends the phase."""
+    state = turn.state
+    rank = state.rank_of[event.worker]
+    turn.change(awaiting=state.awaiting - {event.worker}, answers={**state.answers, rank: event.value})
+    if not turn.state.awaiting:
+        turn.disarm("call", "hang")
+        COMPLETED[state.phase](turn)
+    elif state.phase is Phase.RUNNING and not state.answers:
+        turn.arm("hang", state.settings.hang_deadline_s)
+
+
+def _raised(turn: Turn, event: m.Raised) -> None:
+    closing = turn.state.phase is Phase.CLOSING
+    if event.verb == "upload" and (closing or event.failure.kind == "storage"):
+        checkpointing.upload_failed(turn, event)
+    else:
+        recovering.raised(turn, event)
+
+
+def _expired(turn: Turn, event: m.Expired) -> None:
+    state, settings = turn.state, turn.settings
+    turn.change(timers={name: number for name, number in state.timers.items() if name != event.name})
+    match event.name:
+        case "place":
+            recovering.place_expired(turn)
+        case "leave":
+            recovering.leave_expired(turn)
+        case "call":
+            recovering.silent(turn, settings.call_deadline_s)
+        case "hang":
+            recovering.silent(turn, settings.hang_deadline_s)
+        case "retry":
+            checkpointing.snapshot(turn)
+        case "upload" if state.phase is Phase.CLOSING:
+            checkpointing.abandon(turn, f"not written within {settings.upload_deadline_s:g} s")
+        case _:
+            recovering.upload_silent(turn)
+
+
+def _advance(turn: Turn) -> None:
+    """Follow up on what an event completed."""
+    if ending.nothing_left(turn.state):
+        ending.close(turn, "stopped")
+    elif turn.state.phase is Phase.GATHERING and recovering.gathered(turn):
+        forming.reserve(turn)
+    elif turn.state.phase is Phase.READY:
+        training.proceed(turn)
+    if turn.state.phase is Phase.CLOSING and turn.state.upload is None:
+        ending.closed(turn)
+
+
+HANDLERS: Mapping[type, Callable[[Turn, Any], None]] = {
+    m.Acquired: _acquired,
+    m.Lost: ending.lost,
+    m.Started: recovering.started,
+    m.Returned: _returned,
+    m.Raised: _raised,
+    m.Died: recovering.died,
+    m.Progressed: training.progressed,
+    m.Committed: checkpointing.committed,
+    m.CommitFailed: checkpointing.commit_failed,
+    m.StopAsked: ending.stop_asked,
+    m.Expired: _expired,
+    m.Released: ending.released,
+}
+"""What to do about each type of event."""
+
+COMPLETED: Mapping[Phase, Callable[[Turn], None]] = {
+    Phase.RESERVING: forming.reserved,
+    Phase.FORMING: forming.formed,
+    Phase.HEALING: forming.healed,
+    Phase.RUNNING: training.segment_ended,
+    Phase.SNAPSHOTTING: checkpointing.snapshotted,
+    Phase.EVALUATING: training.evaluated,
+}
+"""What to do when all answers of a phase are in."""

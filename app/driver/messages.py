@@ -1,0 +1,257 @@
+"""The words between the pure driver and the world: events that happened, effects that it wants.
+
+Verbs of `Call`, in the order of a run (the worker's methods of the same names):
+
+| verb       | argument            | answers                  | thread |
+|------------|---------------------|--------------------------|--------|
+| reserve    | Generation          | Address                  | steps  |
+| form       | Group               | StateTag                 | steps  |
+| heal       | Heal                | StateTag                 | steps  |
+| run        | until: int          | SegmentReport            | steps  |
+| evaluate   | step: int           | Sums                     | steps  |
+| snapshot   | step: int           | Snapshot                 | steps  |
+| upload     | checkpoint path     | tuple[FileEntry, ...]    | upload |
+| stop       | None                | None                     | watch  |
+| leave      | None                | StateTag                 | steps  |
+
+A verb that meets a lost peer raises PeerLost after it has left the group, so that the others notice too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainwright.core import events
+from trainwright.core.checkpoint import CheckpointRef, FileEntry
+from trainwright.core.group import Generation, Move, StateTag
+
+Verb = Literal["reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "stop", "leave"]
+FailureKind = Literal["user", "peer", "data", "storage", "internal"]
+Outcome = Literal["done", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heal:
+    """How a formed group gets its state: by moves between ranks, from a checkpoint, or rank 0's fresh build."""
+
+    step: int
+    source: Literal["initial", "replica", "checkpoint"]
+    moves: tuple[Move, ...] = ()
+    checkpoint: CheckpointRef | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentReport:
+    """The end of a `run`. All ranks of a generation end after the same step. `stopped`: a wish was heard."""
+
+    step: int
+    stopped: bool
+    tag: StateTag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A copy in host memory was taken."""
+
+    step: int
+    size_bytes: int
+    blocked_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a call raised. `error` is the original, picklable."""
+
+    kind: FailureKind
+    error: Exception
+
+
+# --- events -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acquired:
+    """The log is ours. `head` is the newest checkpoint that is whole, None for a new run."""
+
+    token: int
+    head: CheckpointRef | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """The log is not, or no longer, ours, or cannot be reached; `error` says why."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A placed worker process is up and answers."""
+
+    worker: int
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """A call came back."""
+
+    worker: int
+    generation: Generation
+    verb: Verb
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised:
+    """A call raised."""
+
+    worker: int
+    generation: Generation
+    verb: Verb
+    failure: Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Died:
+    """A worker process ended, or its node did, or it could not be started."""
+
+    worker: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progressed:
+    """Rank 0 completed steps."""
+
+    generation: Generation
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """The log names the checkpoint."""
+
+    checkpoint: CheckpointRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitFailed:
+    """The commit could not be written; the checkpoint does not exist."""
+
+    step: int
+    error: Exception
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAsked:
+    """The user (or a preemption notice) wants the run to end. `now` does not wait for a checkpoint."""
+
+    now: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expired:
+    """A timer ran out. `number` is the one given to SetTimer; older ones are dropped."""
+
+    name: str
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """The log holds our release."""
+
+
+Happening = (
+    Acquired | Lost | Started | Returned | Raised | Died | Progressed | Committed | CommitFailed | StopAsked | Expired
+    | Released
+)  # fmt: skip
+
+# --- effects ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acquire:
+    """Take the run's log. Answers Acquired or Lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Start a worker process in bundle `slot`. Answers Started, or Died."""
+
+    worker: int
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """End a worker process at once. Answers Died (once, also when it was dead already and that was not yet told)."""
+
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Call a worker. Answers Returned, Raised or Died."""
+
+    worker: int
+    generation: Generation
+    verb: Verb
+    argument: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """Write the manifest and name the checkpoint in the log. Answers Committed, CommitFailed or Lost (fenced)."""
+
+    step: int
+    path: str
+    files: tuple[FileEntry, ...]
+    parent: str
+    layout: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """Give the log back. Answers Released, or Lost."""
+
+    outcome: Outcome
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emit:
+    """Write an event of the run."""
+
+    event: events.Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetTimer:
+    """Answer Expired after `after_s`; replaces the timer of that name."""
+
+    name: str
+    number: int
+    after_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelTimer:
+    """Forget a timer."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """The driver is through: kill what is left of the workers and hand the outcome to the user."""
+
+    outcome: Outcome
+    step: int
+    error: Exception | None = None
+
+
+Effect = Acquire | Place | Kill | Call | Commit | Release | Emit | SetTimer | CancelTimer | Finish

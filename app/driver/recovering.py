@@ -1,0 +1,275 @@
+"""From a failure to a full house: whom to blame, who lets go, who is replaced, and when to give up.
+
+GATHERING is entered at the start and after every failure. Calls under way are awaited until each rank has answered, so
+that the first cause is known before a failure is counted as the cluster's; idle ranks are told to leave, so that
+their group closes and the others notice. A new process takes a lost one's slot and rank at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from trainwright.core.errors import HangError, ResourceError, StorageError, TrainwrightError, WorkerLost
+from trainwright.core.events import Failed, Placed, Waiting
+from trainwright.driver import messages as m
+from trainwright.driver.checkpointing import forget
+from trainwright.driver.ending import close
+from trainwright.driver.state import RECOVERING, Blame, Member, Phase
+from trainwright.driver.turn import Turn
+
+SHOWN_RANKS = 8
+
+
+def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
+    """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
+    state = turn.state
+    members, rank_of, number = list(state.members), dict(state.rank_of), state.next_worker
+    gone: set[int] = set()
+    for rank in ranks:
+        old = members[rank].worker
+        if rank_of.pop(old, None) is not None:
+            gone.add(old)
+            if kill:
+                turn.want(m.Kill(worker=old))
+        members[rank], rank_of[number] = Member(worker=number), rank
+        turn.want(m.Place(worker=number, slot=rank))
+        number += 1
+    turn.change(
+        members=tuple(members),
+        rank_of=rank_of,
+        next_worker=number,
+        starting=(state.starting - gone) | frozenset(range(state.next_worker, number)),
+        awaiting=state.awaiting - gone,
+    )
+    forget(turn, frozenset(gone))
+    deadline_s = turn.settings.place_deadline_s
+    if not state.starting:
+        turn.emit(Waiting(what=_count(len(turn.state.starting)) + " to start", deadline_s=deadline_s))
+    turn.arm("place", deadline_s)
+
+
+def started(turn: Turn, event: m.Started) -> None:
+    """A placed process is up."""
+    state = turn.state
+    rank = state.rank_of[event.worker]
+    member = replace(state.members[rank], node=event.node)
+    turn.change(
+        members=(*state.members[:rank], member, *state.members[rank + 1 :]),
+        starting=state.starting - {event.worker},
+    )
+    turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
+
+
+def died(turn: Turn, event: m.Died) -> None:
+    """A process ended. While closing that matters only for what it was uploading."""
+    state = turn.state
+    if state.phase is Phase.CLOSING:
+        turn.change(rank_of={worker: rank for worker, rank in state.rank_of.items() if worker != event.worker})
+        forget(turn, frozenset({event.worker}))
+        return
+    rank = state.rank_of[event.worker]
+    node = state.members[rank].node
+    error = WorkerLost(
+        f"the worker of rank {rank} ended: {event.cause}",
+        where=f"rank {rank}, node {node or 'not known'}",
+        remedy="look for memory use, preemption and the node's health at that time; then run the same command again",
+    )
+    blame = Blame(error=error, event=_failed(turn, event.worker, rank, event.cause))
+    gather(turn, blame, lost={event.worker}, again=event.worker in state.starting)
+
+
+def raised(turn: Turn, event: m.Raised) -> None:
+    """A call raised: end the run where the user's code or data is the cause, otherwise recover."""
+    state = turn.state
+    rank, error, kind = state.rank_of[event.worker], event.failure.error, event.failure.kind
+    detail = error.detail if isinstance(error, TrainwrightError) else ""
+    failed = _failed(turn, event.worker, rank, _text(error), detail)
+    if kind in ("user", "data"):
+        turn.emit(failed)
+        close(turn, "failed", error)
+    elif kind == "internal" or event.verb in ("leave", "upload"):
+        gather(turn, Blame(error=error, event=failed), lost={event.worker}, kill=True)
+    elif kind == "peer":
+        turn.change(awaiting=state.awaiting - {event.worker})
+        gather(turn, Blame(error=error, event=failed, peer=True), left={event.worker})
+    else:
+        turn.change(awaiting=state.awaiting - {event.worker})
+        gather(turn, Blame(error=error, event=failed))
+
+
+def silent(turn: Turn, deadline_s: float) -> None:
+    """Workers that owe an answer did not move in time: end them."""
+    state = turn.state
+    ranks = [state.rank_of[worker] for worker in state.awaiting]
+    error = HangError(
+        f"{_ranks(ranks)} did not move for {deadline_s:g} s while {state.phase.value}",
+        remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
+    )
+    blame = Blame(error=error, event=_failed(turn, -1, -1, error.what))
+    gather(turn, blame, lost=state.awaiting, kill=True)
+
+
+def upload_silent(turn: Turn) -> None:
+    """The run waits for nothing but an upload, and the store does not take it: end the processes that hang in it."""
+    upload = turn.state.upload
+    assert upload is not None and upload.owing, "nothing is being uploaded"
+    error = StorageError(
+        f"the checkpoint of step {upload.step} was not written within {turn.settings.upload_deadline_s:g} s",
+        where=upload.path,
+        remedy="check that the store can be written; the same command goes on from the last checkpoint",
+    )
+    blame = Blame(error=error, event=_failed(turn, -1, -1, error.what))
+    gather(turn, blame, lost=upload.owing, kill=True)
+
+
+def gather(
+    turn: Turn,
+    blame: Blame,
+    *,
+    lost: Iterable[int] = (),
+    left: Iterable[int] = (),
+    kill: bool = False,
+    again: bool = False,
+) -> None:
+    """Count a failure, let the idle ranks go, and replace the lost workers.
+
+    Args:
+        blame: this sign of failure.
+        lost: workers to replace; `kill` ends them first.
+        left: workers that have left the group by themselves.
+        again: a failure of its own, although one is being recovered from already.
+    """
+    state = turn.state
+    entering = state.phase is not Phase.GATHERING
+    if not blame.peer:
+        turn.emit(blame.event)
+    if (entering or again) and state.stopping and state.phase in RECOVERING:
+        close(turn, "stopped")
+        return
+    if entering or again:
+        turn.change(failures=turn.state.failures + 1, blame=blame)
+    elif state.blame is None or (state.blame.peer and not blame.peer):
+        turn.change(blame=blame)
+    lost, left = frozenset(lost), frozenset(left)
+    if entering:
+        _let_idle_go(turn, lost | left)
+    elif not lost and not blame.peer:
+        _let_go(turn, frozenset({blame.event.worker}))
+    _replace(turn, lost, kill=kill)
+    if turn.settings.reform == "new_process":
+        _replace(turn, left, kill=True)
+
+
+def _let_idle_go(turn: Turn, gone: frozenset[int]) -> None:
+    state = turn.state
+    turn.disarm()
+    since_s = state.since_s if state.phase in RECOVERING else turn.now_s
+    turn.enter(Phase.GATHERING, since_s=since_s)
+    _let_go(turn, frozenset(state.rank_of) - state.awaiting - gone)
+    turn.arm("leave", turn.settings.call_deadline_s)
+
+
+def _let_go(turn: Turn, workers: frozenset[int]) -> None:
+    """Idle workers end their part in the old group: they leave it, or their process ends."""
+    state = turn.state
+    if state.settings.reform == "new_process":
+        _replace(turn, workers, kill=True)
+        return
+    turn.change(awaiting=state.awaiting | workers)
+    turn.call(sorted(workers), "leave")
+
+
+def _replace(turn: Turn, workers: frozenset[int], *, kill: bool) -> None:
+    if workers:
+        place(turn, sorted(turn.state.rank_of[worker] for worker in workers), kill=kill)
+
+
+def returned(turn: Turn, event: m.Returned) -> None:
+    """A survivor's call ended well, after the failure was known."""
+    turn.change(awaiting=turn.state.awaiting - {event.worker})
+    if event.verb == "run":
+        turn.reached(event.value.step)
+    if event.verb != "leave":
+        _let_go(turn, frozenset({event.worker}))
+
+
+def leave_expired(turn: Turn) -> None:
+    """Survivors that neither answer nor leave are replaced; they are part of the same failure."""
+    state = turn.state
+    ranks = _ranks([state.rank_of[worker] for worker in state.awaiting])
+    turn.emit(_failed(turn, -1, -1, f"{ranks} did not let go of the group in {state.settings.call_deadline_s:g} s"))
+    _replace(turn, state.awaiting, kill=True)
+
+
+def place_expired(turn: Turn) -> None:
+    """Not all processes started in time."""
+    state = turn.state
+    total, missing = state.settings.workers, len(state.starting)
+    error = ResourceError(
+        f"{total - missing} of {_count(total)} started within {state.settings.place_deadline_s:g} s",
+        remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
+    )
+    close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
+
+
+def gathered(turn: Turn) -> bool:
+    """Whether all ranks are held by idle processes. Gives up when the failures are too many."""
+    state = turn.state
+    if state.awaiting:
+        return False
+    turn.disarm("leave")
+    if state.blame is not None and state.blame.peer:
+        turn.emit(state.blame.event)
+        turn.change(blame=replace(state.blame, peer=False, error=_nobody(state.blame.error)))
+    if state.failures > state.settings.failures:
+        close(turn, "failed", _last_straw(turn))
+        return False
+    return not state.starting
+
+
+def _nobody(error: Exception) -> WorkerLost:
+    return WorkerLost(
+        "the workers lost each other, and none of them ended",
+        remedy="check the network between the nodes",
+        detail=str(error),
+    )
+
+
+def _last_straw(turn: Turn) -> Exception:
+    """The last failure's error; our own ones say how many came before."""
+    state = turn.state
+    assert state.blame is not None, "a failure has a cause"
+    error = state.blame.error
+    if not isinstance(error, (WorkerLost, HangError)):
+        return error
+    what = f"{error.what}; failure {state.failures} in a row without a new step, failures={state.settings.failures}"
+    return type(error)(what, where=error.where, remedy=error.remedy, detail=error.detail)
+
+
+def _failed(turn: Turn, worker: int, rank: int, cause: str, detail: str = "") -> Failed:
+    state = turn.state
+    node = state.members[rank].node if rank >= 0 else ""
+    return Failed(
+        generation=state.generation.number,
+        worker=worker,
+        rank=rank,
+        node=node,
+        cause=cause,
+        detail=detail,
+        step=state.progress,
+    )
+
+
+def _text(error: Exception) -> str:
+    return error.what if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in sorted(ranks)[:SHOWN_RANKS])
+    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' if workers != 1 else ''}"

@@ -1,0 +1,93 @@
+"""Steps, and what is due between them."""
+
+from __future__ import annotations
+
+from trainwright.core.data import Sums
+from trainwright.core.errors import StorageError
+from trainwright.core.events import Evaluated
+from trainwright.driver import messages as m
+from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_snapshot
+from trainwright.driver.ending import close
+from trainwright.driver.milestones import evaluation_due, next_milestone
+from trainwright.driver.state import Phase, State
+from trainwright.driver.turn import Turn
+
+
+def proceed(turn: Turn) -> None:
+    """All ranks stand idle at one step: do what is due there, then step on or end."""
+    skip_if_busy(turn)
+    state = turn.state
+    if wants_snapshot(state):
+        snapshot(turn)
+    elif _wants_evaluation(state):
+        _evaluate(turn)
+    elif not state.ending:
+        _run(turn)
+    elif state.upload is not None:
+        turn.enter(Phase.WAITING)
+        if not state.upload.committing:
+            turn.arm("upload", state.settings.upload_deadline_s)
+    elif state.committed >= state.step:
+        close(turn, "done" if state.step >= state.settings.total_steps else "stopped")
+    else:
+        _try_again(turn)
+
+
+def _wants_evaluation(state: State) -> bool:
+    cut_short = state.stopping and state.step < state.settings.total_steps
+    return not cut_short and state.evaluated < state.step and evaluation_due(state.settings, state.step)
+
+
+def _run(turn: Turn) -> None:
+    until = next_milestone(turn.settings, turn.state.step)
+    turn.enter(Phase.RUNNING)
+    turn.call_all("run", until)
+    turn.arm("hang", turn.settings.hang_deadline_s)
+
+
+def progressed(turn: Turn, event: m.Progressed) -> None:
+    """Steps were completed."""
+    turn.reached(event.step)
+    if turn.state.phase is Phase.RUNNING:
+        turn.arm("hang", turn.settings.hang_deadline_s)
+
+
+def segment_ended(turn: Turn) -> None:
+    """All ranks have left the loop, after the same step."""
+    reports: list[m.SegmentReport] = list(turn.state.answers.values())
+    steps = {report.step for report in reports}
+    assert len(steps) == 1, f"ranks left the loop after different steps: {sorted(steps)}"
+    turn.reached(reports[0].step)
+    turn.change(phase=Phase.READY, step=reports[0].step)
+
+
+def _evaluate(turn: Turn) -> None:
+    turn.enter(Phase.EVALUATING)
+    turn.call_all("evaluate", turn.state.step)
+    turn.arm("hang", turn.settings.hang_deadline_s)
+
+
+def evaluated(turn: Turn) -> None:
+    """All sums are in, added in the order of ranks so that they repeat bitwise."""
+    state = turn.state
+    total = Sums()
+    for rank in range(len(state.members)):
+        total = total + state.answers[rank]
+    seconds = turn.now_s - state.phase_s
+    turn.emit(Evaluated(step=state.step, metrics=total.means(), seconds=seconds))
+    turn.change(phase=Phase.READY, evaluated=state.step)
+
+
+def _try_again(turn: Turn) -> None:
+    """The last checkpoint failed: once more after a pause, a few times."""
+    state, settings = turn.state, turn.settings
+    assert state.attempts > 0 and state.trouble is not None, "the last checkpoint was never tried"
+    if state.attempts >= settings.storage_attempts:
+        error = StorageError(
+            f"the checkpoint of step {state.step} could not be written in {state.attempts} attempts: {state.trouble}",
+            remedy=f"mend the store, then run the same command: it goes on from step {state.committed}",
+        )
+        close(turn, "failed", error)
+        return
+    turn.enter(Phase.WAITING)
+    turn.arm("retry", settings.retry_s * 2 ** (state.attempts - 1))

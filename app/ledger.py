@@ -1,0 +1,77 @@
+"""The run's log, checkpoints and heartbeat behind the three words that the driver has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainwright.checkpoints import newest_good, retain, write_manifest
+from trainwright.core.checkpoint import CheckpointRef, Manifest
+from trainwright.core.data import Cursor
+from trainwright.driver import messages as m
+from trainwright.log import Heartbeat, Owner, RunLog
+from trainwright.store import Store
+
+
+class RunLedger:
+    """Implements `driver.world.Ledger`. Methods are called from one storage thread.
+
+    Args:
+        job: the job's description, kept in every entry.
+        keep: checkpoints retained.
+        fresh: begin again, naming none of the checkpoints that are there.
+        cursor: the data position after so many steps.
+        facts: small values kept in every manifest.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        job: Mapping[str, str],
+        keep: int,
+        fresh: bool,
+        cursor: Callable[[int], Cursor],
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._store, self._run = store, run
+        self._log = RunLog(store, run)
+        self._job, self._keep, self._fresh = dict(job), keep, fresh
+        self._cursor, self._facts = cursor, dict(facts)
+        self._heartbeat: Heartbeat | None = None
+        self._token = 0
+        self.notes: list[str] = []
+
+    def acquire(self) -> m.Acquired:
+        """Take the run and find its newest whole checkpoint; what was passed over is said in `notes`."""
+        entry = self._log.acquire(Owner.here(), self._job, fresh=self._fresh)
+        self._token = entry.token
+        self._heartbeat = Heartbeat(self._store, self._run, entry.token)
+        self._heartbeat.start()
+        head, self.notes = newest_good(self._store, self._run, entry.checkpoints)
+        return m.Acquired(token=entry.token, head=head)
+
+    def commit(self, commit: m.Commit) -> m.Committed:
+        """Write the manifest, name it in the log, then delete what the log no longer names."""
+        manifest = Manifest(
+            step=commit.step, cursor=self._cursor(commit.step), files=commit.files, layout=commit.layout, facts=self._facts
+        )
+        digest = write_manifest(self._store, self._run, commit.path, manifest)
+        checkpoint = CheckpointRef(
+            step=commit.step, path=commit.path, manifest_sha256=digest, parent=commit.parent
+        )
+        entry = self._log.commit(self._token, checkpoint, self._keep)
+        retain(self._store, self._run, entry.checkpoints)
+        return m.Committed(checkpoint=checkpoint)
+
+    def release(self, release: m.Release) -> None:
+        """Give the run back; the next driver may take it at once."""
+        self._log.release(self._token, release.outcome)
+        self.close()
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None

@@ -1,0 +1,94 @@
+"""Propose, rank, explain. Pure: needs neither Ray nor a framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.core.cluster import Cluster
+from trainwright.core.errors import PlanError, ResourceError, nearest
+from trainwright.core.job import Job
+from trainwright.core.plan import Infeasible, Plan, Rejected
+from trainwright.core.profile import ModelProfile
+from trainwright.planview import plan_html, plan_text
+from trainwright.strategies import STRATEGIES
+from trainwright.strategies.costs import CPU_WORKERS_PER_CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The chosen plan and the others, with reasons. Prints as a table, shows as HTML in a notebook."""
+
+    chosen: Plan
+    rejected: tuple[Rejected, ...]
+    infeasible: tuple[Infeasible, ...]
+    profile: ModelProfile
+    cluster: Cluster
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+
+def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
+    """The best plan for this job on this cluster.
+
+    Raises:
+        ResourceError: the job asks for more than the cluster has.
+        PlanError: no strategy can run the job, or the pinned one cannot.
+    """
+    usable = _usable(cluster, job)
+    names = _names(job)
+    proposals = {name: STRATEGIES[name](profile, usable, job) for name in STRATEGIES}
+    infeasible = tuple(item for item in proposals.values() if isinstance(item, Infeasible))
+    plans = {name: item for name, item in proposals.items() if isinstance(item, Plan)}
+    eligible = sorted((plan for name, plan in plans.items() if name in names), key=_predicted_s)
+    if not eligible:
+        reasons = "; ".join(f"{item.strategy}: {item.reason} ({item.hint})" for item in infeasible)
+        raise PlanError("no plan can run this job", where=reasons, remedy="change what a reason above names")
+    chosen = eligible[0]
+    job.check_plan(chosen)
+    rejected = tuple(_reject(plan, chosen, names) for plan in plans.values() if plan is not chosen)
+    return Decision(chosen=chosen, rejected=rejected, infeasible=infeasible, profile=profile, cluster=cluster)
+
+
+def _names(job: Job) -> tuple[str, ...]:
+    if job.strategy is None:
+        return tuple(STRATEGIES)
+    if job.strategy not in STRATEGIES:
+        raise PlanError(f"strategy={job.strategy!r} is not known", remedy=nearest(job.strategy, STRATEGIES))
+    return (job.strategy,)
+
+
+def _usable(cluster: Cluster, job: Job) -> Cluster:
+    """The part of the cluster that the job may use; refuses a demand that it can never meet."""
+    wanted = job.accelerator.upper()
+    if wanted in ("GPU", "TPU"):
+        cluster = cluster.only(wanted)
+        if not cluster.accelerators:
+            raise ResourceError(
+                f"needs {job.workers or 1} {wanted}, the cluster has 0", where="accelerator", remedy="set accelerator='cpu'"
+            )
+    elif wanted == "CPU":
+        cluster = cluster.without_accelerators()
+    room = cluster.accelerators or int(cluster.cpus * CPU_WORKERS_PER_CPU)
+    if job.workers and job.workers > room:
+        what = cluster.accelerator or "CPU slots"
+        raise ResourceError(
+            f"needs {job.workers} {what}, the cluster has {room}", where="workers", remedy=f"set workers={room}"
+        )
+    return cluster
+
+
+def _predicted_s(plan: Plan) -> float:
+    return plan.estimate.step_s if plan.estimate else float("inf")
+
+
+def _reject(plan: Plan, chosen: Plan, names: tuple[str, ...]) -> Rejected:
+    if plan.strategy not in names:
+        slower = _predicted_s(chosen) / _predicted_s(plan)
+        said = f", though predicted {slower:.1f} times faster" if slower > 1 else ""
+        return Rejected(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
+    ratio = _predicted_s(plan) / _predicted_s(chosen)
+    return Rejected(plan=plan, reason=f"predicted {ratio:.2f} times the step time of {chosen.strategy}")

@@ -1,0 +1,117 @@
+"""Everything about a job that can be wrong and known before anything is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainwright.core.cluster import Cluster
+from trainwright.core.errors import JobError, RunConflict, nearest
+from trainwright.core.job import Job
+from trainwright.datasets.sources import Index
+from trainwright.datasets.stream import steps_per_epoch
+from trainwright.describe import changes, describe
+from trainwright.discover import discover
+from trainwright.log import RunLog
+from trainwright.planner import Decision, choose
+from trainwright.profiling import profile_job
+from trainwright.store import Store, open_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A job whose data and storage are there.
+
+    Attributes:
+        store: where the run lives.
+        train: index of the training set.
+        evaluate: index of the evaluation set.
+        steps_per_epoch: global steps of one pass.
+        description: the job in words.
+    """
+
+    job: Job
+    store: Store
+    train: Index
+    evaluate: Index | None
+    steps_per_epoch: int
+    description: dict[str, str]
+
+    @property
+    def total_steps(self) -> int:
+        """Global steps of the whole run."""
+        return self.steps_per_epoch * self.job.epochs
+
+
+def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
+    """Look at data, storage and the run's past.
+
+    Raises:
+        DataError, StorageError: a data set or the store cannot be used.
+        JobError: columns are missing, or the batch leaves no step.
+        RunConflict: the name belongs to a finished or changed job, and neither `resume` nor `fresh` was given.
+    """
+    store = open_store(job.storage)
+    store.check()
+    train = job.train.index()
+    evaluate = job.evaluate.index() if job.evaluate is not None else None
+    _check_columns(job, train, evaluate)
+    steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last)
+    if not steps:
+        raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {train.rows} rows"])
+    prepared = Prepared(
+        job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps, description=describe(job)
+    )
+    if not fresh:
+        _check_past(prepared, resume)
+    return prepared
+
+
+def decide_plan(prepared: Prepared) -> Decision:
+    """The plan for the connected cluster."""
+    return plan_for(prepared, discover())
+
+
+def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
+    """The plan for a given cluster."""
+    job = prepared.job
+    return choose(profile_job(job, job.train, prepared.train), cluster, job)
+
+
+def _check_columns(job: Job, train: Index, evaluate: Index | None) -> None:
+    problems = list(_missing(job, "train", train.schema))
+    if evaluate is not None:
+        problems += _missing(job, "evaluate", evaluate.schema)
+    if problems:
+        raise JobError(problems)
+
+
+def _missing(job: Job, where: str, schema: Iterable[str]) -> Iterable[str]:
+    names = list(schema)
+    for field, columns in (("inputs", job.input_columns), ("targets", job.target_columns)):
+        for column in columns:
+            if column not in names:
+                yield f"{field}={column!r} is no column of {where}: {nearest(column, names)}"
+
+
+def _check_past(prepared: Prepared, resume: bool) -> None:
+    """Refuse to go on silently with another job's run."""
+    head = RunLog(prepared.store, prepared.job.name).head()
+    if head is None or resume:
+        return
+    name, where = prepared.job.name, prepared.store.uri_of(prepared.job.name)
+    changed = changes(head.job, prepared.description)
+    if changed:
+        listed = "".join(f"\n    {line}" for line in changed)
+        raise RunConflict(
+            f"the run {name!r} was started with another job:{listed}\n ",
+            where=where,
+            remedy="--resume goes on from its last checkpoint with the new job, --fresh begins again, or give a new name",
+        )
+    done = max((item.step for item in head.checkpoints), default=0)
+    if head.outcome == "done" and done >= prepared.total_steps:
+        raise RunConflict(
+            f"the run {name!r} is finished ({done} steps)",
+            where=where,
+            remedy="--fresh trains again, --set epochs=... goes on for longer, or give a new name",
+        )

@@ -1,0 +1,64 @@
+"""What the user's model costs: builds it once, without memory where the framework can, and asks its framework."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+from typing import Any
+
+from trainwright.core.errors import JobError, UserCodeError
+from trainwright.core.job import Job
+from trainwright.core.profile import ModelProfile
+from trainwright.datasets.sources import Dataset, Index
+
+_log = logging.getLogger(__name__)
+
+# A framework's models are told by the modules of their classes; the module named here profiles and loads them.
+_FRAMEWORKS = {
+    "torch.nn": "trainwright.strategies.torch.profile",
+    "trainwright.strategies.reference": "trainwright.strategies.reference.profile",
+}
+
+
+def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
+    """Profile the job's model on one sample of a data set.
+
+    Raises:
+        UserCodeError: `model()` raised.
+        JobError: `model()` returned something that no engine knows.
+    """
+    sample = dataset.read(index, [0], job.input_columns) if job.inputs else {}
+    model = _build(job)
+    profile: ModelProfile = profiler_of(model).profile_model(model, sample, job.input_columns)
+    return profile
+
+
+def _build(job: Job) -> Any:
+    """The model, without memory where the user's code can do that."""
+    try:
+        with _without_memory():
+            return job.model()
+    except Exception as error:
+        _log.info("model() is built with memory: without, it raised %s: %s", type(error).__name__, error)
+    try:
+        return job.model()
+    except Exception as error:
+        raise UserCodeError(f"model() raised {type(error).__name__}: {error}", where="model") from error
+
+
+def profiler_of(model: Any) -> Any:
+    """The module that knows a model's framework. Raises JobError for what is no model."""
+    for kind in type(model).__mro__:
+        for package, module in _FRAMEWORKS.items():
+            if kind.__module__.startswith(package):
+                return importlib.import_module(module)
+    problem = f"model() returned {type(model).__module__}.{type(model).__qualname__}: return a torch.nn.Module"
+    raise JobError([problem])
+
+
+def _without_memory() -> contextlib.AbstractContextManager[Any]:
+    """Torch's meta device where torch is in use."""
+    torch = sys.modules.get("torch")
+    return torch.device("meta") if torch is not None else contextlib.nullcontext()

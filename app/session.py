@@ -1,0 +1,144 @@
+"""One driver's life: decisions carried out until the run is finished."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from trainwright.core import events
+from trainwright.datasets.schedule import Schedule
+from trainwright.datasets.stream import schedule_of
+from trainwright.driver import messages as m
+from trainwright.driver.decide import begin, decide
+from trainwright.driver.state import Settings
+from trainwright.driver.world import World
+from trainwright.journal import Journal, Listener
+from trainwright.ledger import RunLedger
+from trainwright.core.plan import Plan
+from trainwright.planner import Decision
+from trainwright.prepare import Prepared
+from trainwright.strategies import engine_class
+from trainwright.travel import pack
+from trainwright.versions import versions
+from trainwright.worker import WorkOrder
+
+
+class Session:
+    """Drives one run. `run` blocks; `stop` may be called from any thread."""
+
+    def __init__(self, prepared: Prepared, decision: Decision, *, fresh: bool = False) -> None:
+        self._prepared, self._decision, self._fresh = prepared, decision, fresh
+        job = prepared.job
+        self._ledger = RunLedger(
+            prepared.store,
+            job.name,
+            job=prepared.description,
+            keep=job.keep,
+            fresh=fresh,
+            cursor=_schedule(prepared).cursor,
+            facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
+        )
+        self._journal = Journal(prepared.store, job.name)
+        self._world = World(self._order(), self._ledger, self._journal.write)
+
+    def listen(self, listener: Listener) -> None:
+        """Add somebody who hears every event; call before `run`."""
+        self._journal.listen(listener)
+
+    def stop(self, now: bool = False) -> None:
+        """Ask the run to end: after a checkpoint, or at once."""
+        self._world.put(m.StopAsked(now=now))
+
+    def flush(self) -> None:
+        """Write the events so far, so that readers see them."""
+        self._journal.flush()
+
+    def run(self) -> m.Finish:
+        """Decide and carry out until the end; workers, files and timers are gone when it returns."""
+        try:
+            return self._drive()
+        finally:
+            self._world.close()
+            self._ledger.close()
+            self._journal.close()
+
+    def _drive(self) -> m.Finish:
+        state, effects = begin(self._settings(), time.monotonic())
+        while True:
+            for effect in effects:
+                if isinstance(effect, m.Finish):
+                    return effect
+                self._world.carry_out(effect)
+            event = self._world.next()
+            if isinstance(event, m.Acquired):
+                self._open_journal(event)
+            state, effects = decide(state, event, time.monotonic())
+            if isinstance(event, m.Committed):
+                self._journal.flush()
+
+    def _settings(self) -> Settings:
+        job, plan, per_epoch = self._prepared.job, self._decision.chosen, self._prepared.steps_per_epoch
+        capabilities = engine_class(plan).capabilities
+        return Settings(
+            workers=plan.workers,
+            reform=capabilities.reform,
+            topology=capabilities.topology,
+            total_steps=self._prepared.total_steps,
+            steps_per_epoch=per_epoch,
+            checkpoint_steps=job.checkpoint_steps,
+            evaluate_steps=per_epoch * job.evaluate_epochs if job.evaluate is not None else None,
+            failures=job.failures,
+            place_deadline_s=job.place_deadline_s,
+            hang_deadline_s=job.hang_deadline_s,
+            threads=plan.placement.threads,
+            devices=_devices(plan),
+        )
+
+    def _order(self) -> WorkOrder:
+        prepared, job, plan = self._prepared, self._prepared.job, self._decision.chosen
+        return WorkOrder(
+            job=pack(job),
+            plan=plan,
+            storage=job.storage,
+            run=job.name,
+            train=prepared.train,
+            evaluate=prepared.evaluate,
+        )
+
+    def _open_journal(self, acquired: m.Acquired) -> None:
+        plan = self._decision.chosen
+        self._journal.open(acquired.token)
+        self._journal.write(
+            events.RunStarted(
+                run=self._prepared.job.name,
+                token=acquired.token,
+                job=self._prepared.description,
+                plan=asdict(plan),
+                rejected=[
+                    *({"strategy": item.plan.strategy, "reason": item.reason} for item in self._decision.rejected),
+                    *({"strategy": i.strategy, "reason": i.reason, "hint": i.hint} for i in self._decision.infeasible),
+                ],
+                cluster=str(self._decision.cluster),
+                versions=versions(),
+                total_steps=self._prepared.total_steps,
+                steps_per_epoch=self._prepared.steps_per_epoch,
+                fresh=self._fresh,
+            )
+        )
+        for note in self._ledger.notes:
+            self._journal.write(events.Noted(text=note))
+
+
+def _schedule(prepared: Prepared) -> Schedule:
+    """The order of the run's samples, for the cursors of its checkpoints."""
+    job = prepared.job
+    return schedule_of(
+        prepared.train, batch_size=job.batch_size, epochs=job.epochs, seed=job.seed, shuffle=job.shuffle,
+        drop_last=job.drop_last, window=None,
+    )  # fmt: skip
+
+
+def _devices(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Devices of each worker by the framework's name; Ray shows a worker only its own, numbered from 0."""
+    device = "cuda" if plan.placement.accelerator == "GPU" else "cpu"
+    names = tuple(f"{device}:{number}" if device != "cpu" else "cpu" for number in range(plan.devices_per_worker))
+    return (names,) * plan.workers

@@ -1,0 +1,63 @@
+"""Functions of a job file, a script or a notebook travel by value."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from trainwright.core.errors import JobError
+from trainwright.core.job import Job
+
+_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+_OWN = Path(__file__).resolve().parent
+
+
+def pack(job: Job) -> bytes:
+    """Pickle a job, with every module of the user's own by value.
+
+    Raises:
+        JobError: something in the job cannot travel, such as an open file or a lock.
+    """
+    with _by_value():
+        try:
+            return bytes(cloudpickle.dumps(job))
+        except Exception as error:
+            problem = f"the job cannot be sent to the workers: {error}; make such objects inside model= or step="
+            raise JobError([problem]) from error
+
+
+def unpack(data: bytes) -> Job:
+    """The job again, in a worker."""
+    job = cloudpickle.loads(data)
+    assert isinstance(job, Job)
+    return job
+
+
+@contextlib.contextmanager
+def _by_value() -> Iterator[None]:
+    registered = [module for module in list(sys.modules.values()) if _is_users(module)]
+    for module in registered:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_users(module: Any) -> bool:
+    """Whether a module is neither installed nor ours: a worker could not import it."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(module, ModuleType) or not file or module.__name__ == "__main__":
+        return False
+    if module.__name__.split(".")[0] in ("trainwright", "datasets", "__mp_main__"):
+        return False
+    path = Path(file).resolve()
+    return not any(path.is_relative_to(root) for root in (*_INSTALLED, Path(sys.base_prefix).resolve(), _OWN))

@@ -1,0 +1,178 @@
+"""One rank's process: it owns the engine, the data stream and the loop. Free of Ray.
+
+The driver's verbs are methods here (see `driver/messages.py` for who calls what, and on which thread).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
+from trainwright.core.checkpoint import FileEntry
+from trainwright.core.data import Feed, Sums
+from trainwright.core.engine import Engine, StateCopy
+from trainwright.core.errors import StorageError
+from trainwright.core.events import Steps
+from trainwright.core.group import Address, Generation, Group, StateTag
+from trainwright.core.plan import Plan
+from trainwright.datasets.sources import Index
+from trainwright.datasets.stream import Fetcher, Stream
+from trainwright.driver.messages import Heal, SegmentReport, Snapshot
+from trainwright.records import StepRecords
+from trainwright.store import open_store
+from trainwright.strategies import engine_class
+from trainwright.travel import unpack
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOrder:
+    """All that a fresh process needs to take part.
+
+    Attributes:
+        job: the pickled job; opened only after the engine has formed its first group.
+        run: name of the run in the store at `storage`.
+        train: index of the training set, made once by the driver.
+        evaluate: index of the evaluation set.
+        fetcher: delivers heavy transforms through Ray Data; None when the workers read for themselves.
+    """
+
+    job: bytes
+    plan: Plan
+    storage: str
+    run: str
+    train: Index
+    evaluate: Index | None = None
+    fetcher: Fetcher | None = None
+    evaluate_fetcher: Fetcher | None = None
+
+
+class Worker:
+    """The methods named after verbs run on one thread, `upload`, `watch` and `stop` on others."""
+
+    def __init__(self, order: WorkOrder) -> None:
+        self._order = order
+        self._engine: Engine = engine_class(order.plan)()
+        self._store = open_store(order.storage)
+        self._records = StepRecords()
+        self._wish = threading.Event()
+        self._built = False
+        self._generation = 0
+        self._step = 0
+        self._stream: Stream | None = None
+        self._evaluation: Stream | None = None
+        self._feeds: Iterator[Feed] = iter(())
+        self._copy: StateCopy | None = None
+
+    def reserve(self, generation: Generation) -> Address:
+        """Bind a port for the generation to come."""
+        return self._engine.reserve(generation, "worker")
+
+    def form(self, group: Group) -> StateTag:
+        """Join the group; build model, optimizer and streams the first time."""
+        self._generation = group.generation.number
+        tag = self._engine.form(group)
+        if not self._built:
+            tag = self._build(group.rank)
+        return tag
+
+    def _build(self, rank: int) -> StateTag:
+        order = self._order
+        job = unpack(order.job)
+        feeding = order.plan.feed_of(rank)
+        shared: dict[str, Any] = {
+            "batch_size": job.batch_size,
+            "seed": job.seed,
+            "feeding": feeding,
+            "static_shapes": self._engine.capabilities.static_shapes,
+            "columns": job.columns,
+        }
+        self._stream = Stream(
+            job.train, order.train, epochs=job.epochs, shuffle=job.shuffle, drop_last=job.drop_last,
+            accumulation=order.plan.accumulation, fetcher=order.fetcher, **shared,
+        )  # fmt: skip
+        if job.evaluate is not None:
+            self._evaluation = Stream(
+                job.evaluate, order.evaluate, epochs=1, shuffle=False, drop_last=False,
+                fetcher=order.evaluate_fetcher, **shared,
+            )  # fmt: skip
+        tag = self._engine.build(job.model_spec(self._stream.total_steps), order.plan)
+        self._built = True
+        return tag
+
+    def heal(self, heal: Heal) -> StateTag:
+        """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""
+        assert self._stream is not None, "form comes before heal"
+        self._close_feeds()
+        if heal.checkpoint is None:
+            tag = self._engine.transfer(heal.moves)
+        else:
+            manifest = read_manifest(self._store, self._order.run, heal.checkpoint)
+            tag = self._engine.load(CheckpointReader(self._store, self._order.run, heal.checkpoint, manifest))
+        self._engine.warm(self._stream.warm_feed())
+        self._feeds = self._stream.feeds(heal.step)
+        self._step = heal.step
+        self._records.begin(self._generation, heal.step)
+        return replace(tag, step=heal.step)
+
+    def run(self, until: int) -> SegmentReport:
+        """Step until that many steps are complete, or a wish to stop has reached every rank."""
+        stopped = False
+        while self._step < until and not stopped:
+            begun = time.perf_counter()
+            feed = next(self._feeds)
+            fed = time.perf_counter()
+            report = self._engine.train_step(replace(feed, wish=True) if self._wish.is_set() else feed)
+            self._step, stopped = report.step, report.wish
+            self._records.add(report, samples=feed.rows, step_s=time.perf_counter() - begun, wait_s=fed - begun)
+        return SegmentReport(step=self._step, stopped=stopped, tag=StateTag(step=self._step))
+
+    def evaluate(self, step: int) -> Sums:
+        """Sums over this rank's share of the evaluation set."""
+        assert self._evaluation is not None, "the driver asks only where there is an evaluation set"
+        sums = Sums()
+        for feed in self._evaluation.feeds(0):
+            sums = sums + self._engine.evaluate_step(feed)
+        return sums
+
+    def snapshot(self, step: int) -> Snapshot:
+        """Copy the state to host memory; steps may go on at once."""
+        begun = time.perf_counter()
+        self._copy = self._engine.snapshot()
+        return Snapshot(step=step, size_bytes=self._copy.size_bytes, blocked_s=time.perf_counter() - begun)
+
+    def upload(self, path: str) -> tuple[FileEntry, ...]:
+        """Write the last snapshot's files into a checkpoint's folder."""
+        if self._copy is None:
+            raise StorageError("no snapshot to upload", where=path, remedy="report this: upload came before snapshot")
+        writer = CheckpointWriter(self._store, self._order.run, path)
+        self._engine.save(self._copy, writer)
+        self._copy = None
+        return writer.entries
+
+    def stop(self) -> None:
+        """Wish to stop; it travels with the next reduction, so that all ranks leave after the same step."""
+        self._wish.set()
+
+    def leave(self) -> StateTag:
+        """End the group; the process and its state live on."""
+        self._engine.leave()
+        return StateTag(step=self._step)
+
+    def watch(self, after: int, timeout_s: float) -> Steps:
+        """Steps completed after step `after`, at most `timeout_s` later; empty when there is no news."""
+        return self._records.since(after, timeout_s)
+
+    def close(self) -> None:
+        """Let go of group and readers."""
+        self._close_feeds()
+        self._engine.leave()
+
+    def _close_feeds(self) -> None:
+        close = getattr(self._feeds, "close", None)
+        if close is not None:
+            close()
+        self._feeds = iter(())

@@ -1,0 +1,186 @@
+"""The oracle: from what was delivered to a driver, which outcomes are right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainwright.core import events
+from trainwright.core.errors import (
+    DataError,
+    HangError,
+    NonFiniteLoss,
+    ResourceError,
+    RunConflict,
+    StorageError,
+    UserCodeError,
+    WorkerLost,
+)
+from trainwright.driver import messages as m
+
+from tests.simulation.scenario import Scenario
+from tests.simulation.store import Store, Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Driver
+
+
+class Facts:
+    """What one driver was told, and what follows from it."""
+
+    def __init__(self) -> None:
+        self.high = 0
+        self.start = 0
+        self.faults = 0  # since a new step was told of; each may count as one failure
+        self.recovering = False
+        self.lost: Exception | None = None
+        self.user: list[Exception] = []
+        self.storage_in_a_row = 0
+        self.upload_hung = False
+        self.cuts: set[int] = set()
+        self.stop_now = False
+        self.stop_at: int | None = None
+        self.unquiet = False  # a fault came after the wish to stop
+        self.evaluated: dict[int, dict[str, float]] = {}
+        self.release: m.Release | None = None
+        self.killed: set[int] = set()
+        self.owed_peers = False
+
+    def resumed(self, step: int) -> None:
+        """The driver begins at a checkpoint."""
+        self.start = self.high = step
+
+    def hear(self, event: m.Happening) -> None:
+        """Note what matters of a delivered event."""
+        match event:
+            case m.Progressed():
+                self._reached(event.step)
+            case m.Returned(verb="run"):
+                self._reached(event.value.step)
+            case m.Died():
+                self._fault()
+            case m.Raised():
+                self._raised(event)
+            case m.Lost():
+                self.lost = event.error
+            case m.Committed():
+                self.storage_in_a_row = 0
+            case m.CommitFailed():
+                self.storage_in_a_row += 1
+            case m.StopAsked():
+                self.stop_now = self.stop_now or event.now
+                if self.stop_at is None:
+                    self.stop_at = self.high
+                    self.unquiet = self.recovering
+
+    def _reached(self, step: int) -> None:
+        if step > self.high:
+            self.high = step
+            self.faults = min(self.faults, 1) if self.recovering else 0
+
+    def _fault(self) -> None:
+        self.faults += 1
+        self.recovering = self.unquiet = True
+
+    def _raised(self, event: m.Raised) -> None:
+        kind = event.failure.kind
+        if event.verb == "upload" and kind == "storage":
+            self.storage_in_a_row += 1
+        elif kind in ("user", "data"):
+            self.user.append(event.failure.error)
+            self.unquiet = True
+        elif kind != "peer" or event.generation.number not in self.cuts:
+            self.cuts.add(event.generation.number)
+            self._fault()
+
+    def expired(self, name: str) -> None:
+        """A deadline passed because something hangs."""
+        if name in ("call", "hang", "upload"):
+            self._fault()
+        self.upload_hung = self.upload_hung or name == "upload"
+        self.unquiet = True
+
+    def called(self, call: m.Call) -> None:
+        """The driver calls a worker."""
+        if call.verb == "run":
+            if self.stop_at is not None:
+                raise Violation("steps are begun after a wish to stop")
+            self.recovering = False
+            self.cuts.clear()
+        if self.stop_now and call.verb != "upload":
+            raise Violation(f"{call.verb} is called after a wish to stop at once")
+
+    def emitted(self, event: events.Event) -> None:
+        """The driver tells the user."""
+        if isinstance(event, events.Evaluated):
+            self.evaluated[event.step] = event.metrics
+
+    # --- the verdict --------------------------------------------------------------------------------------
+
+    def judge(self, scenario: Scenario, driver: Driver, store: Store, now_s: float) -> None:
+        """Raise Violation unless the outcome is one that the facts allow."""
+        finish = driver.finish
+        assert finish is not None
+        self._judge_ends(driver, finish)
+        if finish.outcome == "done":
+            self._judge_done(scenario, store, finish)
+        elif finish.outcome == "stopped":
+            self._judge_stopped(finish, store)
+        else:
+            self._judge_failed(scenario, driver, finish, now_s)
+
+    def _judge_ends(self, driver: Driver, finish: m.Finish) -> None:
+        if self.lost is None and (self.release is None or self.release.outcome != finish.outcome):
+            raise Violation(f"ended as {finish.outcome}, but released {self.release}")
+        if (finish.outcome == "failed") != (finish.error is not None):
+            raise Violation(f"ended as {finish.outcome} with {finish.error!r}")
+        unkilled = [process for process in driver.living if not process.killed]
+        if unkilled and (self.stop_now and finish.outcome == "stopped" or self.lost is not None and not self.release):
+            raise Violation(f"workers live on: {[process.worker for process in unkilled]}")
+
+    def _judge_done(self, scenario: Scenario, store: Store, finish: m.Finish) -> None:
+        settings = scenario.settings
+        if store.head is None or finish.step != settings.total_steps or store.head.step != settings.total_steps:
+            raise Violation(f"done at step {finish.step} with {store.head}")
+        if self.user:
+            raise Violation(f"done although the user's code raised {self.user[0]!r}")
+        every = settings.evaluate_steps
+        if every is None or self.start >= settings.total_steps or self.stop_now:
+            return
+        due = {step for step in range(self.start + 1, settings.total_steps) if step % every == 0}
+        due = due if self.stop_at is None else {step for step in due if step in self.evaluated}
+        mean = (settings.workers + 1) / 2
+        for step in due | {settings.total_steps}:
+            metrics = self.evaluated.get(step)
+            if metrics is None or abs(metrics["rank"] - mean) > 1e-9:
+                raise Violation(f"the evaluation of step {step} gave {metrics}")
+
+    def _judge_stopped(self, finish: m.Finish, store: Store) -> None:
+        if self.stop_at is None:
+            raise Violation("stopped, but nobody asked for it")
+        quiet = not (self.unquiet or self.stop_now or self.user or self.lost)
+        if quiet and finish.step < self.stop_at:
+            raise Violation(f"stopped at step {finish.step}, although step {self.stop_at} was complete")
+
+    def _judge_failed(self, scenario: Scenario, driver: Driver, finish: m.Finish, now_s: float) -> None:
+        error: Any = finish.error
+        if self.user and self.lost is None and not self._spent(scenario) and not any(error is e for e in self.user):
+            raise Violation(f"failed with {error!r} instead of {self.user[0]!r}")
+        if isinstance(error, (UserCodeError, NonFiniteLoss, DataError)):
+            right = any(error is e for e in self.user)
+        elif isinstance(error, ResourceError):
+            waiting = [p for p in driver.processes.values() if p.alive and not p.up and not p.killed]
+            right = any(now_s - p.born_s >= scenario.settings.place_deadline_s for p in waiting)
+        elif isinstance(error, RunConflict):
+            right = self.lost is error
+        elif isinstance(error, StorageError):
+            right = error is self.lost or self._spent(scenario) or self._store_is_out(scenario)
+        else:
+            right = isinstance(error, (WorkerLost, HangError, RuntimeError)) and self._spent(scenario)
+        if not right:
+            raise Violation(f"failed with {error!r}, but {self.faults} faults were to be recovered from")
+
+    def _spent(self, scenario: Scenario) -> bool:
+        return self.faults > scenario.settings.failures
+
+    def _store_is_out(self, scenario: Scenario) -> bool:
+        return self.storage_in_a_row >= scenario.settings.storage_attempts

@@ -1,0 +1,345 @@
+"""What fake processes do when they are called: alone, or together as a group that advances or breaks as one."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from trainwright.core.data import Sums
+from trainwright.core.errors import DataError, PeerLost, StorageError, UserCodeError
+from trainwright.core.group import Address
+from trainwright.driver import messages as m
+
+from tests.simulation.processes import FRESH, Process, Team, apply
+from tests.simulation.scenario import Scenario
+from tests.simulation.store import Store, Violation
+
+COLLECTIVE = frozenset({"form", "heal", "run"})
+
+
+class Clock:
+    """Virtual time: actions in order of time, then of request."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0
+
+    def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something later."""
+        self._number += 1
+        heapq.heappush(self._queue, (self.now_s + delay_s, self._number, action, arguments))
+
+    def tick(self) -> bool:
+        """Do the next thing; False when there is none."""
+        if not self._queue:
+            return False
+        self.now_s, _, action, arguments = heapq.heappop(self._queue)
+        action(*arguments)
+        return True
+
+
+class Labour:
+    """Carries out calls. `deliver(driver, event)` brings answers to the driver."""
+
+    def __init__(self, scenario: Scenario, rng: Random, clock: Clock, store: Store, right: list[int]) -> None:
+        self.scenario, self.rng, self.rand = scenario, rng, rng.random
+        self.clock, self.store, self.right = clock, store, right
+        self.deliver: Callable[[Any, m.Happening], None] = lambda driver, event: None
+        size = scenario.settings.workers
+        self._pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2}[scenario.layout]
+        self.whole = frozenset(self._piece(rank) for rank in range(size))
+        self.outage_until_s = 0.0
+        self.upload_faults: list[str] = []
+        self.crash_step = 0
+        self.crash_rank = 0
+
+    def _piece(self, rank: int) -> str:
+        return "state" if self._pieces == 1 else f"piece-{rank % self._pieces}"
+
+    def between(self, low: float, high: float) -> float:
+        """A random duration."""
+        return low + (high - low) * self.rand()
+
+    # --- calls --------------------------------------------------------------------------------------------
+
+    def begin(self, process: Process, call: m.Call) -> None:
+        """A call reaches a living process."""
+        if call.verb == "upload":
+            self._upload(process, call)
+        elif call.verb == "stop":
+            if process.team is not None:
+                process.team.wish = True
+        else:
+            if process.call is not None:
+                raise Violation(f"worker {process.worker} is called for {call.verb} during {process.call.verb}")
+            process.call = call
+            process.ticket += 1
+            if process.hung:
+                return
+            if process.raise_next:
+                self.throw(process)
+            elif call.verb in COLLECTIVE:
+                self._join(process, call)
+            else:
+                self._alone(process, call)
+
+    def _alone(self, process: Process, call: m.Call) -> None:
+        settings = self.scenario.settings
+        match call.verb:
+            case "reserve":
+                process.team = process.driver.team(call.generation.number)
+                process.team.members.append(process)
+                self.answer(process, Address(host="host", port=process.worker + 1), 0.01, 0.1)
+            case "leave":
+                self.part(process)
+                self.answer(process, process.tag(self.scenario.layout, self.whole), 0.01, 0.3)
+            case "evaluate":
+                self._must_stand(process, call)
+                sums = Sums(totals={"rank": (process.rank + 1.0, 1.0), "size": (1.0, 1.0 / settings.workers)})
+                self.answer(process, sums, 0.1, 1.0)
+            case "snapshot":
+                self._must_stand(process, call)
+                process.snapshot = (process.step, process.lineage)
+                self.answer(process, m.Snapshot(step=process.step, size_bytes=8, blocked_s=0.1), 0.01, 0.2)
+
+    def _must_stand(self, process: Process, call: m.Call) -> None:
+        if process.step != call.argument or not process.sound:
+            raise Violation(f"{call.verb} at step {call.argument} of a worker at step {process.step}")
+
+    def answer(self, process: Process, value: Any, low_s: float, high_s: float) -> None:
+        """Return from the call after a while."""
+        call = process.call
+        assert call is not None
+        event = m.Returned(worker=process.worker, generation=call.generation, verb=call.verb, value=value)
+        self._respond(process, event, self.between(low_s, high_s))
+
+    def fail(self, process: Process, kind: m.FailureKind, error: Exception, delay_s: float) -> None:
+        """Raise from the call after a while."""
+        call = process.call
+        assert call is not None
+        failure = m.Failure(kind=kind, error=error)
+        event = m.Raised(worker=process.worker, generation=call.generation, verb=call.verb, failure=failure)
+        self._respond(process, event, delay_s)
+
+    def _respond(self, process: Process, event: m.Happening, delay_s: float) -> None:
+        process.due_s = self.clock.now_s + delay_s
+        self.clock.after(delay_s, self._arrive, process, process.ticket, event)
+
+    def _arrive(self, process: Process, ticket: int, event: m.Happening) -> None:
+        if process.ticket == ticket and not process.hung:
+            process.call = None
+            self.deliver(process.driver, event)
+
+    def throw(self, process: Process) -> None:
+        """Raise what a fault wants from the call under way; the group breaks if the process leaves it."""
+        kind, process.raise_next = process.raise_next, ""
+        error: Exception = {
+            "user": UserCodeError("the model raised"),
+            "data": DataError("a column is missing"),
+            "storage": StorageError("the store did not answer"),
+            "internal": RuntimeError("a bug"),
+        }[kind]
+        process.ticket += 1
+        team = process.team
+        if team is not None and process in team.arrived:
+            team.arrived.remove(process)
+            team.ticket += 1
+            if process.call is not None and process.call.verb == "run":
+                process.take(team.step, team.lineage)
+        self.fail(process, kind, error, self.between(0.01, 0.5))  # type: ignore[arg-type]
+        if self.rand() < 0.6 or kind in ("user", "data"):
+            self.part(process)
+
+    # --- together -----------------------------------------------------------------------------------------
+
+    def _join(self, process: Process, call: m.Call) -> None:
+        team = process.team
+        assert team is not None, "reserve comes before every other verb"
+        if call.generation.number != team.number:
+            raise Violation(f"{call.verb} for generation {call.generation} reached a member of {team.number}")
+        argument = call.argument.generation if call.verb == "form" else call.argument
+        if not team.arrived:
+            team.verb, team.argument = call.verb, argument
+        elif (team.verb, team.argument) != (call.verb, argument):
+            raise Violation(f"ranks run different segments: {call.verb} {argument}, {team.verb} {team.argument}")
+        if call.verb == "form":
+            team.size, process.rank = call.argument.size, call.argument.rank
+            process.piece = self._piece(process.rank)
+        if team.broken:
+            self._lose_peers(process)
+            return
+        team.arrived.append(process)
+        if len(team.arrived) == team.size and not any(member.hung for member in team.members):
+            self._start(team)
+
+    def _start(self, team: Team) -> None:
+        team.ticket += 1
+        if team.verb == "run":
+            self._check_level(team)
+            self.clock.after(self.between(0.1, 0.5), self._step, team, team.ticket)
+        else:
+            self.clock.after(self.between(0.1, 0.8), self._together, team, team.ticket)
+
+    def _together(self, team: Team, ticket: int) -> None:
+        """All have formed the group, or are healed."""
+        if team.ticket != ticket:
+            return
+        arrived, team.arrived = team.arrived, []
+        if team.verb == "heal" and team.argument.source == "checkpoint" and self.clock.now_s < self.outage_until_s:
+            for process in arrived:
+                self.fail(process, "storage", StorageError("the store did not answer"), self.between(0.1, 0.5))
+            return
+        if team.verb == "heal":
+            self._heal(team, arrived)
+        for process in arrived:
+            self.answer(process, process.tag(self.scenario.layout, self.whole), 0.0, 0.2)
+
+    def _heal(self, team: Team, arrived: list[Process]) -> None:
+        heal: m.Heal = team.argument
+        by_rank = {process.rank: process for process in arrived}
+        if heal.source == "checkpoint":
+            assert heal.checkpoint is not None
+            if heal.checkpoint.path not in self.store.committed:
+                raise Violation(f"{heal.checkpoint.path} was never committed")
+            for process in arrived:
+                process.take(heal.checkpoint.step, self.right[heal.checkpoint.step])
+        held = {rank: (process.step, process.lineage, process.piece) for rank, process in by_rank.items()}
+        for move in heal.moves:
+            step, lineage, piece = held[move.source]
+            if piece != move.piece or by_rank[move.target].piece != move.piece:
+                raise Violation(f"rank {move.source} sent {move.piece} to rank {move.target}, but holds {piece}")
+            by_rank[move.target].take(step, lineage)
+        for process in arrived:  # each reads its data from the agreed step on, wherever its state stands
+            right = process.lineage == self.right[heal.step]
+            if not right or not process.sound or (heal.source == "initial" and process.step):
+                raise Violation(f"rank {process.rank}: steps lost or applied twice by {heal.source} at {heal.step}")
+            process.take(heal.step, process.lineage)
+        team.step, team.lineage = heal.step, arrived[0].lineage
+
+    def _check_level(self, team: Team) -> None:
+        if any((member.step, member.lineage) != (team.step, team.lineage) for member in team.arrived):
+            raise Violation(f"ranks begin a segment from different states: {[p.step for p in team.arrived]}")
+        if team.argument <= team.step:
+            raise Violation(f"a segment from step {team.step} to {team.argument}")
+
+    def _step(self, team: Team, ticket: int) -> None:
+        """One global step of the whole group."""
+        if team.ticket != ticket:
+            return
+        if self.crash_step == team.step + 1:
+            self.die(team.arrived[self.crash_rank % team.size])
+            return
+        team.lineage = apply(team.lineage, team.step)
+        team.step += 1
+        first = team.arrived[0]
+        if self.rand() < 0.6:
+            news = m.Progressed(generation=first.call.generation, step=team.step)  # type: ignore[union-attr]
+            self.clock.after(self.between(0.0, 0.6), self.deliver, first.driver, news)
+        if team.step < team.argument and not team.wish:
+            self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
+            return
+        arrived, team.arrived = team.arrived, []
+        for process in arrived:
+            process.take(team.step, team.lineage)
+            tag = process.tag(self.scenario.layout, self.whole)
+            self.answer(process, m.SegmentReport(step=team.step, stopped=team.wish, tag=tag), 0.0, 0.4)
+
+    # --- breaking -----------------------------------------------------------------------------------------
+
+    def part(self, process: Process) -> None:
+        """A member goes: its group breaks for all who are in it."""
+        if process.team is not None and not process.team.broken:
+            if process in process.team.arrived:
+                process.team.arrived.remove(process)
+            self.break_team(process.team)
+
+    def break_team(self, team: Team) -> None:
+        """All who wait in a collective lose their peers, at k or k + 1, some in the middle of a change."""
+        team.broken = True
+        team.ticket += 1
+        arrived, team.arrived = team.arrived, []
+        torn = self.rand() < 0.4
+        for process in arrived:
+            if team.verb == "run":
+                self._leave_step(team, process, torn)
+            elif team.verb == "heal":
+                self._leave_heal(team, process, torn)
+            if not process.hung:
+                self._lose_peers(process)
+
+    def _leave_step(self, team: Team, process: Process, torn: bool) -> None:
+        process.take(team.step, team.lineage)
+        if torn and self.rand() < 0.5:
+            process.take(team.step + 1, apply(team.lineage, team.step))
+        if torn and self.rand() < 0.2:
+            process.tear()
+
+    def _leave_heal(self, team: Team, process: Process, torn: bool) -> None:
+        heal: m.Heal = team.argument
+        if not torn or self.rand() < 0.5:
+            return
+        if heal.source == "checkpoint" and self.rand() < 0.5:
+            process.take(heal.step, self.right[heal.step])
+        elif heal.source == "checkpoint" or any(move.target == process.rank for move in heal.moves):
+            process.tear()
+
+    def _lose_peers(self, process: Process) -> None:
+        if self.rand() < 0.04 and not (process.team is not None and process.team.cut):
+            process.deaf = True  # not connected to the one that went: notices nothing
+            return
+        self.fail(process, "peer", PeerLost("connection closed by peer"), self.between(0.05, 2.0))
+
+    def die(self, process: Process, delay_s: float = 0.0) -> None:
+        """The process ends. An answer already under way may still arrive, before the news of the death."""
+        if not process.alive:
+            return
+        process.alive = False
+        delay_s = delay_s or self.between(0.05, 0.8)
+        answered = process.call is not None and process.due_s > self.clock.now_s
+        waiting = process.team is not None and process in process.team.arrived
+        if answered and not waiting and self.rand() < 0.5:
+            delay_s += process.due_s - self.clock.now_s
+        else:
+            process.ticket += 1
+        self.part(process)
+        self.clock.after(delay_s, self._tell_death, process)
+
+    def _tell_death(self, process: Process) -> None:
+        process.told = True
+        self.deliver(process.driver, m.Died(worker=process.worker, cause="killed"))
+
+    # --- uploads ------------------------------------------------------------------------------------------
+
+    def _upload(self, process: Process, call: m.Call) -> None:
+        if process.upload is not None:
+            raise Violation(f"worker {process.worker} is asked for a second upload during one")
+        if process.snapshot is None:
+            raise Violation("an upload without a snapshot")
+        process.upload = call
+        fault = self.upload_faults.pop(0) if self.upload_faults else ""
+        if fault == "hangs":
+            process.upload_hung = True
+            return
+        self.clock.after(self.between(0.2, 4.0), self._uploaded, process, call, fault)
+
+    def _uploaded(self, process: Process, call: m.Call, fault: str) -> None:
+        if not process.alive:
+            return
+        assert process.snapshot is not None
+        process.upload = None
+        about: dict[str, Any] = {"worker": process.worker, "generation": call.generation, "verb": "upload"}
+        if fault == "internal":
+            failure = m.Failure(kind="internal", error=RuntimeError("a bug"))
+            self.deliver(process.driver, m.Raised(**about, failure=failure))
+        elif fault or self.clock.now_s < self.outage_until_s:
+            failure = m.Failure(kind="storage", error=StorageError("the store did not answer"))
+            self.deliver(process.driver, m.Raised(**about, failure=failure))
+        else:
+            files = self.store.write(call.argument, process.piece, *process.snapshot)
+            self.deliver(process.driver, m.Returned(**about, value=files))
+
+
+__all__ = ["COLLECTIVE", "FRESH", "Clock", "Labour"]

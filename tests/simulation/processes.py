@@ -1,0 +1,80 @@
+"""Fake worker processes and the groups they form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainwright.core.group import StateTag
+from trainwright.driver import messages as m
+
+FRESH = 1  # the lineage of a build: no step applied yet
+TORN = -1  # the lineage of a state that was interrupted
+
+
+def apply(lineage: int, index: int) -> int:
+    """The lineage after one more step that used the batch of this index: losing or doubling one changes it."""
+    return hash((lineage, index))
+
+
+def lineages(steps: int) -> list[int]:
+    """The right lineage after each number of completed steps."""
+    chain = [FRESH]
+    for index in range(steps):
+        chain.append(apply(chain[-1], index))
+    return chain
+
+
+class Process:
+    """One worker process: what it holds, what it does, and what was said about it."""
+
+    __slots__ = (
+        "alive", "born_s", "call", "deaf", "driver", "due_s", "hung", "killed", "lineage", "piece", "raise_next",
+        "rank", "slot", "snapshot", "sound", "step", "team", "ticket", "told", "trained", "up", "upload",
+        "upload_hung", "worker",
+    )  # fmt: skip
+
+    def __init__(self, driver: Any, worker: int, slot: int, now_s: float) -> None:
+        self.driver, self.worker, self.slot, self.rank = driver, worker, slot, slot
+        self.born_s = now_s
+        self.up, self.alive, self.killed, self.told = False, True, False, False
+        self.call: m.Call | None = None  # on the thread of steps
+        self.upload: m.Call | None = None
+        self.ticket = 0  # numbers the answer to the call; older ones are void
+        self.due_s = 0.0
+        self.raise_next = ""
+        self.hung, self.deaf, self.upload_hung = False, False, False
+        self.team: Team | None = None
+        self.piece = "state"
+        self.step, self.lineage, self.sound, self.trained = 0, FRESH, True, False
+        self.snapshot: tuple[int, int] | None = None
+
+    def tag(self, layout: str, whole: frozenset[str]) -> StateTag:
+        """What it says it holds."""
+        step = self.step if self.trained else None
+        return StateTag(step=step, layout=layout, pieces=frozenset({self.piece}), whole=whole, sound=self.sound)
+
+    def take(self, step: int, lineage: int) -> None:
+        """Hold a sound state."""
+        self.step, self.lineage, self.sound, self.trained = step, lineage, True, True
+
+    def tear(self) -> None:
+        """Be interrupted while the state changes."""
+        self.lineage, self.sound, self.trained = TORN, False, True
+
+
+class Team:
+    """A generation's group as the processes see it: collective verbs end together or break for all."""
+
+    __slots__ = (
+        "argument", "arrived", "broken", "cut", "lineage", "members", "number", "size", "step", "ticket", "verb", "wish"
+    )  # fmt: skip
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.size = 0
+        self.members: list[Process] = []
+        self.arrived: list[Process] = []
+        self.verb, self.argument = "", None
+        self.broken, self.cut, self.wish = False, False, False
+        self.ticket = 0
+        self.step, self.lineage = 0, FRESH

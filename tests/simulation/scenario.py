@@ -1,0 +1,85 @@
+"""Scenarios: a run and the faults it meets, as data, drawn from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from trainwright.driver.state import Settings
+
+KINDS = {
+    "kill": 24, "kill two": 5, "kill all": 2, "crash loop": 2, "hang": 5, "internal": 4, "user": 2, "data": 1,
+    "storage": 3, "cut": 5, "slow start": 3, "start death": 4, "start loop": 1, "never starts": 1,
+    "upload fails": 6, "upload hangs": 2, "upload internal": 1, "commit fails": 4, "commit slow": 4, "outage": 4,
+    "stop": 8, "stop now": 3, "stop twice": 2, "crash": 5, "zombie": 4, "log lost": 1,
+}  # fmt: skip
+VERBS = ("reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "leave")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault. It strikes at a virtual time, or, where `verb` is given, just after the n-th call of that verb."""
+
+    kind: str
+    at_s: float = 0.0
+    verb: str = ""
+    nth: int = 0
+    target: float = 0.0  # which worker, as a fraction of those alive
+    amount: float = 0.0  # how much of it, in [0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A run, the layout of its state, and its faults."""
+
+    seed: int
+    settings: Settings
+    layout: str = "replicated"
+    faults: tuple[Fault, ...] = ()
+
+
+def draw(seed: int, workers: int | None = None) -> Scenario:
+    """The scenario of a seed; `workers` overrides the world size drawn from 1 to 8."""
+    rng = Random(seed)
+    count = rng.choice((1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 8))
+    count = workers or count
+    total = rng.randint(2, 12)
+    settings = Settings(
+        workers=count,
+        total_steps=total,
+        steps_per_epoch=rng.randint(2, 8),
+        reform="new_process" if rng.random() < 0.15 else "in_place",
+        checkpoint_steps=rng.choice((None, None, 1, 2, 3, 5)),
+        evaluate_steps=rng.choice((None, 2, 3, 5)),
+        failures=rng.choice((0, 1, 2, 3, 3, 5)),
+        place_deadline_s=60.0,
+        call_deadline_s=20.0,
+        hang_deadline_s=40.0,
+        upload_deadline_s=30.0,
+        storage_attempts=3,
+    )
+    layouts = ["replicated"] * 6 + ["sharded"] + (["hybrid"] * 2 if count >= 4 and count % 2 == 0 else [])
+    faults = tuple(_fault(rng, 3.0 + total * rng.choice((0.5, 1.0, 2.0))) for _ in range(_number(rng)))
+    return Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
+
+
+def unbroken(scenario: Scenario) -> Scenario:
+    """The same run without faults."""
+    return replace(scenario, faults=())
+
+
+def _number(rng: Random) -> int:
+    return rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 7))
+
+
+def _fault(rng: Random, horizon_s: float) -> Fault:
+    kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
+    at_moment = rng.random() < 0.5
+    return Fault(
+        kind=kind,
+        at_s=rng.random() * horizon_s,
+        verb=rng.choice(VERBS) if at_moment else "",
+        nth=1 + int(rng.random() ** 2 * 30),
+        target=rng.random(),
+        amount=rng.random(),
+    )

@@ -1,0 +1,57 @@
+"""A fake store: a log with one owner, and checkpoints of which it knows the lineage."""
+
+from __future__ import annotations
+
+from trainwright.core.checkpoint import CheckpointRef, FileEntry
+from trainwright.driver import messages as m
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+class Store:
+    """What is durable. Every commit is checked against the run's right lineage."""
+
+    def __init__(self, right: list[int], whole: frozenset[str]) -> None:
+        self._right, self._whole = right, whole
+        self.entries = 0
+        self.owner = 0
+        self.head: CheckpointRef | None = None
+        self.files: dict[tuple[str, str], tuple[int, int]] = {}
+        self.committed: dict[str, CheckpointRef] = {}
+        self.commits = 0
+
+    def acquire(self) -> m.Acquired:
+        """A new owner; the old one is fenced."""
+        self.entries += 1
+        self.owner = self.entries
+        return m.Acquired(token=self.owner, head=self.head)
+
+    def write(self, path: str, piece: str, step: int, lineage: int) -> tuple[FileEntry, ...]:
+        """One writer's file."""
+        if path in self.committed:
+            raise Violation(f"a file of the committed {path} was written again")
+        self.files[path, piece] = (step, lineage)
+        return (FileEntry(name=piece, size_bytes=8, sha256=str(lineage)),)
+
+    def commit(self, token: int, commit: m.Commit) -> CheckpointRef:
+        """Name a checkpoint, for its owner only; whole, of one step, right, and the child of the head."""
+        if token != self.owner:
+            raise Violation("a fenced driver committed")
+        if {entry.name for entry in commit.files} != self._whole or len(commit.files) != len(self._whole):
+            raise Violation(f"step {commit.step}: a checkpoint of {[entry.name for entry in commit.files]} is not whole")
+        for entry in commit.files:
+            if self.files[commit.path, entry.name] != (commit.step, self._right[commit.step]):
+                raise Violation(f"step {commit.step}: {entry.name} holds steps that were lost or applied twice")
+        parent = self.head.path if self.head else ""
+        if commit.parent != parent:
+            raise Violation(f"step {commit.step}: parent {commit.parent!r}, but the head is {parent!r}")
+        if commit.step <= (self.head.step if self.head else 0):
+            raise Violation(f"step {commit.step} was committed after step {self.head.step if self.head else 0}")
+        self.entries += 1
+        self.commits += 1
+        sha = f"{self.entries:064x}"
+        self.head = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=sha, parent=parent)
+        self.committed[commit.path] = self.head
+        return self.head

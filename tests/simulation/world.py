@@ -1,0 +1,265 @@
+"""The world: drivers whose effects are carried out in virtual time, faults that strike, and a verdict at the end.
+
+`simulate(scenario)` runs one schedule and raises Violation where an invariant breaks. What the verdict needs is
+noted from what was *delivered* to a driver, never from what the driver thinks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from trainwright.core import events
+from trainwright.core.errors import FencedError, StorageError
+from trainwright.driver import decide as real
+from trainwright.driver import messages as m
+from trainwright.driver.state import State
+
+from tests.simulation.facts import Facts
+from tests.simulation.labour import Clock, Labour
+from tests.simulation.processes import Process, Team, lineages
+from tests.simulation.scenario import Scenario
+from tests.simulation.store import Store, Violation
+from tests.simulation.strikes import Strikes
+
+
+class Driver:
+    """One driver process and what it did."""
+
+    def __init__(self, code: Any) -> None:
+        self.code = code
+        self.token = 0
+        self.alive = True
+        self.state: State | None = None
+        self.finish: m.Finish | None = None
+        self.processes: dict[int, Process] = {}
+        self.slots: dict[int, Process] = {}
+        self.teams: dict[int, Team] = {}
+        self.timers: dict[str, int] = {}
+        self.generation = 0
+        self.facts = Facts()
+
+    def team(self, number: int) -> Team:
+        """The group of a generation."""
+        if number not in self.teams:
+            self.teams[number] = Team(number)
+        return self.teams[number]
+
+    @property
+    def living(self) -> list[Process]:
+        """Its processes that run."""
+        return [process for process in self.processes.values() if process.alive]
+
+
+@dataclass
+class Outcome:
+    """What one schedule showed."""
+
+    outcomes: list[str]
+    step: int
+    events: int
+    seconds: float
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    emitted: list[events.Event] = field(default_factory=list)
+
+
+class World:
+    """One schedule."""
+
+    def __init__(self, scenario: Scenario, code: Any = real, pairs: Counter[tuple[str, str]] | None = None) -> None:
+        self.scenario, self.code = scenario, code
+        self.rng = Random(scenario.seed + 1)
+        right = lineages(scenario.settings.total_steps + 1)
+        self.clock = Clock()
+        self.labour = Labour(scenario, self.rng, self.clock, None, right)  # type: ignore[arg-type]
+        self.store = self.labour.store = Store(right, self.labour.whole)
+        self.labour.deliver = self.deliver
+        self.strikes = Strikes(self)
+        self.drivers: list[Driver] = []
+        self.pairs: Counter[tuple[str, str]] = Counter() if pairs is None else pairs
+        self.emitted: list[events.Event] = []
+        self.delivered = 0
+        self._coming = 0
+
+    def run(self) -> Outcome:
+        """Until every driver has finished or died."""
+        self.strikes.arm()
+        self.start_driver()
+        limit = 4000 + 400 * self.scenario.settings.workers
+        while self._coming or any(driver.alive and driver.finish is None for driver in self.drivers):
+            if not self.clock.tick():
+                raise Violation(f"the driver waits for ever while {self.drivers[-1].state.phase}")  # type: ignore[union-attr]
+            if self.delivered > limit or self.clock.now_s > 20_000:
+                raise Violation(f"no end after {self.delivered} events and {self.clock.now_s:.0f} s")
+        outcomes = [driver.finish.outcome if driver.finish else "killed" for driver in self.drivers]
+        step = self.store.head.step if self.store.head else 0
+        return Outcome(outcomes, step, self.delivered, self.clock.now_s, self.pairs, self.emitted)
+
+    @property
+    def driver(self) -> Driver:
+        """The newest driver."""
+        return self.drivers[-1]
+
+    def begin_later(self, after_s: float) -> None:
+        """The same command again, after a while."""
+        self._coming += 1
+        self.clock.after(after_s, self._begin_next)
+
+    def _begin_next(self) -> None:
+        self._coming -= 1
+        self.start_driver()
+
+    def start_driver(self) -> None:
+        """Begin a driver on what the store holds."""
+        driver = Driver(self.code)
+        self.drivers.append(driver)
+        state, effects = self.code.begin(self.scenario.settings, self.clock.now_s)
+        driver.state = state
+        self._carry_out(driver, effects)
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def deliver(self, driver: Driver, event: m.Happening) -> None:
+        """Let a driver decide about an event, and carry out what it wants."""
+        if not driver.alive:
+            return
+        state = driver.state
+        assert state is not None
+        self.delivered += 1
+        if not driver.code.is_stale(state, event):
+            self.pairs[state.phase.value, driver.code.kind_of(event)] += 1
+        if driver.finish is None:
+            driver.facts.hear(event)
+        driver.state, effects = driver.code.decide(state, event, self.clock.now_s)
+        if driver.finish is not None and effects:
+            raise Violation(f"effects after the end: {effects}")
+        self._carry_out(driver, effects)
+
+    # --- effects ------------------------------------------------------------------------------------------
+
+    def _carry_out(self, driver: Driver, effects: tuple[m.Effect, ...]) -> None:
+        for effect in effects:
+            kind = type(effect)
+            if kind is m.Call:
+                self._call(driver, effect)  # type: ignore[arg-type]
+            elif kind is m.SetTimer:
+                driver.timers[effect.name] = effect.number  # type: ignore[union-attr]
+                self.clock.after(effect.after_s, self._expire, driver, effect)  # type: ignore[union-attr]
+            elif kind is m.CancelTimer:
+                driver.timers.pop(effect.name, None)  # type: ignore[union-attr]
+            elif kind is m.Emit:
+                self._emit(driver, effect.event)  # type: ignore[union-attr]
+            else:
+                getattr(self, "_" + kind.__name__.lower())(driver, effect)
+
+    def _expire(self, driver: Driver, timer: m.SetTimer) -> None:
+        if driver.finish is not None or not driver.alive or driver.timers.get(timer.name) != timer.number:
+            return
+        del driver.timers[timer.name]
+        stuck = [process for process in driver.living if process.hung or process.deaf or process.upload_hung]
+        if timer.name in ("call", "hang", "leave") and not stuck:
+            raise Violation(f"the timer {timer.name!r} ran out although nobody hangs")
+        driver.facts.expired(timer.name)
+        self.deliver(driver, m.Expired(name=timer.name, number=timer.number))
+
+    def _call(self, driver: Driver, call: m.Call) -> None:
+        process = driver.processes.get(call.worker)
+        if process is None or not process.up or process.killed or process.told:
+            raise Violation(f"{call.verb} is asked of worker {call.worker}, which is not there")
+        number = call.generation.number
+        if call.generation.token != driver.token or number < driver.generation:
+            raise Violation(f"{call.verb} is asked for generation {call.generation}, which is over")
+        driver.generation = number
+        driver.facts.called(call)
+        if process.alive:
+            self.labour.begin(process, call)
+            self.strikes.after_call(process, call)
+
+    def _acquire(self, driver: Driver, effect: m.Acquire) -> None:
+        self.clock.after(self.labour.between(0.05, 0.5), self._acquired, driver)
+
+    def _acquired(self, driver: Driver) -> None:
+        if self.strikes.log_lost:
+            self.deliver(driver, m.Lost(error=StorageError("the log cannot be reached")))
+        elif driver.alive and driver.finish is None:
+            event = self.store.acquire()
+            driver.token = event.token
+            driver.facts.resumed(event.head.step if event.head else 0)
+            self.deliver(driver, event)
+
+    def _place(self, driver: Driver, effect: m.Place) -> None:
+        old = driver.slots.get(effect.slot)
+        if old is not None and not old.killed and not old.told:
+            raise Violation(f"slot {effect.slot} is given away while worker {old.worker} holds it")
+        if driver.facts.stop_now or effect.worker in driver.processes:
+            raise Violation(f"worker {effect.worker} is placed, which cannot be")
+        process = Process(driver, effect.worker, effect.slot, self.clock.now_s)
+        driver.processes[effect.worker] = driver.slots[effect.slot] = process
+        self.strikes.start(process)
+
+    def started(self, process: Process) -> None:
+        """A placed process is up."""
+        if process.alive and process.driver.alive:
+            process.up = True
+            event = m.Started(worker=process.worker, node=f"node-{process.slot // 4}", pid=1000 + process.worker)
+            self.deliver(process.driver, event)
+
+    def _kill(self, driver: Driver, effect: m.Kill) -> None:
+        process = driver.processes[effect.worker]
+        if process.killed or process.told:
+            raise Violation(f"worker {effect.worker} is killed twice or after its death was told")
+        process.killed = True
+        self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)
+
+    def _commit(self, driver: Driver, commit: m.Commit) -> None:
+        self.clock.after(self.labour.between(0.05, 0.5), self._commit_arrives, driver, commit)
+
+    def _commit_arrives(self, driver: Driver, commit: m.Commit) -> None:
+        """A commit under way may still succeed when its driver has just died."""
+        if not driver.alive and self.rng.random() < 0.5:
+            return
+        answer: m.Happening
+        if self.store.owner != driver.token or self.strikes.log_lost:
+            kind = FencedError if self.store.owner != driver.token else StorageError
+            answer = m.Lost(error=kind("the log is not ours"))
+        elif self.strikes.commit_fails():
+            answer = m.CommitFailed(step=commit.step, error=StorageError("the store did not answer"))
+        else:
+            answer = m.Committed(checkpoint=self.store.commit(driver.token, commit))
+        self.clock.after(self.strikes.commit_delay(), self.deliver, driver, answer)
+
+    def _release(self, driver: Driver, effect: m.Release) -> None:
+        driver.facts.release = effect
+        fenced = self.store.owner != driver.token
+        if not fenced and effect.step != (self.store.head.step if self.store.head else 0):
+            raise Violation(f"released at step {effect.step}, but the head is {self.store.head}")
+        answer: m.Happening = m.Lost(error=FencedError("the log is not ours")) if fenced else m.Released()
+        self.clock.after(self.labour.between(0.05, 0.3), self.deliver, driver, answer)
+
+    def _emit(self, driver: Driver, event: events.Event) -> None:
+        self.emitted.append(event)
+        driver.facts.emitted(event)
+
+    def _finish(self, driver: Driver, finish: m.Finish) -> None:
+        driver.finish = finish
+        driver.facts.judge(self.scenario, driver, self.store, self.clock.now_s)
+        for process in driver.living:
+            self.labour.die(process)
+
+    def crash(self, driver: Driver) -> None:
+        """The driver dies, and Ray ends its workers."""
+        driver.alive = False
+        for process in driver.living:
+            process.alive = False
+            process.ticket += 1
+
+
+def simulate(scenario: Scenario, code: Any = real, pairs: Counter[tuple[str, str]] | None = None) -> Outcome:
+    """Run one schedule to its end; raises Violation (or the driver's own AssertionError)."""
+    return World(scenario, code, pairs).run()
+
+
+
+__all__ = ["Driver", "Outcome", "Violation", "World", "simulate"]
