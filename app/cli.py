@@ -1,0 +1,171 @@
+"""The command line. Data goes to stdout, talk to stderr; read commands need no Ray and no framework."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainwright.core.errors import JobError, TrainwrightError
+
+app = typer.Typer(
+    name="trainwright",
+    help="Distributed training on Ray that survives failures and explains itself.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+JobFile = Annotated[str, typer.Argument(metavar="FILE.py", help="A job file: Python with a trainwright.Job in it.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")]
+Strategy = Annotated[str | None, typer.Option(help="Pin a strategy.")]
+Workers = Annotated[int | None, typer.Option(help="Pin the number of workers.")]
+Storage = Annotated[str, typer.Option(help="Where the runs are: a folder or a URI.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's own output and every checkpoint.")]
+
+
+@app.command()
+def fit(
+    file: JobFile,
+    overrides: Overrides = None,
+    strategy: Strategy = None,
+    workers: Workers = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin the run of this name again.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Plan, provision, train, recover, report. The same command resumes a run that was stopped."""
+    from trainwright import api
+
+    run = api.fit(_job(file, overrides, strategy, workers), resume=resume, fresh=fresh, verbose=verbose)
+    if run.state == "stopped":
+        raise typer.Exit(128 + (run.signal or signal.SIGINT))
+    _tell_where(run, file)
+
+
+@app.command()
+def plan(
+    file: JobFile,
+    overrides: Overrides = None,
+    strategy: Strategy = None,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the chosen plan and the rejected ones, with reasons. Starts no worker."""
+    from dataclasses import asdict
+
+    from trainwright import api
+
+    decision = api.plan(_job(file, overrides, strategy, workers))
+    if as_json:
+        _print_json(asdict(decision))
+    else:
+        print(decision)
+
+
+@app.command()
+def evaluate(
+    file: JobFile,
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Loss and metrics of a run's checkpoint over the job's evaluation set, on this machine."""
+    from trainwright import api
+
+    metrics = api.evaluate(_job(file, overrides, None, None), step=step)
+    if as_json:
+        _print_json(metrics)
+    else:
+        print("\n".join(f"{name:<20} {value:.6g}" for name, value in metrics.items()))
+
+
+@app.command()
+def runs(storage: Storage = "runs", as_json: AsJson = False) -> None:
+    """List the runs of a storage."""
+    from trainwright import views
+
+    _show(views.runs(storage), as_json)
+
+
+@app.command()
+def show(run: RunName, storage: Storage = "runs", as_json: AsJson = False) -> None:
+    """State, plan, progress, metrics, checkpoints and failures of a run."""
+    from trainwright import views
+
+    _show(views.show(storage, run), as_json)
+
+
+@app.command()
+def logs(
+    run: RunName,
+    storage: Storage = "runs",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What happened in a run, line by line."""
+    from trainwright import views
+
+    for line in views.logs(storage, run, follow=follow, as_json=as_json):
+        print(line, flush=follow)
+
+
+def main() -> None:
+    """Entry of the console script: errors of ours in plain words, exit 2 for a wrong job and 1 for a failed run."""
+    try:
+        app()
+    except JobError as error:
+        _die(error, 2)
+    except TrainwrightError as error:
+        _die(error, 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _die(error: TrainwrightError, code: int) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _job(file: str, overrides: list[str] | None, strategy: str | None, workers: int | None) -> Any:
+    from trainwright.jobfile import load_job
+
+    pinned = [f"strategy={strategy}"] if strategy else []
+    pinned += [f"workers={workers}"] if workers else []
+    return load_job(file, [*(overrides or []), *pinned])
+
+
+def _show(view: Any, as_json: bool) -> None:
+    from rich.console import Console
+
+    if as_json:
+        _print_json(view.data)
+    else:
+        Console().print(view)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, default=str))
+
+
+def _tell_where(run: Any, file: str) -> None:
+    """Where everything is, and how to use the model."""
+    folder = run.folder
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
+    lines = [
+        f"result       {metrics or 'no evaluation set'}",
+        f"report       {run.report}",
+        f"checkpoints  {folder}/checkpoints",
+        f"tensorboard  {folder}/tensorboard",
+        f"model        from trainwright.jobfile import load_job; model = tw.load_model(load_job({file!r}))",
+        f"again        trainwright evaluate {Path(file)}",
+    ]
+    print("\n".join(lines))

@@ -1,0 +1,398 @@
+"""What a run has been through, folded from its events: the same events give the same history."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from trainwright.core.events import (
+    Checkpointed,
+    CheckpointSkipped,
+    Evaluated,
+    Event,
+    Failed,
+    Formed,
+    Noted,
+    Placed,
+    RunEnded,
+    RunStarted,
+    Steps,
+    Waiting,
+)
+from trainwright.journal import read_events
+from trainwright.liveness import owner_alive
+from trainwright.log import RunLog
+from trainwright.store import Store
+
+if TYPE_CHECKING:
+    import pandas
+
+State = Literal["running", "done", "stopped", "failed", "interrupted"]
+STEP_COLUMNS = (
+    "step", "epoch", "loss", "learning_rate", "gradient_norm", "samples_per_s", "wait_share", "generation",
+)  # fmt: skip
+_OUTCOMES: dict[str, State] = {"done": "done", "stopped": "stopped", "failed": "failed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One completed step. `step` counts from 1 and includes this one, `epoch` counts from 1.
+
+    Attributes:
+        generation: number of the formation that made it, within its driver.
+        gradient_norm: global norm before clipping; None when the job does not clip.
+        samples: real samples in the global batch.
+        step_s: the whole step; `wait_s` of it waited for data.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    samples: int
+    step_s: float
+    wait_s: float
+    generation: int
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of the global batch by seconds of the step; NaN where the step took no time."""
+        return self.samples / self.step_s if self.step_s > 0 else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One driver's life: from the time it took the run until it let go, or until its last event."""
+
+    token: int
+    started_s: float
+    ended_s: float
+    outcome: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """The group formed again after a failure. `failure` is the first cause, None where it was not told."""
+
+    formed: Formed
+    failure: Failed | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Where the time of all sessions went, in seconds. The parts add up to `wall_s`.
+
+    Attributes:
+        wall_s: sessions together; time between two sessions is not counted.
+        computing_s: steps that count, without their waiting for data.
+        data_s: waiting for data in steps that count.
+        start_s: from taking the run to the first step being possible, in every session.
+        recovery_s: from each failure to the group being formed again, and steps that had to be done again.
+        checkpoint_s: what the steps lost to checkpoints.
+        evaluation_s: evaluations.
+        other_s: the rest.
+    """
+
+    wall_s: float = 0.0
+    computing_s: float = 0.0
+    data_s: float = 0.0
+    start_s: float = 0.0
+    recovery_s: float = 0.0
+    checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time spent computing steps that count; NaN before any time passed."""
+        return self.computing_s / self.wall_s if self.wall_s > 0 else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """A run as its readers need it.
+
+    Attributes:
+        start: what the newest driver said of job, plan and versions.
+        records: the last record of each step, in order; steps that were lost are gone until they are done again.
+        evaluated: the last evaluation of each step, in order.
+        failures: all, in order of time.
+        recoveries: each formation after a failure.
+        resumes: the first formation of each session that went on from a checkpoint.
+        checkpoints: all that were committed; retention may have removed some since.
+        processes: the newest process of each worker.
+        waiting: what the run waits for at this moment; None while it steps.
+        steps_lost: completed steps that had to be done again.
+        last_s: time of the newest event, seconds since the epoch.
+    """
+
+    start: RunStarted = field(default_factory=RunStarted)
+    state: State = "running"
+    step: int = 0
+    records: tuple[StepRecord, ...] = ()
+    evaluated: tuple[Evaluated, ...] = ()
+    failures: tuple[Failed, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+    resumes: tuple[Formed, ...] = ()
+    checkpoints: tuple[Checkpointed, ...] = ()
+    skipped: tuple[CheckpointSkipped, ...] = ()
+    notes: tuple[Noted, ...] = ()
+    processes: tuple[Placed, ...] = ()
+    sessions: tuple[Session, ...] = ()
+    waiting: Waiting | None = None
+    error: str = ""
+    steps_lost: int = 0
+    totals: Totals = field(default_factory=Totals)
+    last_s: float = 0.0
+
+    @classmethod
+    def fold(cls, events: Iterable[Event], *, owner_alive: bool = True, state: State | None = None) -> History:
+        """Fold events in order.
+
+        Args:
+            owner_alive: tells a running driver from one that died without a word.
+            state: what the run's log says of the state, where it knows better than the events.
+        """
+        folding = _Folding()
+        for event in events:
+            folding.add(event)
+        return folding.history(state or folding.state(owner_alive))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the newest evaluation; empty before the first."""
+        return dict(self.evaluated[-1].metrics) if self.evaluated else {}
+
+    @property
+    def loss(self) -> float:
+        """Training loss of the last step; NaN before the first."""
+        return self.records[-1].loss if self.records else math.nan
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput while stepping, over all steps that count; NaN before the first."""
+        seconds = sum(record.step_s for record in self.records)
+        return sum(record.samples for record in self.records) / seconds if seconds > 0 else math.nan
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the steps' time that waited for data, from 0 to 1; NaN before the first."""
+        seconds = sum(record.step_s for record in self.records)
+        return sum(record.wait_s for record in self.records) / seconds if seconds > 0 else math.nan
+
+    @property
+    def median_step_s(self) -> float:
+        """Median duration of a step, which start-up and recovery do not bend; NaN before the first."""
+        ordered = sorted(record.step_s for record in self.records)
+        return ordered[len(ordered) // 2] if ordered else math.nan
+
+    @cached_property
+    def steps(self) -> pandas.DataFrame:
+        """One row a completed step, in the order of `STEP_COLUMNS`."""
+        import pandas
+
+        columns = {
+            "step": [record.step for record in self.records],
+            "epoch": [record.epoch for record in self.records],
+            "loss": [record.loss for record in self.records],
+            "learning_rate": [record.learning_rate for record in self.records],
+            "gradient_norm": [math.nan if (r.gradient_norm is None) else r.gradient_norm for r in self.records],
+            "samples_per_s": [record.samples_per_s for record in self.records],
+            "wait_share": [r.wait_s / r.step_s if r.step_s > 0 else 0.0 for r in self.records],
+            "generation": [record.generation for record in self.records],
+        }
+        return pandas.DataFrame(columns, columns=list(STEP_COLUMNS))
+
+    @cached_property
+    def evaluations(self) -> pandas.DataFrame:
+        """One row an evaluation: step, epoch, each metric by name, seconds."""
+        import pandas
+
+        names = sorted({name for evaluation in self.evaluated for name in evaluation.metrics})
+        columns: dict[str, list[float]] = {
+            "step": [e.step for e in self.evaluated],
+            "epoch": [epoch_of(e.step, self.start.steps_per_epoch) for e in self.evaluated],
+            **{name: [e.metrics.get(name, math.nan) for e in self.evaluated] for name in names},
+            "seconds": [e.seconds for e in self.evaluated],
+        }
+        return pandas.DataFrame(columns)
+
+
+def read_history(store: Store, run: str) -> History:
+    """A run's history from storage, its state from the log. Raises StorageError."""
+    head = RunLog(store, run).head()
+    alive = owner_alive(store, run, head)
+    events = read_events(store, run)
+    tokens = [event.token for event in events if isinstance(event, RunStarted)]
+    state: State | None = None
+    if head is not None and not head.owned:
+        state = _OUTCOMES.get(head.outcome)
+    elif head is not None and head.token > max(tokens, default=0):
+        state = "running" if alive else "interrupted"  # a new driver, which has not written events yet
+    return History.fold(events, owner_alive=alive, state=state)
+
+
+def epoch_of(step: int, steps_per_epoch: int) -> int:
+    """Epoch, from 1, that completed step `step` belongs to."""
+    return (max(step, 1) - 1) // steps_per_epoch + 1 if steps_per_epoch > 0 else 1
+
+
+class _Folding:
+    """Takes events one by one. Only `History.fold` uses it."""
+
+    def __init__(self) -> None:
+        self.start = RunStarted()
+        self.steps: dict[int, StepRecord] = {}
+        self.evaluations: dict[int, Evaluated] = {}
+        self.failures: list[Failed] = []
+        self.recoveries: list[Recovery] = []
+        self.resumes: list[Formed] = []
+        self.checkpoints: dict[str, Checkpointed] = {}
+        self.skipped: list[CheckpointSkipped] = []
+        self.notes: list[Noted] = []
+        self.processes: dict[int, Placed] = {}
+        self.sessions: list[Session] = []
+        self.waiting: Waiting | None = None
+        self.end: RunEnded | None = None
+        self.formed = False
+        self.cause: Failed | None = None
+        self.step = self.steps_lost = 0
+        self.start_s = self.recovery_s = self.last_s = self.evaluation_s = 0.0
+
+    def add(self, event: Event) -> None:
+        """Fold one event in."""
+        self.last_s = max(self.last_s, event.time_s)
+        match event:
+            case RunStarted():
+                self._started(event)
+            case Waiting():
+                self.waiting = event
+            case Placed():
+                self.processes[event.worker] = event
+            case Formed():
+                self._formed(event)
+            case Steps():
+                self._stepped(event)
+            case Evaluated():
+                self.evaluations[event.step] = event
+                self.evaluation_s += event.seconds
+            case Checkpointed():
+                self.checkpoints[event.path] = event
+            case CheckpointSkipped():
+                self.skipped.append(event)
+            case Failed():
+                self.failures.append(event)
+                self.cause = self.cause or event
+            case Noted():
+                self.notes.append(event)
+            case RunEnded():
+                self.end, self.waiting = event, None
+        self._extend(event)
+
+    def _extend(self, event: Event) -> None:
+        if self.sessions:
+            last = self.sessions[-1]
+            outcome = event.outcome if isinstance(event, RunEnded) else last.outcome
+            ended_s = max(last.ended_s, event.time_s)
+            self.sessions[-1] = Session(token=last.token, started_s=last.started_s, ended_s=ended_s, outcome=outcome)
+
+    def _started(self, event: RunStarted) -> None:
+        if event.fresh:
+            self.__dict__.update(_Folding().__dict__)
+        self._close_start()
+        self.start, self.end, self.waiting, self.cause, self.formed = event, None, None, None, False
+        self.processes.clear()
+        self.sessions.append(Session(token=event.token, started_s=event.time_s, ended_s=event.time_s))
+
+    def _close_start(self) -> None:
+        """Count a session that never formed as start-up."""
+        if self.sessions and not self.formed:
+            self.start_s += self.sessions[-1].ended_s - self.sessions[-1].started_s
+
+    def _formed(self, event: Formed) -> None:
+        lost = [step for step in self.steps if step > event.step]
+        self.recovery_s += sum(self.steps.pop(step).step_s for step in lost)
+        for step in [step for step in self.evaluations if step > event.step]:
+            del self.evaluations[step]
+        self.steps_lost += max(event.steps_lost, len(lost))
+        if self.formed:
+            self.recoveries.append(Recovery(formed=event, failure=self.cause))
+            self.recovery_s += event.seconds
+        else:
+            self.start_s += event.time_s - self.sessions[-1].started_s if self.sessions else event.seconds
+            if event.source == "checkpoint" or event.step:
+                self.resumes.append(event)
+        self.formed, self.cause, self.waiting, self.step = True, None, None, event.step
+
+    def _stepped(self, event: Steps) -> None:
+        self.waiting = None
+        norms = event.gradient_norm or [None] * len(event.step)
+        rows = zip(
+            event.step, event.loss, event.learning_rate, norms, event.samples, event.step_s, event.wait_s, strict=True
+        )
+        for step, loss, rate, norm, samples, step_s, wait_s in rows:
+            self.step = step
+            self.steps[step] = StepRecord(
+                step=step,
+                epoch=epoch_of(step, self.start.steps_per_epoch),
+                loss=loss,
+                learning_rate=rate,
+                gradient_norm=norm,
+                samples=samples,
+                step_s=step_s,
+                wait_s=wait_s,
+                generation=event.generation,
+            )
+
+    def state(self, owner_alive: bool) -> State:
+        """What the events say of the state."""
+        if self.end is not None:
+            return _OUTCOMES.get(self.end.outcome, "failed")
+        return "running" if owner_alive else "interrupted"
+
+    def _totals(self) -> Totals:
+        start_s = self.start_s
+        if self.sessions and not self.formed:
+            start_s += self.sessions[-1].ended_s - self.sessions[-1].started_s
+        wall_s = sum(session.ended_s - session.started_s for session in self.sessions)
+        data_s = sum(record.wait_s for record in self.steps.values())
+        computing_s = sum(record.step_s for record in self.steps.values()) - data_s
+        checkpoint_s = sum(item.blocked_s for item in self.checkpoints.values())
+        parts_s = computing_s + data_s + start_s + self.recovery_s + checkpoint_s + self.evaluation_s
+        return Totals(
+            wall_s=max(wall_s, parts_s),
+            computing_s=computing_s,
+            data_s=data_s,
+            start_s=start_s,
+            recovery_s=self.recovery_s,
+            checkpoint_s=checkpoint_s,
+            evaluation_s=self.evaluation_s,
+            other_s=max(wall_s - parts_s, 0.0),
+        )
+
+    def history(self, state: State) -> History:
+        """What has been folded so far."""
+        return History(
+            start=self.start,
+            state=state,
+            step=self.step,
+            records=tuple(self.steps[step] for step in sorted(self.steps)),
+            evaluated=tuple(self.evaluations[step] for step in sorted(self.evaluations)),
+            failures=tuple(self.failures),
+            recoveries=tuple(self.recoveries),
+            resumes=tuple(self.resumes),
+            checkpoints=tuple(self.checkpoints.values()),
+            skipped=tuple(self.skipped),
+            notes=tuple(self.notes),
+            processes=tuple(self.processes[worker] for worker in sorted(self.processes)),
+            sessions=tuple(self.sessions),
+            waiting=self.waiting,
+            error=self.end.error if self.end else "",
+            steps_lost=self.steps_lost,
+            totals=self._totals(),
+            last_s=self.last_s,
+        )

@@ -1,0 +1,232 @@
+"""A plan as people read it: one line, a table in the terminal, HTML in notebooks and reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trainwright import words
+from trainwright.core.plan import Estimate, Mesh, Placement, Plan
+
+if TYPE_CHECKING:
+    from trainwright.planner import Decision
+
+Fact = TypeVar("Fact")
+
+
+def plan_line(plan: Plan) -> str:
+    """One line: strategy, workers, where, batch and predicted step time.
+
+    Example: `data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step`.
+    """
+    parts = [f"{plan.strategy}: {_workers(plan)}", _batch(plan)]
+    if plan.precision != "fp32":
+        parts.append(plan.precision)
+    if plan.estimate is not None:
+        parts.append(f"est. {words.duration(plan.estimate.step_s)}/step")
+    return ", ".join(parts)
+
+
+def plan_table(decision: Decision) -> RenderableType:
+    """The decision for the terminal: the chosen plan and what it costs, then the others with reasons."""
+    parts: list[RenderableType] = [
+        Text.assemble(("Plan  ", "bold"), (plan_line(decision.chosen), "bold green")),
+        Padding(_facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
+    ]
+    if decision.chosen.estimate is not None:
+        parts.append(Padding(_estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
+    others = other_rows(others_of(decision))
+    if others:
+        parts.append(Padding(_others_table(others), (1, 0, 0, 2)))
+    return Group(*parts)
+
+
+def plan_text(decision: Decision, *, width: int = 110) -> str:
+    """The table of `plan_table` as plain text without colours."""
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(plan_table(decision))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def plan_html(decision: Decision) -> str:
+    """The decision as HTML that inherits the colours of the page around it (notebooks, light and dark)."""
+    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in _context(decision))
+    rows += "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in plan_rows(decision.chosen))
+    parts = [
+        f"<style>{_STYLE}</style><div class='tw-plan'>",
+        f"<p class='tw-head'>{escape(plan_line(decision.chosen))}</p><table>{rows}</table>",
+        *([_estimate_html(decision.chosen.estimate)] if decision.chosen.estimate else []),
+        _others_html(other_rows(others_of(decision))),
+        "</div>",
+    ]
+    return "".join(parts)
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Names and values of a plan, in reading order, for tables."""
+    rows = [
+        ("mesh", _mesh(plan.mesh)),
+        ("workers", _workers(plan)),
+        ("reserved", _reserved(plan)),
+        ("batch", _batch(plan).removeprefix("batch ")),
+        ("precision", plan.precision),
+    ]
+    if plan.estimate is not None:
+        low, high = words.duration(plan.estimate.low_s), words.duration(plan.estimate.high_s)
+        rows.append(("step, predicted", f"{words.duration(plan.estimate.step_s)} ({low} to {high})"))
+        rows.append(("memory by stage", ", ".join(map(words.size, plan.estimate.stage_memory_bytes)) or "-"))
+    return rows + [("note", note) for note in plan.notes]
+
+
+def others_of(decision: Decision) -> list[dict[str, str]]:
+    """Rejected and infeasible plans as facts for `RunStarted.rejected`: strategy, plan, reason, hint."""
+    rejected = [
+        {"strategy": item.plan.strategy, "plan": plan_line(item.plan), "reason": item.reason}
+        for item in decision.rejected
+    ]
+    return rejected + [
+        {"strategy": item.strategy, "reason": item.reason, "hint": item.hint} for item in decision.infeasible
+    ]
+
+
+def other_rows(facts: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]:
+    """Strategy, `rejected` or `not possible`, and why, of each plan that was not chosen."""
+    rows = []
+    for fact in facts:
+        verdict = "not possible" if fact.get("hint") else "rejected"
+        why = "; ".join(part for part in (fact.get("reason", ""), fact.get("hint", "")) if part)
+        name = fact.get("plan") or fact.get("strategy", "")
+        rows.append((name, verdict, why))
+    return rows
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """The plan as a JSON-able dict, for `RunStarted.plan`; `plan_from` reads it back."""
+    return asdict(plan)
+
+
+def plan_from(facts: Mapping[str, Any]) -> Plan | None:
+    """The plan of `RunStarted.plan`, also after a trip through JSON; None when it holds no plan."""
+    if not {"strategy", "engine", "mesh", "batch_size", "placement"} <= facts.keys():
+        return None
+    estimate = facts.get("estimate")
+    if estimate:
+        memory = tuple(estimate.get("stage_memory_bytes", ()))
+        estimate = _known(Estimate, {**estimate, "stage_memory_bytes": memory})
+    return _known(
+        Plan,
+        {
+            **facts,
+            "mesh": _known(Mesh, facts["mesh"]),
+            "placement": _known(Placement, facts["placement"]),
+            "estimate": estimate or None,
+            "notes": tuple(facts.get("notes", ())),
+        },
+    )
+
+
+def _known(kind: type[Fact], facts: Mapping[str, Any]) -> Fact:
+    """An object of the fields that this version knows; a later version may have written more."""
+    names = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in facts.items() if name in names})
+
+
+def _context(decision: Decision) -> list[tuple[str, str]]:
+    profile = decision.profile
+    parameters = f"{words.count(profile.parameters, 'parameter')} ({words.size(profile.parameter_bytes)})"
+    return [("model", f"{parameters}, {profile.framework}"), ("cluster", str(decision.cluster))]
+
+
+def _mesh(mesh: Mesh) -> str:
+    degrees = [(name, getattr(mesh, name)) for name in ("pipeline", "data", "shard", "tensor")]
+    return " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one device"
+
+
+def _workers(plan: Plan) -> str:
+    place, workers = plan.placement, words.count(plan.workers, "worker")
+    if place.accelerators:
+        devices = f" x {place.accelerators}" if place.accelerators > 1 else ""
+        return f"{workers}{devices} on {place.accelerator}"
+    return f"{workers} x {words.count(place.threads, 'thread')} on CPU"
+
+
+def _reserved(plan: Plan) -> str:
+    place = plan.placement
+    devices = f", {place.accelerators} {place.accelerator}" if place.accelerators else ""
+    return f"{place.cpus:g} CPU{devices} for each worker; {place.data_cpus:g} CPU left for data"
+
+
+def _batch(plan: Plan) -> str:
+    ranks, pieces = plan.mesh.data_ranks, [str(plan.mesh.data_ranks)] if plan.mesh.data_ranks > 1 else []
+    if plan.accumulation > 1:
+        pieces.append(f"{plan.accumulation} micro-batches")
+    if not pieces:
+        return f"batch {plan.batch_size}"
+    each, rest = divmod(plan.batch_size, ranks * plan.accumulation)
+    return f"batch {plan.batch_size} = {' x '.join(pieces)} x {f'{each} or {each + 1}' if rest else each}"
+
+
+def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _estimate_table(estimate: Estimate) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    for name, seconds in estimate.terms.items():
+        bar = Text("▇" * round(24 * _part(seconds, estimate)), style="cyan")
+        table.add_row(name.replace("_", " "), words.duration(seconds), bar)
+    return table
+
+
+def _part(seconds: float, estimate: Estimate) -> float:
+    return seconds / estimate.step_s if estimate.step_s > 0 else 0.0
+
+
+def _others_table(rows: Sequence[tuple[str, str, str]]) -> Table:
+    table = Table(title="Not chosen", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name in ("plan", "", "why"):
+        table.add_column(name, header_style="dim", overflow="fold")
+    for plan, verdict, why in rows:
+        table.add_row(Text(plan), Text(verdict, style="yellow" if verdict == "rejected" else "red"), Text(why))
+    return table
+
+
+_STYLE = (
+    ".tw-plan{font:13px/1.5 system-ui,sans-serif;max-width:60em}.tw-plan .tw-head{font-weight:600;margin:.3em 0}"
+    ".tw-plan table{border-collapse:collapse;margin:.3em 0 .8em}.tw-plan th,.tw-plan td{text-align:left;border:0;"
+    "padding:.1em 1em .1em 0;vertical-align:top;background:none}.tw-plan th{font-weight:400;opacity:.65}"
+    ".tw-plan .tw-bar{display:inline-block;height:.6em;border-radius:2px;background:#2a78d6}"
+)
+
+
+def _estimate_html(estimate: Estimate) -> str:
+    rows = "".join(
+        f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{words.duration(seconds)}</td>"
+        f"<td><span class='tw-bar' style='width:{12 * _part(seconds, estimate):.2f}em'></span></td></tr>"
+        for name, seconds in estimate.terms.items()
+    )
+    return f"<table>{rows}</table>" if rows else ""
+
+
+def _others_html(rows: Sequence[tuple[str, str, str]]) -> str:
+    if not rows:
+        return ""
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<p class='tw-head'>Not chosen</p><table>{body}</table>"

@@ -1,0 +1,205 @@
+"""Curves as SVG for a page that sets the colours: matplotlib draws with stand-in colours, CSS variables replace them.
+
+So one figure suits light and dark. Long runs are drawn in at most `_BINS` points, each the mean of its steps.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainwright import words
+from trainwright.history import History, StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BINS = 500
+_COLOURS = {
+    "ink": "#010101", "soft": "#020202", "grid": "#030303", "series-1": "#040404", "series-2": "#050505",
+    "series-3": "#060606", "series-4": "#070707", "bad": "#080808", "good": "#090909",
+}  # fmt: skip
+_SETTINGS = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": _COLOURS["grid"],
+    "axes.labelcolor": _COLOURS["soft"],
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": _COLOURS["grid"],
+    "grid.linewidth": 0.7,
+    "text.color": _COLOURS["ink"],
+    "xtick.color": _COLOURS["soft"],
+    "ytick.color": _COLOURS["soft"],
+    "xtick.major.size": 3.0,
+    "ytick.major.size": 0.0,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
+_WIDE, _HALF, _SMALL = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5)
+
+
+def loss_figure(history: History) -> str:
+    """Loss by step, smoothed over the raw one, with evaluations, failures and recoveries; empty without steps."""
+    if not history.records:
+        return ""
+    wide = not metrics_figure_names(history)
+
+    def draw(axes: Axes) -> None:
+        steps, losses = _binned(history.records, lambda record: record.loss)
+        axes.plot(steps, losses, color=_COLOURS["series-1"], alpha=0.28, linewidth=1.0)
+        smoothed = smooth(losses, max(3, len(losses) // 25))
+        # A line through one point is invisible, so it gets a marker.
+        axes.plot(steps, smoothed, color=_COLOURS["series-1"], marker="o" if len(steps) == 1 else "", label="training")
+        points = [(e.step, e.metrics["loss"]) for e in history.evaluated if "loss" in e.metrics]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", color=_COLOURS["series-2"], markersize=4, label="evaluation")
+        _clip_outliers(axes, losses + [value for _, value in points])
+        _mark_failures(axes, history)
+        if points or history.failures:
+            _legend(axes)
+
+    return _svg("loss", _WIDE if wide else _HALF, draw, "step")
+
+
+def metrics_figure_names(history: History) -> list[str]:
+    """Metrics that get a curve: all but the loss, at most four."""
+    names = sorted({name for evaluation in history.evaluated for name in evaluation.metrics})
+    return [name for name in names if name != "loss"][:4]
+
+
+def metrics_figure(history: History) -> str:
+    """Metrics by step, each line labelled with its name and last value; empty without an evaluation."""
+    names = metrics_figure_names(history)
+    if not names:
+        return ""
+
+    def draw(axes: Axes) -> None:
+        for number, name in enumerate(names, 1):
+            points = [(e.step, e.metrics[name]) for e in history.evaluated if name in e.metrics]
+            last = words.figure(points[-1][1])
+            colour = _COLOURS[f"series-{number}"]
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=f"{name}  {last}")
+        axes.margins(y=0.15)
+        _legend(axes)
+
+    return _svg("metrics", _HALF, draw, "step")
+
+
+def small_figures(history: History) -> list[tuple[str, str]]:
+    """Titles and figures of what is watched beside the loss; empty without steps."""
+    if not history.records:
+        return []
+    of: list[tuple[str, Callable[[StepRecord], float]]] = [
+        ("Samples/s", lambda record: record.samples_per_s),
+        ("Waiting for data, % of the step", lambda r: 100 * r.wait_s / r.step_s if r.step_s > 0 else math.nan),
+        ("Learning rate", lambda record: record.learning_rate),
+    ]
+    if any(record.gradient_norm is not None for record in history.records):
+        of.append(("Gradient norm before clipping", lambda r: math.nan if r.gradient_norm is None else r.gradient_norm))
+    return [(title, _small(f"small-{number}", history, value)) for number, (title, value) in enumerate(of)]
+
+
+def _small(name: str, history: History, value: Callable[[StepRecord], float]) -> str:
+    def draw(axes: Axes) -> None:
+        steps, values = _binned(history.records, value)
+        axes.plot(steps, values, color=_COLOURS["series-1"], linewidth=1.3, marker="o" if len(steps) == 1 else "")
+        finite = [number for number in values if math.isfinite(number)]
+        if finite:
+            axes.set_ylim(0, max(max(finite) * 1.12, 1e-12))
+
+    return _svg(name, _SMALL, draw, "")
+
+
+def _binned(
+    records: Sequence[StepRecord], value: Callable[[StepRecord], float], most: int = _BINS
+) -> tuple[list[float], list[float]]:
+    """Steps and finite means of at most `most` runs of steps; NaN where none is finite."""
+    size = max(1, math.ceil(len(records) / most))
+    steps, means = [], []
+    for start in range(0, len(records), size):
+        part = records[start : start + size]
+        finite = [number for number in map(value, part) if math.isfinite(number)]
+        steps.append(float(part[-1].step))
+        means.append(sum(finite) / len(finite) if finite else math.nan)
+    return steps, means
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the finite values in a window around each; centred, so that a falling curve does not lag."""
+    sums, counts = [0.0], [0]
+    for value in values:
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    half, out = window // 2, []
+    for place in range(len(values)):
+        first, last = place - min(half, place), min(place + min(half, place) + 1, len(values))
+        number = counts[last] - counts[first]
+        out.append((sums[last] - sums[first]) / number if number else math.nan)
+    return out
+
+
+def _clip_outliers(axes: Axes, values: Sequence[float]) -> None:
+    """Keep a few huge losses, at the very start mostly, from pressing the curve flat."""
+    ordered = sorted(value for value in values if math.isfinite(value))
+    if len(ordered) >= 20:
+        low, high = ordered[0], ordered[int(0.99 * (len(ordered) - 1))]
+        margin = 0.08 * (high - low)
+        if high > low:
+            axes.set_ylim(low - margin, high + 2 * margin)
+
+
+def _mark_failures(axes: Axes, history: History) -> None:
+    for number, failure in enumerate(history.failures):
+        label = "failure" if number == 0 else None
+        axes.axvline(failure.step, color=_COLOURS["bad"], linewidth=1.1, linestyle=(0, (3, 2)), label=label)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(frameon=False, labelcolor=_COLOURS["ink"], fontsize=9.5, handlelength=1.4, borderaxespad=0.2)
+
+
+def _svg(name: str, inches: tuple[float, float], draw: Callable[[Axes], None], xlabel: str) -> str:
+    """Draw one figure; ids carry its name, so that several figures live in one page."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
+        figure = Figure(figsize=inches, layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if inches != _SMALL else 4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5 if inches != _SMALL else 3))
+        draw(axes)
+        axes.set_xlim(left=0)
+        axes.set_xlabel(xlabel)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
+    return _themed(out.getvalue(), name)
+
+
+_NO_METADATA: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+
+def _themed(svg: str, name: str) -> str:
+    """The bare <svg> element, sized by the page, with CSS variables for colours and the page's own font."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    opening = rf'<svg class="figure" viewBox="\1" role="img" aria-label="{name}">'
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', opening, svg, count=1)
+    svg = re.sub(r'\bid="((?!\w*clip)[A-Za-z]+_\d+)"', "", svg)
+    svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
+    for variable, colour in _COLOURS.items():
+        svg = svg.replace(colour, f"var(--{variable})")
+    return re.sub(r"\n\s*", "\n", svg)

@@ -1,0 +1,100 @@
+"""Learning-rate schedules: pure functions (step, total) -> factor on the optimizer's own learning rate.
+
+`step` counts from 0 and `total` is the number of steps of the whole run, so that a schedule means the same after a
+resume and on any number of workers. Each function serves as it is, `Job(schedule=tw.schedules.one_cycle)`; set its
+keywords with `functools.partial`, `Job(schedule=partial(tw.schedules.cosine, warmup=0.1))`. Steps outside the run get
+the factor of its nearest end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+Schedule = Callable[[int, int], float]
+
+
+def constant(step: int, total: int) -> float:
+    """The optimizer's own learning rate throughout."""
+    return 1.0
+
+
+def linear_warmup(
+    step: int, total: int, *, warmup: float = 0.05, start: float = 0.0, then: Schedule = constant
+) -> float:
+    """From `start` to 1 in a straight line, then another schedule over the steps that are left.
+
+    Args:
+        warmup: share of the run that warms up, from 0 to 1.
+        start: factor before the first step; the first step already has one part more.
+        then: schedule of the rest, which sees its own steps from 0 and its own total.
+
+    Goyal et al. 2017, "Accurate, Large Minibatch SGD".
+    """
+    steps = _part("warmup", warmup, total)
+    if step < steps:
+        return start + (1.0 - start) * (max(step, 0) + 1) / steps
+    return then(step - steps, total - steps)
+
+
+def linear(step: int, total: int, *, warmup: float = 0.0, end: float = 0.0) -> float:
+    """Warms up, then falls to `end` in a straight line; the last step has the factor `end`."""
+    return linear_warmup(step, total, warmup=warmup, then=lambda at, of: 1.0 + (end - 1.0) * _progress(at, of))
+
+
+def cosine(step: int, total: int, *, warmup: float = 0.0, end: float = 0.0) -> float:
+    """Warms up, then falls to `end` along half a cosine (Loshchilov and Hutter 2017, "SGDR", without restarts)."""
+    return linear_warmup(step, total, warmup=warmup, then=lambda at, of: _anneal(1.0, end, _progress(at, of)))
+
+
+def one_cycle(step: int, total: int, *, rise: float = 0.3, start: float = 1 / 25, end: float = 4e-6) -> float:
+    """Rises from `start` to 1 and falls to `end`, both along half a cosine.
+
+    Args:
+        rise: share of the run in which the factor rises, from 0 to 1.
+
+    The optimizer's own learning rate is the peak. The defaults are those of `torch.optim.lr_scheduler.OneCycleLR`
+    (Smith and Topin 2018, "Super-Convergence").
+    """
+    _part("rise", rise, total)
+    position, peak = min(max(step, 0), total - 1), rise * total - 1.0
+    if position <= peak:
+        return _anneal(start, 1.0, position / peak if peak > 0 else 1.0)
+    fall = total - 1 - max(peak, 0.0)
+    return _anneal(1.0, end, (position - max(peak, 0.0)) / fall if fall > 0 else 1.0)
+
+
+def warmup_stable_decay(step: int, total: int, *, warmup: float = 0.05, decay: float = 0.2, end: float = 0.0) -> float:
+    """Warms up, stays at 1, and falls to `end` in a straight line over the last part (Hu et al. 2024, "MiniCPM")."""
+    steps = _part("decay", decay, total)
+    if step < total - steps:
+        return linear_warmup(step, total, warmup=warmup)
+    return 1.0 + (end - 1.0) * min(step - (total - steps) + 1, steps) / steps if steps else 1.0
+
+
+def step_decay(step: int, total: int, *, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> float:
+    """Multiplies by `factor` at each of the milestones, which are shares of the run (He et al. 2016, "ResNet")."""
+    return float(factor ** sum(step >= _part("milestones", share, total) for share in milestones))
+
+
+def inverse_sqrt(step: int, total: int, *, warmup: float = 0.05) -> float:
+    """Warms up, then falls with the square root of the step (Vaswani et al. 2017), in units of the warm-up."""
+    steps = max(_part("warmup", warmup, total), 1)
+    return min((max(step, 0) + 1) / steps, math.sqrt(steps / (max(step, 0) + 1)))
+
+
+def _part(name: str, share: float, total: int) -> int:
+    """How many steps a share of the run is; raises ValueError for a share outside 0 to 1."""
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"{name}={share!r} is a share of the run: use a number from 0 to 1")
+    return round(share * total)
+
+
+def _progress(step: int, total: int) -> float:
+    """0 at the first step, 1 at the last."""
+    return min(max(step, 0) / (total - 1), 1.0) if total > 1 else 0.0
+
+
+def _anneal(start: float, end: float, progress: float) -> float:
+    """Half a cosine from `start` to `end`."""
+    return end + (start - end) * (1.0 + math.cos(math.pi * progress)) / 2.0

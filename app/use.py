@@ -1,0 +1,82 @@
+"""What a trained run is good for: its model, and how good it is."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from trainwright.checkpoints import CheckpointReader, newest_good, read_manifest
+from trainwright.core.checkpoint import Reader
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.data import Sums
+from trainwright.core.engine import Engine
+from trainwright.core.errors import CheckpointError, JobError
+from trainwright.core.group import Generation, Group, Peer
+from trainwright.core.job import Job
+from trainwright.core.plan import Plan
+from trainwright.datasets.stream import Stream
+from trainwright.log import RunLog
+from trainwright.planner import choose
+from trainwright.profiling import profile_job, profiler_of
+from trainwright.store import open_store
+from trainwright.strategies import engine_class
+
+
+def load_model(job: Job, step: int | None = None) -> Any:
+    """The job's model with the weights of its run's newest checkpoint, or of the one at `step`.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit the model.
+    """
+    model = job.model()
+    profiler_of(model).take_weights(model, _reader(job, step))
+    return model
+
+
+def evaluate(job: Job, step: int | None = None) -> dict[str, float]:
+    """Loss and metrics of a checkpoint over the job's evaluation set, in this process on one device.
+
+    Raises:
+        JobError: the job has no evaluation set.
+        CheckpointError: there is no checkpoint, or it does not fit the model.
+    """
+    if job.evaluate is None:
+        raise JobError(["evaluate= is missing: give the job a data set to evaluate on"])
+    reader = _reader(job, step)
+    alone = job.replace(workers=1, strategy="one_device", accelerator="cpu")
+    index = job.evaluate.index()
+    here = Cluster(nodes=(Node(name="here", cpus=os.cpu_count() or 1, memory_bytes=0),))
+    plan = choose(profile_job(alone, job.evaluate, index), here, alone).chosen
+    engine = _engine(alone, plan)
+    engine.load(reader)
+    stream = Stream(
+        job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.seed, shuffle=False, drop_last=False,
+        feeding=plan.feed_of(0), columns=job.columns,
+    )  # fmt: skip
+    return sum((engine.evaluate_step(feed) for feed in stream.feeds(0)), Sums()).means()
+
+
+def _engine(job: Job, plan: Plan) -> Engine:
+    """An engine of one rank, built."""
+    engine = engine_class(plan)()
+    alone = Generation(token=0, number=0)
+    peer = Peer(rank=0, address=engine.reserve(alone, "worker"))
+    engine.form(Group(generation=alone, rank=0, peers=(peer,), threads=plan.placement.threads))
+    engine.build(job.model_spec(total_steps=1), plan)
+    return engine
+
+
+def _reader(job: Job, step: int | None) -> Reader:
+    """A reader of the run's newest whole checkpoint, or of the one at `step`."""
+    store = open_store(job.storage)
+    entry = RunLog(store, job.name).head()
+    refs = [ref for ref in entry.checkpoints if step in (None, ref.step)] if entry else []
+    checkpoint, _ = newest_good(store, job.name, tuple(refs))
+    if checkpoint is None:
+        kept = ", ".join(str(ref.step) for ref in entry.checkpoints) if entry else ""
+        raise CheckpointError(
+            f"the run {job.name!r} has no whole checkpoint" + (f" at step {step}" if step is not None else ""),
+            where=store.uri_of(job.name),
+            remedy=f"steps kept: {kept}" if kept else "train it first: trainwright fit",
+        )
+    return CheckpointReader(store, job.name, checkpoint, read_manifest(store, job.name, checkpoint))

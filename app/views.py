@@ -1,0 +1,290 @@
+"""What `runs`, `show` and `logs` print: read from storage alone, with no Ray running and no framework imported.
+
+Each view is a rich renderable with its content as JSON-able `data`. The keys are stable: new ones may come, none goes.
+Times are seconds since the epoch, sizes bytes, durations seconds; what is not known is null.
+
+`runs`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
+
+`show`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s, wait_share,
+plan, plan_line, others, cluster, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
+worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
+data, start, recovery, checkpoint, evaluation, other}, waiting, notes, report, changed_s}.
+
+`logs`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trainwright import words
+from trainwright.core.errors import StorageError, nearest
+from trainwright.core.events import Event, RunStarted
+from trainwright.history import History, State, epoch_of, read_history
+from trainwright.journal import EventReader
+from trainwright.liveness import owner_alive
+from trainwright.log import RunLog
+from trainwright.narration import event_line, failure_text, recovery_text, waiting_text
+from trainwright.planview import other_rows, plan_from, plan_line
+from trainwright.store import Store, open_store
+
+_COLOURS: dict[State, str] = {
+    "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red",
+}  # fmt: skip
+_REMEDIES: dict[State, str] = {
+    "interrupted": "the driver is gone: run the same command again, it goes on from the newest checkpoint",
+    "stopped": "run the same command again, it goes on from here",
+    "failed": "mend what the error names, then run the same command again",
+}
+_FOLLOW_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Something to print: `data` as JSON, or itself to a rich console."""
+
+    data: Any
+    content: RenderableType
+
+    def __rich__(self) -> RenderableType:
+        return self.content
+
+
+def runs(storage: str) -> View:
+    """All runs under a storage URI, the one that changed last on top. Raises StorageError."""
+    store = open_store(storage)
+    names = [name for name in store.folders() if _is_run(store, name)]
+    rows = sorted((_summary(name, read_history(store, name)) for name in names), key=lambda row: -row["changed_s"])
+    return View(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))
+
+
+def show(storage: str, run: str) -> View:
+    """One run. Raises StorageError, for a run that is not there too."""
+    store = open_store(storage)
+    _check(store, run)
+    history = read_history(store, run)
+    data = _details(store, run, history)
+    return View(data=data, content=_show_page(data, history))
+
+
+def logs(
+    storage: str,
+    run: str,
+    *,
+    follow: bool = False,
+    as_json: bool = False,
+    wait: Callable[[float], Any] | None = None,
+) -> Iterator[str]:
+    """What happened in a run, a line each; with `follow` until the run ends or its driver is gone.
+
+    Args:
+        as_json: events as they are stored instead of words.
+        wait: waits for so many seconds before storage is read again.
+
+    Raises:
+        StorageError: the run is not there, or the store cannot be read.
+    """
+    store = open_store(storage)
+    _check(store, run)
+    return _lines(store, run, follow=follow, as_json=as_json, wait=wait or threading.Event().wait)
+
+
+def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: Callable[[float], Any]) -> Iterator[str]:
+    reader, log, per_epoch = EventReader(store, run), RunLog(store, run), 0
+    while True:
+        # Asked before reading: a driver that ends in between has its last events read all the same.
+        alive = follow and owner_alive(store, run, log.head())
+        for event in reader.read():
+            per_epoch = event.steps_per_epoch if isinstance(event, RunStarted) else per_epoch
+            yield event.to_json() if as_json else _log_text(event, per_epoch)
+        if not alive:
+            return
+        wait(_FOLLOW_S)
+
+
+def _log_text(event: Event, steps_per_epoch: int) -> str:
+    line = event_line(event, steps_per_epoch)
+    detail = "".join(f"\n    {row}" for row in line.detail.rstrip().splitlines())
+    return f"{_when(event.time_s)}  {line.text}{detail}"
+
+
+def _is_run(store: Store, name: str) -> bool:
+    return "log" in store.folders(name)
+
+
+def _check(store: Store, run: str) -> None:
+    """Raise StorageError for a run that is not there, naming the nearest that is."""
+    names = store.folders()
+    if run not in names or not _is_run(store, run):
+        others = [name for name in names if _is_run(store, name)]
+        remedy = nearest(run, others) if others else "there are no runs; check --storage"
+        raise StorageError(f"there is no run {run!r}", where=store.uri_of(""), remedy=remedy)
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _summary(name: str, history: History) -> dict[str, Any]:
+    return {
+        "name": name,
+        "state": history.state,
+        "step": history.step,
+        "total_steps": history.start.total_steps,
+        "loss": _known(history.loss),
+        "metrics": {name: _known(value) for name, value in history.metrics.items()},
+        "changed_s": history.last_s,
+    }
+
+
+def _details(store: Store, run: str, history: History) -> dict[str, Any]:
+    start, plan, report = history.start, plan_from(history.start.plan), f"{run}/report.html"
+    return {
+        **_summary(run, history),
+        "uri": store.uri_of(run),
+        "remedy": _REMEDIES.get(history.state, ""),
+        "error": history.error,
+        "epoch": epoch_of(history.step, start.steps_per_epoch),
+        "epochs": epoch_of(start.total_steps, start.steps_per_epoch),
+        "samples_per_s": _known(history.samples_per_s),
+        "wait_share": _known(history.wait_share),
+        "plan": start.plan,
+        "plan_line": plan_line(plan) if plan else "",
+        "others": start.rejected,
+        "cluster": start.cluster,
+        "versions": start.versions,
+        "job": start.job,
+        "checkpoints": _checkpoints(store, run),
+        "failures": [
+            {"time_s": f.time_s, "step": f.step, "worker": f.worker, "node": f.node, "cause": f.cause}
+            for f in history.failures
+        ],
+        "recoveries": [
+            {"time_s": f.time_s, "step": f.step, "source": f.source, "seconds": f.seconds, "steps_lost": f.steps_lost}
+            for f in (recovery.formed for recovery in history.recoveries)
+        ],
+        "steps_lost": history.steps_lost,
+        "seconds": {name.removesuffix("_s"): value for name, value in asdict(history.totals).items()},
+        "waiting": waiting_text(history.waiting) if history.waiting and history.state == "running" else "",
+        "notes": [note.text for note in history.notes],
+        "report": store.uri_of(report) if store.exists(report) else None,
+    }
+
+
+def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
+    """Checkpoints that are stored and whole enough to have a manifest, with the size of all their files."""
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    for path, size_bytes in store.list(f"{run}/checkpoints"):
+        folder, _, file = path.removeprefix(f"{run}/checkpoints/").partition("/")
+        sizes[folder] = sizes.get(folder, 0) + size_bytes
+        whole |= {folder} if file == "MANIFEST.json" else set()
+    return [
+        {"step": int(folder.split("-")[0]), "path": f"checkpoints/{folder}", "size_bytes": sizes[folder]}
+        for folder in sorted(whole)
+        if folder.split("-")[0].isdigit()
+    ]
+
+
+def _runs_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for name, justify in (("run", "left"), ("state", "left"), ("step", "right"), ("loss", "right")):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table.add_column("metrics")
+    table.add_column("changed", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            Text(row["name"], style="bold"),
+            Text(row["state"], style=_COLOURS[row["state"]]),
+            f"{row['step']:,}/{row['total_steps']:,}",
+            _figure(row["loss"]),
+            _metrics(row["metrics"]),
+            _when(row["changed_s"]),
+        )
+    return table
+
+
+def _show_page(data: dict[str, Any], history: History) -> RenderableType:
+    head = Text.assemble((data["name"], "bold"), "  ", (data["state"], f"bold {_COLOURS[history.state]}"))
+    parts: list[RenderableType] = [head]
+    if data["remedy"]:
+        parts.append(Text(f"-> {data['remedy']}", style="yellow"))
+    if data["error"] and data["state"] == "failed":
+        parts.append(Padding(Text(data["error"], style="red"), (1, 0, 0, 2)))
+    parts.append(Padding(_pairs(_facts(data)), (1, 0, 0, 2)))
+    for title, lines in _lists(data, history):
+        if lines:
+            parts += [Text(f"\n{title}", style="bold"), *(Text(f"  {line}") for line in lines)]
+    return Group(*parts)
+
+
+def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
+    seconds = data["seconds"]
+    spent = ", ".join(f"{name} {words.duration(value)}" for name, value in seconds.items() if name != "wall" and value)
+    rows = [
+        ("plan", data["plan_line"]),
+        ("cluster", data["cluster"]),
+        ("progress", f"step {data['step']:,}/{data['total_steps']:,}, epoch {data['epoch']}/{data['epochs']}"),
+        ("waiting", data["waiting"]),
+        ("loss", _figure(data["loss"])),
+        ("metrics", _metrics(data["metrics"])),
+        ("speed", _speed(data)),
+        ("time", f"{words.duration(seconds['wall'])}: {spent}" if spent else ""),
+        ("recoveries", f"{len(data['recoveries'])}, {words.count(data['steps_lost'], 'step')} lost"),
+        ("folder", data["uri"]),
+        ("report", data["report"] or ""),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _lists(data: dict[str, Any], history: History) -> list[tuple[str, list[str]]]:
+    incidents = [(f.time_s, f"{_when(f.time_s)}  {failure_text(f)}") for f in history.failures]
+    incidents += [(r.formed.time_s, f"{_when(r.formed.time_s)}  {recovery_text(r.formed)}") for r in history.recoveries]
+    return [
+        (
+            "Checkpoints",
+            [f"step {c['step']:,}  {words.size(c['size_bytes'])}  {c['path']}" for c in data["checkpoints"]],
+        ),
+        ("Failures and recoveries", [text for _, text in sorted(incidents)]),
+        ("Notes", data["notes"]),
+        ("Plans not chosen", [f"{name} ({verdict}): {why}" for name, verdict, why in other_rows(data["others"])]),
+    ]
+
+
+def _pairs(rows: list[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _figure(value: float | None) -> str:
+    return words.figure(value) if value is not None else "-"
+
+
+def _metrics(metrics: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {_figure(value)}" for name, value in sorted(metrics.items()))
+
+
+def _speed(data: dict[str, Any]) -> str:
+    if data["samples_per_s"] is None:
+        return ""
+    return f"{words.rate(data['samples_per_s'])}, waiting for data {words.share(data['wait_share'] or 0.0)}"
+
+
+def _when(time_s: float) -> str:
+    """Local time, as terminals show it."""
+    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S") if time_s else "-"
