@@ -1,0 +1,132 @@
+"""What a benchmark found, as a table for the terminal and as a page to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from pairs import Ratio, ratio_of
+
+HEADINGS = ("benchmark", "what", "trainwright", "peer", "ratio (95% interval)", "n", "target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured comparison.
+
+    Attributes:
+        benchmark: its name.
+        what: what was measured, against whom.
+        unit: of `ours` and `peer`, which are medians.
+        ratio: ours over the peer's; None where a ratio says nothing.
+        pairs: how many measurements of each.
+        target: what the ratio must not exceed; None without a target.
+        strict: the upper end of the interval must keep to the target, not only the median.
+    """
+
+    benchmark: str
+    what: str
+    unit: str
+    ours: float
+    peer: float
+    pairs: int
+    ratio: Ratio | None = None
+    target: float | None = None
+    strict: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target was met; None without one."""
+        if self.target is None or self.ratio is None:
+            return None
+        return (self.ratio.high if self.strict else self.ratio.median) <= self.target
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """One row of the table, under `HEADINGS`."""
+        ratio = f"{self.ratio.median:.3f} ({self.ratio.low:.3f} to {self.ratio.high:.3f})" if self.ratio else "-"
+        ours, peer = (f"{value:.4g} {self.unit}" for value in (self.ours, self.peer))
+        return self.benchmark, self.what, ours, peer, ratio, str(self.pairs), self._target
+
+    @property
+    def _target(self) -> str:
+        if self.target is None or self.met is None:
+            return "none yet"
+        return f"{'upper end' if self.strict else 'ratio'} <= {self.target:g}: {'met' if self.met else 'MISSED'}"
+
+
+def compare(
+    benchmark: str,
+    what: str,
+    unit: str,
+    ours: Sequence[float],
+    peers: Sequence[float],
+    *,
+    ratio: bool = True,
+    target: float | None = None,
+    strict: bool = False,
+) -> Figure:
+    """The figure of interleaved pairs: `ours[i]` was measured next to `peers[i]`."""
+    return Figure(
+        benchmark=benchmark,
+        what=what,
+        unit=unit,
+        ours=float(np.median(ours)),
+        peer=float(np.median(peers)),
+        pairs=len(ours),
+        ratio=ratio_of(ours, peers) if ratio else None,
+        target=target,
+        strict=strict,
+    )
+
+
+def write_figures(path: Path, figures: Sequence[Figure]) -> None:
+    """Hand figures from the process that measured to the one that reports."""
+    path.write_text(json.dumps([asdict(figure) for figure in figures]), encoding="utf-8")
+
+
+def read_figures(path: Path) -> list[Figure]:
+    """The figures that `write_figures` wrote."""
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return [Figure(**{**entry, "ratio": Ratio(**entry["ratio"]) if entry["ratio"] else None}) for entry in entries]
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Columns of equal width, for a terminal."""
+    rows = [HEADINGS, *(figure.cells for figure in figures)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def page(figures: Sequence[Figure], failed: Sequence[str], facts: Mapping[str, str], notes: Mapping[str, str]) -> str:
+    """RESULTS.md: the machine, the figures, how each was measured."""
+    lines = [
+        "# Benchmark results",
+        "",
+        "Written by `make bench`; do not edit. Every figure was measured, on the machine named here and in one run; "
+        "none is a promise for another machine.",
+        "",
+        *(f"- {name}: {value}" for name, value in facts.items()),
+        "",
+        _row(HEADINGS),
+        _row(["---"] * len(HEADINGS)),
+        *(_row(figure.cells) for figure in figures),
+        "",
+        "Values are medians. Ratios are trainwright's over the peer's, pair by pair: below 1 trainwright is faster. "
+        "n counts pairs; below six pairs the interval is only the range of the ratios.",
+        "",
+        *(f"- {name}: did not finish, so it has no figures here" for name in failed),
+        *([""] if failed else []),
+        "## How each was measured",
+        "",
+    ]
+    for name in dict.fromkeys(figure.benchmark for figure in figures):
+        lines += [f"**{name}.** {notes[name]}", ""]
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,76 @@
+"""The machine that measures, in words, and a Ray cluster on it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from problem import WORKERS
+
+SETTLE_S = 2.0
+VERSIONS = ("trainwright", "ray", "torch", "numpy")
+
+
+def facts(arguments: Sequence[str]) -> dict[str, str]:
+    """Date, command, processor, memory, versions, and how busy the machine was before the first measurement."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "command": f"`{shlex.join(['python', 'benchmarks/run.py', *arguments])}`",
+        "machine": f"{len(os.sched_getaffinity(0))} cores, {_processor()}, {_memory_gib():.0f} GiB of memory",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "versions": versions,
+        "load before": f"{os.getloadavg()[0]:.2f} (mean of the last minute; a quiet machine is near 0)",
+    }
+
+
+def _processor() -> str:
+    found = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return found[0] if found else platform.machine()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[None]:
+    """A local cluster of two CPU slots that is up; its workers have the priority of any other process.
+
+    Ray starts its workers with niceness 15, which on two cores would compare the scheduler, not the libraries.
+    """
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=WORKERS,
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        answer = ray.remote(os.getpid)
+        ray.get([answer.remote() for _ in range(WORKERS)], timeout=60)
+        settle()
+        yield
+    finally:
+        ray.shutdown()
+
+
+def settle() -> None:
+    """Let the cluster end old processes and start its idle ones, so that no measurement pays for the one before."""
+    time.sleep(SETTLE_S)

@@ -1,0 +1,1 @@
+"""The peers, written the way their own documentation shows."""

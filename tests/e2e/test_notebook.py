@@ -1,0 +1,20 @@
+"""The example notebook runs from top to bottom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def test_the_quickstart_notebook(tmp_path: Path) -> None:
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    metrics = outputs["run.metrics"][0]["data"]["text/plain"]
+    assert "accuracy" in metrics
+    assert "text/html" in outputs["tw.plan(job)"][0]["data"]
+    assert (tmp_path / "runs" / "spirals" / "report.html").stat().st_size > 10_000

@@ -1,0 +1,122 @@
+"""Torn and altered files, unwritable and foreign folders: the newest good checkpoint is found, the rest is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests import jobs
+from tests.runs import State, final_state, told
+from trainwright.core import events
+from trainwright.core.errors import JobError, NonFiniteLoss, RunConflict, StorageError, UserCodeError
+
+
+def stop_at(folder: Path, step: int) -> None:
+    """A run that failed after `step`, its checkpoints at 5, 10, … kept."""
+
+    def failing(model: Any, batch: Any) -> Any:
+        net = getattr(model, "module", model)
+        if int(net.steps) == step and net.training:
+            raise ValueError("enough")
+        return jobs.make_step(())(model, batch)
+
+    with pytest.raises(UserCodeError, match="enough"):
+        tw.fit(jobs.job(folder, step=failing))
+
+
+def newest(folder: Path) -> Path:
+    return max((folder / "faulty" / "checkpoints").iterdir())
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def alter(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", [tear, alter, Path.unlink], ids=["torn", "altered", "missing"])
+@pytest.mark.parametrize("which", ["MANIFEST.json", "shard"])
+def test_a_damaged_checkpoint_falls_back_to_its_parent(
+    which: str, damage: Callable[[Path], None], folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    stop_at(folder, 12)
+    manifest = newest(folder) / "MANIFEST.json"
+    shard = newest(folder) / json.loads(manifest.read_text())["files"][0]["name"]
+    damage(manifest if which == "MANIFEST.json" else shard)
+    tw.fit(jobs.job(folder), resume=True)
+    assert final_state(folder, "faulty") == unbroken(2)
+    assert any("00000010" in event.text for event in told(folder, "faulty", events.Noted))
+    formed = told(folder, "faulty", events.Formed)
+    assert formed[-1].source == "checkpoint" and formed[-1].step == 5
+
+
+def test_a_loss_that_becomes_nan_stops_with_the_last_good_checkpoint(folder: Path, ray_cluster: None) -> None:
+    def poisoned(model: Any, batch: Any) -> Any:
+        net = getattr(model, "module", model)
+        losses = jobs.make_step(())(model, batch)
+        return losses * float("nan") if int(net.steps) == 13 and net.training else losses
+
+    with pytest.raises(NonFiniteLoss) as caught:
+        tw.fit(jobs.job(folder, step=poisoned))
+    assert "step 1" in str(caught.value) and "sample" in str(caught.value)
+    assert final_state(folder, "faulty").step == 10
+
+
+def test_the_first_failing_ranks_own_traceback_is_on_top(folder: Path, ray_cluster: None) -> None:
+    def wrong(model: Any, batch: Any) -> Any:
+        if jobs.rank() == 1:
+            return batch["no_such_column"]
+        return jobs.make_step(())(model, batch)
+
+    with pytest.raises(UserCodeError) as caught:
+        tw.fit(jobs.job(folder, step=wrong))
+    text = str(caught.value)
+    assert "KeyError" in text and "no_such_column" in text and "rank 1" in text
+    assert "Connection closed" not in text
+
+
+def test_a_changed_job_is_shown_and_refused(folder: Path, ray_cluster: None) -> None:
+    stop_at(folder, 6)
+    with pytest.raises(RunConflict) as caught:
+        tw.fit(jobs.job(folder, batch_size=12))
+    assert "batch_size: 24 -> 12" in str(caught.value) and "--fresh" in str(caught.value)
+
+
+def test_a_finished_job_is_not_trained_again_unless_asked(folder: Path, unbroken: Callable[[int], State]) -> None:
+    tw.fit(jobs.job(folder, epochs=1))
+    with pytest.raises(RunConflict, match="finished"):
+        tw.fit(jobs.job(folder, epochs=1))
+    run = tw.fit(jobs.job(folder, epochs=3))
+    assert run.state == "done" and run.history["step"].tolist() == list(range(1, 28))
+    assert final_state(folder, "faulty") == unbroken(2)
+    again = tw.fit(jobs.job(folder, epochs=1), fresh=True)
+    assert again.history["step"].tolist() == list(range(1, 10))
+
+
+def test_a_folder_that_is_no_run_is_left_alone(folder: Path, ray_cluster: None) -> None:
+    (folder / "faulty").mkdir(parents=True)
+    (folder / "faulty" / "thesis.txt").write_text("do not touch")
+    with pytest.raises(RunConflict):
+        tw.fit(jobs.job(folder))
+    assert (folder / "faulty" / "thesis.txt").read_text() == "do not touch"
+
+
+def test_an_unwritable_store_is_said_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError) as caught:
+        tw.fit(jobs.job(tmp_path / "file" / "runs"))
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_a_batch_smaller_than_the_workers(folder: Path, ray_cluster: None) -> None:
+    with pytest.raises((JobError, tw.TrainwrightError), match=r"batch_size=2"):
+        tw.fit(jobs.job(folder, batch_size=2, workers=3))

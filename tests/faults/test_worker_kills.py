@@ -1,0 +1,84 @@
+"""SIGKILL of a worker at awkward moments: the recovered run is bitwise the unbroken one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+import trainwright as tw
+from tests import jobs
+from tests.runs import State, told
+from tests.runs import final_state as state_of
+from trainwright.core import events
+from trainwright.core.errors import WorkerLost
+
+TOTAL = 27
+
+
+def check_samples(state: State) -> None:
+    """Each sample was counted once in each of the three epochs, inside the step."""
+    tensors: dict[str, Any] = {}
+    for name, payload in state.files.items():
+        if name.endswith(".safetensors"):
+            tensors.update(load(payload))
+    account = next(value for name, value in tensors.items() if name.endswith("seen") and value.shape == (jobs.ROWS,))
+    # 8 batches of 24 and a last one of 11 samples: a sample's weight in its step is 1/24 or 1/11
+    shares = -account / 1e-2
+    possible = [a / 24 + (3 - a) / 11 for a in range(4)]
+    assert all(np.isclose(shares[:, None], possible, rtol=0, atol=1e-9).any(axis=1)), shares
+    assert np.isclose(shares.sum(), TOTAL)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("point", ["forward", "synchronisation", "upload"])
+def test_a_killed_worker_costs_nothing(
+    point: str, workers: int, folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    victim = 0 if point == "upload" else 1
+    kill = jobs.Kill(rank=victim, step=12, point=point, folder=str(folder.parent))
+    run = tw.fit(jobs.job(folder, (kill,), workers=workers))
+    assert run.state == "done"
+    pid = int(kill.mark.read_text())
+    failed = told(folder, "faulty", events.Failed)
+    assert [event.rank for event in failed][:1] == [victim]
+    assert not Path(f"/proc/{pid}").exists()
+    assert state_of(folder, "faulty") == unbroken(workers)
+    check_samples(state_of(folder, "faulty"))
+    placed = told(folder, "faulty", events.Placed)
+    assert len({event.pid for event in placed}) == workers + 1, "only the dead worker was replaced"
+    formed = told(folder, "faulty", events.Formed)
+    assert [event.source for event in formed] == ["initial", "replica"]
+    assert formed[-1].survivors == workers - 1 and formed[-1].steps_lost == 0
+
+
+def test_rank_zero_dies_in_the_middle_of_a_reduction(folder: Path, unbroken: Callable[[int], State]) -> None:
+    kill = jobs.Kill(rank=0, step=7, point="synchronisation", folder=str(folder.parent))
+    tw.fit(jobs.job(folder, (kill,)))
+    assert kill.mark.exists()
+    assert state_of(folder, "faulty") == unbroken(2)
+
+
+def test_all_workers_die_at_once(folder: Path, unbroken: Callable[[int], State]) -> None:
+    kills = tuple(jobs.Kill(rank=rank, step=13, point="forward", folder=str(folder.parent)) for rank in (0, 1))
+    tw.fit(jobs.job(folder, kills))
+    assert all(kill.mark.exists() for kill in kills)
+    assert state_of(folder, "faulty") == unbroken(2)
+    formed = told(folder, "faulty", events.Formed)
+    assert formed[-1].source == "checkpoint" and formed[-1].step == 10
+
+
+def test_a_worker_that_always_dies_ends_the_run(folder: Path) -> None:
+    def suicide(model: Any, batch: Any) -> Any:
+        if jobs.rank() == 1:
+            os.kill(os.getpid(), 9)
+        return model(batch["x"]).sum(1)
+
+    with pytest.raises(WorkerLost) as caught:
+        tw.fit(jobs.job(folder, step=suicide, failures=1))
+    assert "rank 1" in str(caught.value)

@@ -1,0 +1,152 @@
+"""Small torch jobs for tests, with faults injected as data.
+
+The model carries a parameter `seen`, one number a sample, to which the loss adds a gradient of one where the sample is
+used: what SGD has taken off it at the end proves, inside the step and through every reduction, transfer and checkpoint,
+how often each sample counted in the committed state.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+import trainwright as tw
+
+ROWS, WIDTH, CLASSES = 203, 64, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """SIGKILL of `rank` when it reaches `point` of step `step` (from 0), once in the life of `folder`."""
+
+    rank: int
+    step: int
+    point: str = "forward"  # forward | synchronisation | optimizer | upload
+    folder: str = ""
+
+    @property
+    def mark(self) -> Path:
+        """The proof: made by the victim right before its death; holds its process id."""
+        return Path(self.folder) / f"killed-{self.point}-{self.rank}-{self.step}"
+
+    def strike(self) -> None:
+        """Kill this process, unless that was done before."""
+        try:
+            with self.mark.open("x") as proof:
+                proof.write(str(os.getpid()))
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Net(nn.Module):
+    """Layers wide enough for several buckets of DDP, dropout, and the account of samples."""
+
+    def __init__(self, width: int = 600) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+        )
+        self.seen = nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def data() -> dict[str, np.ndarray]:
+    """Rows that can be learned; `id` is the row number."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    y = (x[:, :CLASSES].argmax(1)).astype(np.int64)
+    return {"id": np.arange(ROWS), "x": x, "y": y}
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Momentum for the network, none for the account."""
+    net, account = [], []
+    for parameter in parameters:
+        (account if parameter.shape == (ROWS,) else net).append(parameter)
+    return torch.optim.SGD([{"params": net, "momentum": 0.9}, {"params": account, "momentum": 0.0}], lr=1e-2)
+
+
+def rank() -> int:
+    """This process's rank; 0 without a group."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def make_model(kills: tuple[Kill, ...]) -> Callable[[], nn.Module]:
+    """A builder that also arms the faults of uploads and of the optimizer in the worker's process."""
+
+    def build() -> nn.Module:
+        net = Net()
+        if any(kill.point == "upload" for kill in kills):
+            _arm_upload([kill for kill in kills if kill.point == "upload"])
+        return net
+
+    return build
+
+
+def _arm_upload(kills: list[Kill]) -> None:
+    from trainwright.checkpoints import CheckpointWriter
+
+    write = CheckpointWriter.write
+
+    def torn(self: Any, name: str, payload: Any) -> None:
+        write(self, name, payload)
+        for kill in kills:
+            if rank() == kill.rank:
+                kill.strike()
+
+    CheckpointWriter.write = torn
+
+
+def make_step(kills: tuple[Kill, ...]) -> Callable[[Any, Any], torch.Tensor]:
+    """A step that accounts for its samples and dies where it is told to."""
+
+    def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        net: Any = getattr(model, "module", model)
+        now = int(net.steps)
+        if net.training:
+            net.steps += 1
+        due = [kill for kill in kills if kill.rank == rank() and kill.step == now and net.training]
+        for kill in due:
+            if kill.point == "forward":
+                kill.strike()
+        losses = functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        for kill in due:
+            if kill.point == "synchronisation":
+                next(net.body.parameters()).register_hook(lambda gradient, kill=kill: kill.strike())
+        return losses + net.seen[batch["id"]] - net.seen[batch["id"]].detach()
+
+    return step
+
+
+def job(folder: Path | str, kills: tuple[Kill, ...] = (), **fields: Any) -> tw.Job:
+    """A job of 3 epochs of 9 steps (203 samples by 24, the last batch short), a checkpoint each 5 steps."""
+    return tw.Job(
+        **{
+            "name": "faulty",
+            "model": make_model(kills),
+            "optimizer": sgd,
+            "step": make_step(kills),
+            "train": tw.datasets.table(data()),
+            "batch_size": 24,
+            "epochs": 3,
+            "seed": 3,
+            "checkpoint_steps": 5,
+            "storage": str(folder),
+            "workers": 2,
+            "hang_deadline_s": 60.0,
+            **fields,
+        }
+    )

@@ -1,0 +1,79 @@
+"""Runs of the command line as processes of their own, with deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+JOB_FILE = """
+import os, time
+from tests import jobs
+
+def slow(step):
+    def wrapped(model, batch):
+        time.sleep(float(os.environ.get("STEP_S", "0")))
+        return step(model, batch)
+    return wrapped
+
+job = jobs.job({storage!r}, step=slow(jobs.make_step(())){fields})
+"""
+
+
+def write_job(folder: Path, storage: Path, **fields: object) -> Path:
+    """A job file for `tests.jobs.job` with further fields."""
+    file = folder / "job.py"
+    file.write_text(JOB_FILE.format(storage=str(storage), fields="".join(f", {k}={v!r}" for k, v in fields.items())))
+    return file
+
+
+@contextlib.contextmanager
+def trainwright(*arguments: object, step_s: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+    """A `python -m trainwright` process with pipes; killed when the block is left."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STEP_S": str(step_s)}
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainwright", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=30)
+
+
+def finish(*arguments: object, timeout_s: float = 150) -> tuple[int, str, str]:
+    """Run to the end: exit code, stdout, stderr."""
+    with trainwright(*arguments) as process:
+        out, err = process.communicate(timeout=timeout_s)
+        return process.returncode, out, err
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], deadline_s: float = 100) -> None:
+    """Wait for a condition while the process lives."""
+    tick = threading.Event()
+    for _ in range(int(deadline_s / 0.05)):
+        if condition():
+            return
+        assert process.poll() is None, f"it ended early: {process.communicate()}"
+        tick.wait(0.05)
+    raise AssertionError(f"not within {deadline_s} s")
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL, and wait for the end."""
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)

@@ -1,0 +1,67 @@
+"""The plan as a line, a table and HTML."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from tests.unit.sample_run import DECISION, PLAN
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.planview import plan_from, plan_html, plan_line, plan_text
+
+
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        (PLAN, "data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step"),
+        (replace(PLAN, batch_size=257, estimate=None), "data_parallel: 2 workers x 1 thread on CPU, batch 257 = 2 x 128 or 129"),
+        (
+            replace(PLAN, accumulation=4, precision="bf16", estimate=None, placement=Placement(cpus=1, accelerators=1, accelerator="GPU")),
+            "data_parallel: 2 workers on GPU, batch 256 = 2 x 4 micro-batches x 32, bf16",
+        ),
+        (
+            replace(PLAN, strategy="one_device", mesh=Mesh(), estimate=None, placement=Placement(cpus=1, threads=2)),
+            "one_device: 1 worker x 2 threads on CPU, batch 256",
+        ),
+    ],
+)  # fmt: skip
+def test_line(plan: Plan, line: str) -> None:
+    assert plan_line(plan) == line
+
+
+def test_table_names_the_chosen_plan_its_cost_and_the_others() -> None:
+    text = plan_text(DECISION)
+    for said in (
+        plan_line(PLAN), "1,000 parameters (3.91 KiB), torch", "1 node, 2 CPUs", "data 2", "0.5 CPU for each worker",
+        "14 ms (5 ms to 42 ms)", "4 KiB", "all reduce", "batch norm is local",
+        "rejected", "predicted 1.71 times the step time", "not possible", "no stages; give it as a sequence",
+    ):  # fmt: skip
+        assert said in text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_decision_prints_and_shows_itself() -> None:
+    assert str(DECISION) == plan_text(DECISION)
+    assert DECISION._repr_html_() == plan_html(DECISION)
+
+
+def test_html_is_escaped_and_fetches_nothing() -> None:
+    html = plan_html(replace(DECISION, chosen=replace(PLAN, notes=("<b>1 < 2</b>",))))
+    assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in html and "<b>" not in html
+    assert "http" not in html and "<script" not in html
+    assert plan_line(PLAN) in html and "no stages" in html
+
+
+def test_a_plan_comes_back_from_json() -> None:
+    assert plan_from(json.loads(json.dumps(asdict(PLAN)))) == PLAN
+    without = replace(PLAN, estimate=None, notes=())
+    assert plan_from(json.loads(json.dumps(asdict(without)))) == without
+
+
+def test_a_plan_of_a_later_version_is_read_as_far_as_known() -> None:
+    facts = {**asdict(PLAN), "price": 3.5, "mesh": {**asdict(PLAN.mesh), "expert": 1}}
+    assert plan_from(facts) == PLAN
+    assert plan_from({"strategy": "x"}) is None

@@ -1,0 +1,211 @@
+"""Progress: which lines and figures come of which events, and that each surface shows them without flooding."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from tests.unit.sample_run import DECISION, started, stepped, whole_run
+from trainwright import words
+from trainwright.core import events
+from trainwright.narration import Figures, Line, Narrator, event_line
+from trainwright.progress import Bar, Notebook, Plain, Progress, surface_for
+
+
+def told(happened: list[events.Event], *, verbose: bool = False) -> list[str]:
+    narrator = Narrator(verbose=verbose)
+    return [line.text for event in happened for line in narrator.tell(event)]
+
+
+def test_a_whole_run_in_words() -> None:
+    assert told(whole_run()) == [
+        "run demo: 2 epochs, 20 steps of 256 samples; 1 node, 2 CPUs, no accelerators",
+        "2 workers ready after 4.0 s",
+        "step 10 (epoch 1): accuracy 0.8000, loss 0.5000 (2.0 s)",
+        "worker 1 (node-a, pid 12) failed at step 12: killed by SIGKILL; recovering",
+        "back at step 10 after 2.0 s, 2 steps lost, state from checkpoints/00000010-1",
+        "step 20 (epoch 2): accuracy 0.9000, loss 0.3000 (1.0 s)",
+        "done: 20 steps after 12.0 s",
+    ]
+
+
+def test_verbose_adds_checkpoints_and_processes() -> None:
+    lines = told(whole_run(), verbose=True)
+    assert "worker 1 is up: pid 12 on node-a" in lines
+    assert "checkpoint at step 10: 2 KiB, steps waited 100 ms, stored in 1.0 s" in lines
+
+
+def test_a_resume_says_from_where() -> None:
+    formed = events.Formed(
+        time_s=103, workers=2, step=10, source="checkpoint", checkpoint="checkpoints/00000010-1", seconds=3
+    )
+    lines = told([started(), formed])
+    assert lines[-1] == "resuming step 10 from memory://x/demo/checkpoints/00000010-1 after 3.0 s"
+
+
+def test_a_replica_is_said() -> None:
+    again = events.Formed(time_s=108, generation=2, step=12, source="replica", seconds=0.7, workers=2)
+    assert told([*whole_run()[:9], again])[-1] == "back at step 12 after 700 ms, 0 steps lost, state from a replica"
+
+
+def test_waiting_is_said_once_with_its_deadline() -> None:
+    waits = [events.Waiting(time_s=1000 + n, what="2 GPU", deadline_s=300.0) for n in range(3)]
+    assert told([*waits]) == ["waiting for 2 GPU, at most 5 min 00 s"]
+    assert told([events.Waiting(time_s=1000, what="2 GPU", deadline_s=1060.0)]) == [
+        "waiting for 2 GPU, at most 1 min 00 s"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [
+        ("stopped", "stopped at step 12 of 20 after 5.0 s; the same command goes on from here"),
+        ("failed", "failed at step 12 of 20 after 5.0 s: it broke"),
+    ],
+)
+def test_ends(outcome: str, text: str) -> None:
+    assert told([started(), events.RunEnded(time_s=105, outcome=outcome, step=12, error="it broke\nmore")])[-1] == text
+
+
+def test_every_kind_of_event_has_a_line_for_logs() -> None:
+    for event in [
+        *whole_run(),
+        events.Noted(text="n"),
+        events.CheckpointSkipped(step=3, reason="slow"),
+        events.Steps(),
+    ]:
+        assert event_line(event, 10).text.strip() and "\n" not in event_line(event, 10).text
+
+
+def test_figures_after_a_resume_are_those_of_this_session_alone() -> None:
+    narrator = Narrator()
+    narrator.tell(started(total=110))
+    narrator.tell(events.Formed(time_s=200, workers=2, step=10, source="checkpoint", seconds=3))
+    figures = narrator.figures
+    assert (figures.step, figures.total, figures.epoch, figures.epochs) == (10, 110, 2, 11)
+    assert math.isnan(figures.left_s) and math.isnan(figures.samples_per_s)
+    narrator.tell(stepped(range(11, 31), time_s=210, loss=0.5))
+    figures = narrator.figures
+    assert figures.left_s == pytest.approx(80 * 0.5)  # 20 steps took 10 s of this session
+    assert figures.samples_per_s == pytest.approx(2560) and figures.wait_share == pytest.approx(0.2)
+    assert figures.text() == ("step 30/110, epoch 4/11, loss 0.5000, 2,560 samples/s, waiting for data 20%, 0:40 left")
+
+
+def test_time_lost_to_a_recovery_does_not_bend_the_rate() -> None:
+    narrator = Narrator()
+    narrator.tell(started(total=30))
+    narrator.tell(events.Formed(time_s=200, workers=2))
+    narrator.tell(stepped(range(1, 11), time_s=201))
+    narrator.tell(events.Failed(time_s=201, worker=0, step=10, cause="x"))
+    assert narrator.figures.activity == "recovering"
+    narrator.tell(events.Formed(time_s=301, generation=2, workers=2, step=10))
+    narrator.tell(stepped(range(11, 21), time_s=302))
+    assert narrator.figures.left_s == pytest.approx(1.0)
+    assert narrator.figures.activity == ""
+
+
+def test_epoch_at_the_borders() -> None:
+    narrator = Narrator()
+    narrator.tell(started())
+    narrator.tell(stepped(range(1, 11), time_s=101))
+    assert narrator.figures.epoch == 2
+    narrator.tell(stepped(range(11, 21), time_s=102))
+    assert narrator.figures.epoch == 2
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=100, _environ={"TERM": "xterm"}), out
+
+
+def test_plain_lines_when_not_a_terminal() -> None:
+    screen, out = console(terminal=False)
+    assert isinstance(surface_for(screen), Plain)
+    with Progress(DECISION, console=screen) as progress:
+        for event in whole_run():
+            progress.on(event)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "plan data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step"
+    assert lines[1].startswith("run demo:") and lines[-1] == "done: 20 steps after 12.0 s"
+    assert any(line.startswith("step 20/20, epoch 2/2, loss 0.0500, 2,560 samples/s") for line in lines)
+    assert "\x1b" not in out.getvalue()
+
+
+def test_plain_lines_come_every_tenth_or_ten_seconds() -> None:
+    screen, out = console(terminal=False)
+    times: Iterator[float] = iter(range(0, 100000, 1))
+    surface = Plain(screen, clock=lambda: 0.0)
+    for step in range(1001):
+        surface.show(Figures(step=step, total=1000), news=step == 0)
+    assert len(out.getvalue().splitlines()) == 10
+    late = Plain(screen, clock=lambda: float(next(times)))
+    before = len(out.getvalue().splitlines())
+    for step in range(51):
+        late.show(Figures(step=step, total=1_000_000), news=step == 0)
+    assert 3 <= len(out.getvalue().splitlines()) - before <= 6
+
+
+def test_plain_lines_never_wrap_or_colour() -> None:
+    screen, out = console(terminal=False)
+    Plain(screen).line(Line(text="x" * 300, detail="Traceback\n  boom"))
+    assert out.getvalue() == "x" * 300 + "\n    Traceback\n      boom\n"
+
+
+def test_a_bar_in_a_terminal() -> None:
+    screen, out = console(terminal=True)
+    surface = surface_for(screen)
+    assert isinstance(surface, Bar)
+    with Progress(console=screen, surface=surface) as progress:
+        for event in whole_run()[:9]:
+            progress.on(event)
+    shown = out.getvalue()
+    assert "step 12/20" in shown and "epoch 2/2" in shown and "recovering" in shown
+    assert "worker 1 (node-a, pid 12) failed at step 12" in shown
+
+
+def test_brackets_are_no_markup() -> None:
+    screen, out = console(terminal=True)
+    with Progress(console=screen) as progress:
+        progress.on(events.Noted(text="shape [red] and [/]"))
+    assert "shape [red] and [/]" in out.getvalue()
+
+
+def test_a_notebook_changes_one_output() -> None:
+    shown: list[str] = []
+
+    def display(body: str) -> object:
+        shown.append(body)
+        return lambda new: shown.__setitem__(0, new)
+
+    progress = Progress(surface=Notebook(display, clock=lambda: 0.0))
+    for event in [*whole_run(), events.Noted(text="1 < 2")]:
+        progress.on(event)
+    progress.close()
+    assert len(shown) == 1
+    assert "done: 20 steps" in shown[0] and "1 &lt; 2" in shown[0] and "value='20' max='20'" in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0142, "14.2 ms"),
+        (2.14, "2.1 s"),
+        (59.96, "1 min 00 s"),
+        (113, "1 min 53 s"),
+        (11100, "3 h 05 min"),
+        (math.nan, "-"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert words.duration(seconds) == text
+
+
+def test_other_words() -> None:
+    assert (words.clock(42), words.clock(3909), words.clock(math.nan)) == ("0:42", "1:05:09", "-:--")
+    assert (words.size(812), words.size(1_258_291), words.size(1023)) == ("812 B", "1.2 MiB", "0.999 KiB")
+    assert (words.count(1, "worker"), words.count(12000, "step")) == ("1 worker", "12,000 steps")
+    assert (words.figure(0.91344), words.figure(12.345), words.figure(1.2e-5)) == ("0.9134", "12.35", "1.2e-05")

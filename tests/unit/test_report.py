@@ -1,0 +1,244 @@
+"""The report and the TensorBoard files, from events alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.unit.sample_run import started, stepped, whole_run
+from trainwright.core import events
+from trainwright.history import History
+from trainwright.journal import Journal
+from trainwright.planview import plan_from
+from trainwright.report import Facts, ReportListener, render, summary_html
+from trainwright.report.figures import smooth
+from trainwright.report.page import step_bars, time_parts
+from trainwright.store import open_store
+from trainwright.tensorboard import TensorBoard
+
+FACTS = Facts(uri="memory://x/demo", now_s=1000.0)
+FAILED = events.RunEnded(time_s=108, outcome="failed", step=12, error="ValueError: <shapes> differ")
+CASES: dict[str, list[events.Event]] = {
+    "done": whole_run(),
+    "running": whole_run()[:8],
+    "failed": [*whole_run()[:9], FAILED],
+    "one step": [started(total=1), events.Formed(time_s=101), stepped([1], time_s=102)],
+    "no step": [started()],
+    "no evaluation": [event for event in whole_run() if not isinstance(event, events.Evaluated)],
+    "no clipping": [started(), events.Formed(time_s=101), stepped(range(1, 9), time_s=102, norm=None)],
+    "nan": [started(), events.Formed(time_s=101), stepped(range(1, 9), time_s=102, loss=float("nan"))],
+    "nothing": [],
+}
+
+
+class Balance(HTMLParser):
+    """Checks that tags close in order and collects what would be fetched."""
+
+    VOID = frozenset({"meta", "br", "hr", "img", "link", "input", "path", "use"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        values = dict(attrs)
+        self.ids += [values["id"] or ""] if "id" in values else []
+        self.fetched += [str(values[name]) for name in ("src", "href", "xlink:href") if name in values]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_whole_and_self_contained_in_every_case(case: str) -> None:
+    html = render(History.fold(CASES[case]), FACTS)
+    page = Balance()
+    page.feed(html)
+    assert page.open == []
+    assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
+    assert all(target.startswith("#") for target in page.fetched)
+    assert {target[1:] for target in page.fetched} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert len(html) < 300_000
+    assert (
+        "nan" not in re.sub(r"<[^>]*>", "", html.split("</style>")[1]).replace("ValueError", "").lower()
+        or case == "nan"
+    )
+
+
+def test_says_what_a_reader_looks_for() -> None:
+    html = render(History.fold(whole_run()), FACTS)
+    for said in (
+        "demo", "done", "0.9000", "2,560", "12.0 s", "2 steps lost", "data_parallel: 2 workers x 1 thread on CPU",
+        "one_device", "no stages; give it as a sequence", "killed by SIGKILL", "checkpoints/00000010-1",
+        "waiting for data", "recovery and repeated steps", "batch norm is local", "python", "3.11",
+        "tw.load_model", "memory://x/demo/checkpoints", "prefers-color-scheme: dark",
+    ):  # fmt: skip
+        assert said in html, said
+
+
+def test_what_comes_from_the_job_is_escaped() -> None:
+    html = render(History.fold([*whole_run()[:9], FAILED]), FACTS)
+    assert "&lt;script&gt;" in html and "<script" not in html
+    assert "&lt;shapes&gt;" in html
+
+
+def test_an_interrupted_run_names_its_remedy() -> None:
+    assert "same command goes on" in render(History.fold(whole_run()[:8], owner_alive=False), FACTS)
+
+
+def test_a_long_run_stays_small() -> None:
+    long = [started(total=30_000), events.Formed(time_s=101), stepped(range(1, 30_001), time_s=3000)]
+    assert len(render(History.fold(long), FACTS)) < 300_000
+
+
+def test_the_same_history_gives_the_same_page() -> None:
+    history = History.fold(whole_run())
+    assert render(history, FACTS) == render(history, FACTS)
+
+
+def test_time_parts_fill_the_bar() -> None:
+    parts = time_parts(History.fold(whole_run()))
+    assert sum(part.percent for part in parts) == pytest.approx(100)
+    assert parts[0].seconds == max(part.seconds for part in parts)
+
+
+def test_predicted_and_measured_step_share_a_scale() -> None:
+    history = History.fold(whole_run())
+    bars = step_bars(history, plan_from(history.start.plan))
+    assert [name for name, _, _ in bars] == ["predicted", "measured, median"]
+    predicted, measured = ([part.percent for part in parts] for _, _, parts in bars)
+    assert sum(measured) == pytest.approx(100) and sum(predicted) == pytest.approx(14)
+    assert step_bars(history, None) == []
+
+
+def test_smoothing_is_centred_and_passes_over_gaps() -> None:
+    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0], 3) == pytest.approx([1.0, 2.0, 3.0, 4.0, 4.5])
+    assert smooth([1.0, float("nan"), 3.0], 3) == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_summary_for_notebooks() -> None:
+    html = summary_html(History.fold(whole_run()))
+    assert "<svg" in html and "0.9000" in html and "<html" not in html
+
+
+def test_the_listener_writes_the_report_when_the_journal_closes() -> None:
+    store = open_store("memory://report-listener")
+    with Journal(store, "demo", flush_s=3600) as journal:
+        journal.open(1)
+        journal.listen(ReportListener(store, "demo", clock=lambda: 1000.0))
+        for event in whole_run()[:8]:
+            journal.write(event)
+    html = store.get("demo/report.html").decode()
+    assert 'class="state interrupted"' in html and "step 12 of 20" in html
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------
+
+
+def read_records(data: bytes) -> list[bytes]:
+    """The records of an event file, their checksums verified by another implementation."""
+    import struct
+
+    from tensorboardX.crc32c import crc32c
+
+    def masked(part: bytes) -> int:
+        crc = crc32c(part) & 0xFFFFFFFF
+        return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+    records, place = [], 0
+    while place < len(data):
+        (length,) = struct.unpack_from("<Q", data, place)
+        body = data[place + 12 : place + 12 + length]
+        assert struct.unpack_from("<I", data, place + 8)[0] == masked(data[place : place + 8])
+        assert struct.unpack_from("<I", data, place + 12 + length)[0] == masked(body)
+        records.append(body)
+        place += 16 + length
+    return records
+
+
+def scalars(data: bytes) -> tuple[dict[str, list[tuple[int, float]]], list[int]]:
+    """Points by tag, and steps at which readers forget what comes after."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    points: dict[str, list[tuple[int, float]]] = {}
+    starts = []
+    for number, body in enumerate(read_records(data)):
+        event = Event.FromString(body)
+        if number == 0:
+            assert event.file_version == "brain.Event:2"
+        if event.session_log.status == SessionLog.START:
+            starts.append(event.step)
+        for value in event.summary.value:
+            points.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return points, starts
+
+
+def test_tensorboard_in_a_folder_grows_with_the_run(tmp_path: Path) -> None:
+    board = TensorBoard(open_store(str(tmp_path)), "demo")
+    for event in whole_run()[:5]:
+        board.on(event)
+    file = tmp_path / "demo" / "tensorboard" / "events.out.tfevents.0000000001.000000"
+    assert len(scalars(file.read_bytes())[0]["train/loss"]) == 10
+    for event in whole_run()[5:]:
+        board.on(event)
+    board.close()
+    points, starts = scalars(file.read_bytes())
+    assert starts == [1, 11]
+    assert points["train/loss"][:2] == [(1, 1.0), (2, 0.5)]
+    assert [step for step, _ in points["train/loss"]] == [*range(1, 13), *range(11, 21)]
+    assert points["evaluation/accuracy"] == [(10, pytest.approx(0.8)), (20, pytest.approx(0.9))]
+    assert points["speed/samples_per_s"][0] == (1, pytest.approx(2560))
+    assert set(points) == {
+        "train/loss", "train/learning_rate", "train/gradient_norm", "speed/samples_per_s", "speed/wait_share",
+        "evaluation/accuracy", "evaluation/loss",
+    }  # fmt: skip
+
+
+def test_tensorboard_in_an_object_store_adds_a_file_at_each_checkpoint_and_the_end() -> None:
+    store = open_store("memory://tensorboard-parts")
+    board = TensorBoard(store, "demo")
+    for event in [*whole_run(), started(token=4), events.Formed(step=20), stepped([21], time_s=1)]:
+        board.on(event)
+    board.close()
+    paths = [path for path, _ in store.list("demo/tensorboard")]
+    names = [path.rsplit("tfevents.")[1] for path in paths]
+    assert names == ["0000000001.000000", "0000000001.000001", "0000000001.000002", "0000000004.000000"]
+    steps = [step for path in paths for step, _ in scalars(store.get(path))[0].get("train/loss", [])]
+    assert steps == [*range(1, 13), *range(11, 21), 21]
+
+
+def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
+    board = TensorBoard(open_store(str(tmp_path)), "demo")
+    for event in (started(), stepped([1], time_s=1, loss=float("nan"), norm=None)):
+        board.on(event)
+    board.close()
+    points, _ = scalars((tmp_path / "demo/tensorboard/events.out.tfevents.0000000001.000000").read_bytes())
+    assert "train/loss" not in points and "train/gradient_norm" not in points and "train/learning_rate" in points
+
+
+def test_what_users_see_imports_no_framework_and_no_ray() -> None:
+    modules = "journal, history, progress, tensorboard, report, views, planview, schedules"
+    code = (
+        f"import sys; from trainwright import {modules}\n"
+        "print(sorted(sys.modules.keys() & {'ray', 'torch', 'tensorflow', 'keras', 'tensorboardX', 'pandas', 'matplotlib'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,196 @@
+"""`runs`, `show` and `logs` from storage alone, whatever became of the driver."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from tests.unit.sample_run import started, stepped, whole_run
+from trainwright import views
+from trainwright.core import events
+from trainwright.core.errors import StorageError
+from trainwright.history import read_history
+from trainwright.journal import Journal
+from trainwright.liveness import owner_alive
+from trainwright.log import RunLog
+from trainwright.owner import Owner, heartbeat_path
+from trainwright.store import open_store
+
+_NUMBERS = itertools.count()
+Where = Callable[[], str]
+ALIVE = Owner.here()
+DEAD = Owner(host=ALIVE.host, boot=ALIVE.boot, namespace=ALIVE.namespace, pid=ALIVE.pid, started=ALIVE.started + 1)
+ELSEWHERE = Owner(host="far", boot="another", namespace="another", pid=7, started=7)
+
+
+def storage() -> str:
+    return f"memory://views-{next(_NUMBERS)}"
+
+
+def record(
+    uri: str, happened: list[events.Event], *, name: str = "demo", owner: Owner = ALIVE, outcome: str = ""
+) -> None:
+    """Write a run as its driver would have."""
+    store = open_store(uri)
+    log = RunLog(store, name)
+    token = log.acquire(owner, {"name": name}).token
+    with Journal(store, name, flush_s=3600) as journal:
+        journal.open(token)
+        for event in happened:
+            journal.write(event)
+    if outcome:
+        log.release(token, outcome)  # type: ignore[arg-type]
+
+
+def printed(view: views.View) -> str:
+    out = io.StringIO()
+    Console(file=out, width=140).print(view)
+    return out.getvalue()
+
+
+def test_runs_lists_all_with_the_newest_on_top() -> None:
+    uri = storage()
+    record(uri, whole_run(), outcome="done")
+    record(uri, [started(time_s=500)], name="young")
+    open_store(uri).put("notes/readme.txt", b"no run")
+    view = views.runs(uri)
+    assert [(row["name"], row["state"], row["step"], row["total_steps"]) for row in view.data] == [
+        ("young", "running", 0, 20), ("demo", "done", 20, 20),
+    ]  # fmt: skip
+    assert view.data[0]["loss"] is None and view.data[1]["loss"] == pytest.approx(0.05)
+    assert view.data[1]["metrics"] == {"accuracy": 0.9, "loss": 0.3}
+    text = printed(view)
+    assert "demo" in text and "20/20" in text and "accuracy 0.9000" in text
+
+
+def test_no_runs() -> None:
+    uri = storage()
+    open_store(uri).put("x.txt", b"")
+    view = views.runs(uri)
+    assert view.data == [] and "no runs in memory://" in printed(view)
+
+
+@pytest.mark.parametrize(
+    ("count", "owner", "outcome", "state"),
+    [
+        (8, ALIVE, "", "running"),
+        (8, DEAD, "", "interrupted"),
+        (14, ALIVE, "done", "done"),
+        (13, ALIVE, "done", "done"),  # the last batch of events was lost, the log knows
+        (8, ALIVE, "stopped", "stopped"),
+        (8, ALIVE, "failed", "failed"),
+    ],
+)
+def test_state(count: int, owner: Owner, outcome: str, state: str) -> None:
+    uri = storage()
+    record(uri, whole_run()[:count], owner=owner, outcome=outcome)
+    assert views.show(uri, "demo").data["state"] == state
+
+
+@pytest.mark.parametrize(("owner", "state"), [(ALIVE, "running"), (DEAD, "interrupted")])
+def test_a_new_driver_that_has_written_nothing_yet(owner: Owner, state: str) -> None:
+    uri = storage()
+    record(uri, whole_run(), outcome="done")
+    RunLog(open_store(uri), "demo").acquire(owner, {})
+    assert read_history(open_store(uri), "demo").state == state
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_driver_elsewhere_is_known_by_its_counter(beats: bool) -> None:
+    store = open_store(storage())
+    head = RunLog(store, "demo").acquire(ELSEWHERE, {})
+    counts = itertools.count()
+
+    def wait(seconds: float) -> None:
+        if beats:
+            store.put(heartbeat_path("demo", head.token), str(next(counts)).encode())
+
+    assert owner_alive(store, "demo", head, wait=wait) is beats
+
+
+def test_show_has_everything_and_is_json() -> None:
+    uri = storage()
+    record(uri, whole_run(), outcome="done")
+    store = open_store(uri)
+    store.put("demo/checkpoints/00000020-1/model", b"x" * 100)
+    store.put("demo/checkpoints/00000020-1/MANIFEST.json", b"{}")
+    store.put("demo/checkpoints/00000030-1/model", b"torn")
+    view = views.show(uri, "demo")
+    data = json.loads(json.dumps(view.data, allow_nan=False))
+    assert data["checkpoints"] == [{"step": 20, "path": "checkpoints/00000020-1", "size_bytes": 102}]
+    assert data["failures"][0]["cause"] == "killed by SIGKILL"
+    assert data["recoveries"][0] == {"time_s": 109.3, "step": 10, "source": "checkpoint", "seconds": 2, "steps_lost": 2}
+    assert data["seconds"]["wall"] == pytest.approx(12)
+    assert data["report"] is None and data["waiting"] == ""
+    text = printed(view)
+    for said in ("demo  done", "data_parallel: 2 workers", "step 20/20, epoch 2/2", "102 B", "SIGKILL", "2 steps lost"):
+        assert said in text
+
+
+def test_show_of_a_dead_driver_names_the_remedy() -> None:
+    uri = storage()
+    record(uri, whole_run()[:8], owner=DEAD)
+    assert "run the same command again" in printed(views.show(uri, "demo"))
+
+
+def test_show_says_what_a_run_waits_for() -> None:
+    uri = storage()
+    record(uri, [started(), events.Waiting(time_s=101, what="2 GPU", deadline_s=300)])
+    assert views.show(uri, "demo").data["waiting"] == "waiting for 2 GPU, at most 3 min 19 s"
+
+
+def test_an_unknown_run_is_refused_with_the_nearest_name() -> None:
+    uri = storage()
+    record(uri, whole_run(), outcome="done")
+    for read in (views.show, views.logs):
+        with pytest.raises(StorageError, match="did you mean 'demo'"):
+            read(uri, "dmeo")
+
+
+def test_logs_are_lines_or_json() -> None:
+    uri = storage()
+    record(uri, whole_run(), outcome="done")
+    lines = list(views.logs(uri, "demo"))
+    assert len(lines) == len(whole_run())
+    assert any("worker 1 (node-a) failed at step 12: killed by SIGKILL" in line for line in lines)
+    assert any("step 20 (epoch 2): accuracy 0.9000" in line for line in lines)
+    parsed = [json.loads(line) for line in views.logs(uri, "demo", as_json=True)]
+    assert [item["kind"] for item in parsed][:2] == ["run_started", "placed"]
+
+
+def test_logs_follow_until_the_run_ends() -> None:
+    uri = storage()
+    store = open_store(uri)
+    log = RunLog(store, "demo")
+    token = log.acquire(ALIVE, {}).token
+    journal = Journal(store, "demo", flush_s=3600)
+    journal.open(token)
+    journal.write(started())
+    journal.flush()
+    waits = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            journal.write(stepped([1], time_s=9))
+            journal.write(events.RunEnded(outcome="done", step=1))
+            journal.close()
+            log.release(token, "done")
+
+    lines = list(views.logs(uri, "demo", follow=True, wait=wait))
+    assert len(lines) == 3 and len(waits) == 2
+    assert lines[-1].endswith("done: 1 step")
+
+
+def test_logs_follow_ends_when_the_driver_is_dead() -> None:
+    uri = storage()
+    record(uri, whole_run()[:5], owner=DEAD)
+    assert (
+        len(list(views.logs(uri, "demo", follow=True, wait=lambda seconds: pytest.fail("waited for a dead driver"))))
+        == 5
+    )
