@@ -40,7 +40,21 @@ _HOMES = {
 }
 _MODULES = ("datasets", "schedules")
 
-__all__ = sorted([*_HOMES, *_MODULES])
+__all__ = [
+    "Cluster",
+    "Job",
+    "Plan",
+    "Run",
+    "Terms",
+    "TrainwrightError",
+    "datasets",
+    "evaluate",
+    "fit",
+    "load_model",
+    "plan",
+    "schedules",
+    "start",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -40,8 +40,7 @@ class Hello:
     pid: int
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"upload": 1, "watch": 2, "life": 1})
-class WorkerActor:
+class WorkerProcess:
     """Answers are `value | Failure`: an error of ours never travels as Ray's."""
 
     def __init__(self, order: WorkOrder, worker: int) -> None:
@@ -61,24 +60,24 @@ class WorkerActor:
         """A verb of the stepping thread."""
         return self._answer(verb, argument)
 
-    @ray.method(concurrency_group="upload")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="upload")
     def upload(self, verb: str, argument: Any) -> Any:
         """A verb of the upload thread."""
         return self._answer(verb, argument)
 
-    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="watch")
     def watch(self, after: int, timeout_s: float) -> Steps:
         """News of completed steps."""
         assert self._worker is not None, "hello comes first"
         return self._worker.watch(after, timeout_s)
 
-    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="watch")
     def stop(self) -> None:
         """Wish to stop."""
         assert self._worker is not None, "hello comes first"
         self._worker.stop()
 
-    @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="life")
     def live(self) -> None:
         """Never returns: its future ends with the process, which is how a death is told at once."""
         threading.Event().wait()
@@ -92,6 +91,12 @@ class WorkerActor:
             if isinstance(error, PeerLost | UserCodeError | NonFiniteLoss):
                 self._worker.leave()  # the other ranks notice at once instead of at their deadline
             return _failure(error, self._where)
+
+
+WORKER: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"upload": 1, "watch": 2, "life": 1})(
+    WorkerProcess
+)  # type: ignore[call-overload]
+"""The actor class."""
 
 
 def _failure(error: Exception, where: str) -> Failure:

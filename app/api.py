@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainwright.core.job import Job
 
@@ -67,3 +67,28 @@ def fit(job: Job, *, resume: bool = False, fresh: bool = False, verbose: bool = 
             continue
     run.signal = stops.last
     return run
+
+
+def evaluate(job: Job, *, step: int | None = None) -> dict[str, float]:
+    """Loss and metrics of a checkpoint over the job's evaluation set, in this process on one device.
+
+    Args:
+        step: the checkpoint at this step; by default the newest.
+
+    Raises:
+        TrainwrightError: there is no evaluation set, no checkpoint, or it does not fit the model.
+    """
+    from trainwright import use
+
+    return use.evaluate(job, step)
+
+
+def load_model(job: Job, *, step: int | None = None) -> Any:
+    """The job's model with the weights of its run's newest checkpoint, or of the one at `step`.
+
+    Raises:
+        TrainwrightError: there is no checkpoint, or it does not fit the model.
+    """
+    from trainwright import use
+
+    return use.load_model(job, step)

@@ -22,7 +22,9 @@ app = typer.Typer(
 )
 
 JobFile = Annotated[str, typer.Argument(metavar="FILE.py", help="A job file: Python with a trainwright.Job in it.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
+]
 Strategy = Annotated[str | None, typer.Option(help="Pin a strategy.")]
 Workers = Annotated[int | None, typer.Option(help="Pin the number of workers.")]
 Storage = Annotated[str, typer.Option(help="Where the runs are: a folder or a URI.")]

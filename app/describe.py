@@ -44,18 +44,16 @@ def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__)).removeprefix("<locals>.")
 
 
-def _fingerprint(function: Callable[..., Any]) -> str:
+def _fingerprint(function: Any) -> str:
     """Changes with the code, its defaults and what it closes over, not with comments or position."""
     code = getattr(function, "__code__", None)
     if code is None:
-        return hashlib.sha256(repr(sorted(vars(function).items(), key=str)).encode()).hexdigest() if _plain(function) else ""
-    cells = [_text(cell.cell_contents) for cell in function.__closure__ or ()]  # type: ignore[attr-defined]
-    facts = [_source(function) or _code(code), repr(function.__defaults__), *cells]  # type: ignore[attr-defined]
+        facts = [f"{name}={_text(value)}" for name, value in sorted(getattr(function, "__dict__", {}).items())]
+        facts += [_text(getattr(function, part, "")) for part in ("func", "args", "keywords")]  # of a partial
+    else:
+        cells = [_text(cell.cell_contents) for cell in function.__closure__ or ()]
+        facts = [_source(function) or _code(code), repr(function.__defaults__), *cells]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
-
-
-def _plain(function: Any) -> bool:
-    return hasattr(function, "__dict__")
 
 
 def _source(function: Callable[..., Any]) -> str:

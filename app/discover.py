@@ -28,7 +28,9 @@ def connect(verbose: bool = False) -> bool:
         ray.init(address=address, **quiet)
     except ConnectionError as error:
         raise ResourceError(
-            "the Ray cluster does not answer", where=address, remedy="start it, or unset RAY_ADDRESS to use this machine"
+            "the Ray cluster does not answer",
+            where=address,
+            remedy="start it, or unset RAY_ADDRESS to use this machine",
         ) from error
     return address == "local"
 
@@ -41,7 +43,8 @@ def discover() -> Cluster:
     """
     import ray
 
-    nodes = tuple(_node(facts) for facts in ray.nodes() if facts["Alive"])
+    listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes = tuple(_node(facts) for facts in listed if facts["Alive"])
     nodes = tuple(node for node in nodes if node.cpus > 0)
     if not nodes:
         raise ResourceError("the Ray cluster has no living node with a CPU", remedy="add nodes, or start a new cluster")

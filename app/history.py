@@ -124,7 +124,7 @@ class History:
         recoveries: each formation after a failure.
         resumes: the first formation of each session that went on from a checkpoint.
         checkpoints: all that were committed; retention may have removed some since.
-        processes: the newest process of each worker.
+        processes: the workers that are up, by number; a worker that takes a failed one's rank has a new number.
         waiting: what the run waits for at this moment; None while it steps.
         steps_lost: completed steps that had to be done again.
         last_s: time of the newest event, seconds since the epoch.
@@ -286,6 +286,7 @@ class _Folding:
                 self.skipped.append(event)
             case Failed():
                 self.failures.append(event)
+                self.processes.pop(event.worker, None)
                 self.cause = self.cause or event
             case Noted():
                 self.notes.append(event)

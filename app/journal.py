@@ -78,7 +78,7 @@ class Journal:
         self._failing = False
         # Guards the lists; re-entrant, because a listener may write. The second lock keeps batches in order.
         self._lock, self._flushing = threading.RLock(), threading.Lock()
-        self._closed = threading.Event()
+        self._closed, self._wake = threading.Event(), threading.Event()
         self._began_s = clock()
         self._thread = threading.Thread(target=self._flush_now_and_then, name="trainwright-journal", daemon=True)
 
@@ -131,8 +131,12 @@ class Journal:
         cause = f"{type(error).__name__}: {error}"
         self.write(Noted(text=f"{type(listener).__name__} is switched off, training is not: {cause}"))
 
+    def flush_soon(self) -> None:
+        """Let the thread write what is pending, now, and return at once: the driver does so at each commit."""
+        self._wake.set()
+
     def flush(self) -> bool:
-        """Write what is pending, now; the driver calls it at each commit. False: it could not be, and is kept."""
+        """Write what is pending and return when it is there. False: it could not be, and is kept."""
         if not self._prefix:
             return not self._pending
         with self._flushing:
@@ -167,8 +171,11 @@ class Journal:
             self.write(Noted(text="events are written to storage again; none was lost"))
 
     def _flush_now_and_then(self) -> None:
-        while not self._closed.wait(self._interval_s()):
-            self.flush()
+        while not self._closed.is_set():
+            self._wake.wait(self._interval_s())
+            self._wake.clear()
+            if not self._closed.is_set():
+                self.flush()
 
     def _interval_s(self) -> float:
         age_s = self._clock() - self._began_s
@@ -180,6 +187,7 @@ class Journal:
         False: some events could not be written, and are lost when the process ends. A second call does nothing new.
         """
         self._closed.set()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
         written = self._flush_patiently(patience_s)

@@ -8,6 +8,7 @@ from typing import Any
 from trainwright.checkpoints import newest_good, retain, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest
 from trainwright.core.data import Cursor
+from trainwright.core.errors import CheckpointError
 from trainwright.driver import messages as m
 from trainwright.log import Heartbeat, Owner, RunLog
 from trainwright.store import Store
@@ -44,23 +45,36 @@ class RunLedger:
         self.notes: list[str] = []
 
     def acquire(self) -> m.Acquired:
-        """Take the run and find its newest whole checkpoint; what was passed over is said in `notes`."""
+        """Take the run and find its newest whole checkpoint; what was passed over is said in `notes`.
+
+        Raises:
+            CheckpointError: there are checkpoints and none is whole; nothing was changed.
+        """
         entry = self._log.acquire(Owner.here(), self._job, fresh=self._fresh)
         self._token = entry.token
         self._heartbeat = Heartbeat(self._store, self._run, entry.token)
         self._heartbeat.start()
         head, self.notes = newest_good(self._store, self._run, entry.checkpoints)
+        if entry.checkpoints and head is None:
+            self.release(m.Release(outcome="failed", step=0))
+            raise CheckpointError(
+                "no checkpoint of the run is whole: " + "; ".join(self.notes),
+                where=self._store.uri_of(f"{self._run}/checkpoints"),
+                remedy="restore the files from a copy, or begin again with --fresh",
+            )
         return m.Acquired(token=entry.token, head=head)
 
     def commit(self, commit: m.Commit) -> m.Committed:
         """Write the manifest, name it in the log, then delete what the log no longer names."""
         manifest = Manifest(
-            step=commit.step, cursor=self._cursor(commit.step), files=commit.files, layout=commit.layout, facts=self._facts
+            step=commit.step,
+            cursor=self._cursor(commit.step),
+            files=commit.files,
+            layout=commit.layout,
+            facts=self._facts,
         )
         digest = write_manifest(self._store, self._run, commit.path, manifest)
-        checkpoint = CheckpointRef(
-            step=commit.step, path=commit.path, manifest_sha256=digest, parent=commit.parent
-        )
+        checkpoint = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=digest, parent=commit.parent)
         entry = self._log.commit(self._token, checkpoint, self._keep)
         retain(self._store, self._run, entry.checkpoints)
         return m.Committed(checkpoint=checkpoint)

@@ -96,7 +96,8 @@ class Narrator:
         return Figures(
             step=self._step,
             total=total,
-            epoch=epoch_of(min(self._step + 1, total), per_epoch),
+            # Before the first step the epoch of the next one, then that of the last one.
+            epoch=epoch_of(self._step if self._recent else min(self._step + 1, total), per_epoch),
             epochs=epoch_of(total, per_epoch),
             loss=sum(row[0] for row in self._recent) / len(self._recent) if self._recent else math.nan,
             samples_per_s=sum(row[1] for row in self._recent) / seconds if measured else math.nan,
@@ -179,10 +180,9 @@ class Narrator:
 
     def _tell_failure(self, event: Failed) -> list[Line]:
         self._activity = "recovering"
-        # A whole traceback comes with the error if the run fails; a recovered failure is worth one line.
+        # The whole traceback comes with the error if the run ends; a failure that is recovered from is worth a line.
         detail = event.detail if self._verbose else ""
-        text = f"{failure_text(event, self._pids)}; recovering"
-        return [Line(text=text, tone="bad", detail=detail)]
+        return [Line(text=failure_text(event, self._pids), tone="bad", detail=detail)]
 
 
 def evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
@@ -201,10 +201,10 @@ def checkpoint_text(event: Checkpointed) -> str:
 
 
 def failure_text(event: Failed, pids: dict[int, int] | None = None) -> str:
-    """`worker 1 (node-a, pid 1234) failed at step 412: killed by SIGKILL`."""
+    """`rank 1 (node-a, pid 1234) failed at step 412: killed by SIGKILL`. `pids` by worker."""
     pid = (pids or {}).get(event.worker)
     place = ", ".join(part for part in (event.node, f"pid {pid}" if pid else "") if part)
-    who = f"worker {event.worker}" if event.worker >= 0 else "the run"
+    who = f"rank {event.rank}" if event.rank >= 0 else "the group"
     return f"{who}{f' ({place})' if place else ''} failed at step {event.step:,}: {event.cause}"
 
 
@@ -244,7 +244,9 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
         case Placed():
             return Line(text=f"worker {event.worker} is up: pid {event.pid} on {event.node}")
         case Formed():
-            return Line(text=f"{words.count(event.workers, 'worker')} ready; {recovery_text(event)}", tone="good")
+            begins = event.source == "initial" and event.step == 0
+            state = f"after {words.duration(event.seconds)}" if begins else f"again: {recovery_text(event)}"
+            return Line(text=f"{words.count(event.workers, 'worker')} ready {state}", tone="good")
         case Steps():
             return Line(text=_steps_text(event))
         case Evaluated():

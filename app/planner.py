@@ -68,7 +68,9 @@ def _usable(cluster: Cluster, job: Job) -> Cluster:
         cluster = cluster.only(wanted)
         if not cluster.accelerators:
             raise ResourceError(
-                f"needs {job.workers or 1} {wanted}, the cluster has 0", where="accelerator", remedy="set accelerator='cpu'"
+                f"needs {job.workers or 1} {wanted}, the cluster has 0",
+                where="accelerator",
+                remedy="set accelerator='cpu'",
             )
     elif wanted == "CPU":
         cluster = cluster.without_accelerators()

@@ -106,7 +106,7 @@ def _check_past(prepared: Prepared, resume: bool) -> None:
         raise RunConflict(
             f"the run {name!r} was started with another job:{listed}\n ",
             where=where,
-            remedy="--resume goes on from its last checkpoint with the new job, --fresh begins again, or give a new name",
+            remedy="--resume goes on from its last checkpoint, --fresh begins again, or give the job a new name",
         )
     done = max((item.step for item in head.checkpoints), default=0)
     if head.outcome == "done" and done >= prepared.total_steps:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.core.job import Job
 from trainwright.driver.messages import Finish
 from trainwright.history import History, read_history
-from trainwright.store import Store, open_store
+from trainwright.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,7 +108,7 @@ class Run:
 
     @property
     def _store(self) -> Store:
-        return open_store(self.job.storage)
+        return self._session.store
 
     def _read(self) -> History:
         self._session.flush()

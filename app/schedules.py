@@ -32,7 +32,7 @@ def linear_warmup(
     Goyal et al. 2017, "Accurate, Large Minibatch SGD".
     """
     steps = _part("warmup", warmup, total)
-    if step < steps:
+    if step < steps > 0:
         return start + (1.0 - start) * (max(step, 0) + 1) / steps
     return then(step - steps, total - steps)
 

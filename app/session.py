@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from typing import Any
+
 from trainwright.core import events
+from trainwright.core.plan import Plan
 from trainwright.datasets.schedule import Schedule
-from trainwright.datasets.stream import schedule_of
+from trainwright.datasets.sources import Dataset, Index
+from trainwright.datasets.stream import Fetcher, schedule_of
 from trainwright.driver import messages as m
 from trainwright.driver.decide import begin, decide
 from trainwright.driver.state import Settings
 from trainwright.driver.world import World
 from trainwright.journal import Journal, Listener
 from trainwright.ledger import RunLedger
-from trainwright.core.plan import Plan
 from trainwright.planner import Decision
 from trainwright.prepare import Prepared
+from trainwright.store import Store
 from trainwright.strategies import engine_class
-from trainwright.travel import pack
+from trainwright.travel import by_value, pack
 from trainwright.versions import versions
 from trainwright.worker import WorkOrder
 
@@ -37,8 +41,14 @@ class Session:
             cursor=_schedule(prepared).cursor,
             facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
         )
+        self._feeders: list[Any] = []
         self._journal = Journal(prepared.store, job.name)
         self._world = World(self._order(), self._ledger, self._journal.write)
+
+    @property
+    def store(self) -> Store:
+        """Where the run lives."""
+        return self._prepared.store
 
     def listen(self, listener: Listener) -> None:
         """Add somebody who hears every event; call before `run`."""
@@ -58,6 +68,8 @@ class Session:
             return self._drive()
         finally:
             self._world.close()
+            for feeder in self._feeders:
+                feeder.close()
             self._ledger.close()
             self._journal.close()
 
@@ -94,15 +106,37 @@ class Session:
         )
 
     def _order(self) -> WorkOrder:
-        prepared, job, plan = self._prepared, self._prepared.job, self._decision.chosen
+        prepared, job = self._prepared, self._prepared.job
+        fetcher = evaluate_fetcher = None
+        if job.train.heavy:
+            fetcher = self._feeder(
+                job.train, prepared.train, epochs=job.epochs, shuffle=job.shuffle, drop_last=job.drop_last
+            )
+        if job.evaluate is not None and job.evaluate.heavy:
+            evaluate_fetcher = self._feeder(job.evaluate, prepared.evaluate, shuffle=False)
         return WorkOrder(
             job=pack(job),
-            plan=plan,
-            storage=job.storage,
+            plan=self._decision.chosen,
+            storage=prepared.store.uri,
             run=job.name,
             train=prepared.train,
             evaluate=prepared.evaluate,
+            fetcher=fetcher,
+            evaluate_fetcher=evaluate_fetcher,
         )
+
+    def _feeder(self, dataset: Dataset, index: Index | None, **how: Any) -> Fetcher:
+        """Ray Data's delivery of a data set with heavy transforms."""
+        from trainwright.datasets.rays import start_feeder
+
+        assert index is not None, "a data set that is read has an index"
+        job, cpus = self._prepared.job, self._decision.chosen.placement.data_cpus
+        with by_value():
+            feeder = start_feeder(
+                dataset, index, batch_size=job.batch_size, cpus=cpus, seed=job.seed, columns=job.columns, **how
+            )
+        self._feeders.append(feeder)
+        return feeder
 
     def _open_journal(self, acquired: m.Acquired) -> None:
         plan = self._decision.chosen

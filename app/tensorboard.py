@@ -46,15 +46,17 @@ class TensorBoard:
         self._store, self._prefix = store, f"{run}/tensorboard"
         self._folder = _folder(store.uri_of(self._prefix))
         self._token = self._part = 0
+        self._last_s = 0.0
         self._buffer = bytearray()
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="trainwright-tensorboard")
         self._upload: Future[None] | None = None
 
     def on(self, event: Event) -> None:
         """Take one event; uploads go on in a thread of their own."""
+        self._last_s = event.time_s
         match event:
             case RunStarted():
-                self._token = event.token
+                self._token, self._part = event.token, 0
             case Formed():
                 self._add(session_start(event.step + 1, event.time_s))
             case Steps():
@@ -64,11 +66,11 @@ class TensorBoard:
                 scalars = {f"evaluation/{name}": value for name, value in event.metrics.items()}
                 self._add(scalar_event(event.step, event.time_s, scalars))
         if isinstance(event, (Checkpointed, RunEnded)) or self._folder is not None:
-            self._write(event.time_s)
+            self._write()
 
     def close(self) -> None:
         """Write the rest and wait for it."""
-        self._write(0.0)
+        self._write()
         self._uploads.shutdown()
         if self._upload is not None:
             self._upload.result()
@@ -76,18 +78,18 @@ class TensorBoard:
     def _add(self, message: bytes) -> None:
         self._buffer += record(message)
 
-    def _write(self, time_s: float) -> None:
+    def _write(self) -> None:
         if not self._buffer:
             return
         data, name = bytes(self._buffer), f"events.out.tfevents.{self._token:010d}.{self._part:06d}"
         self._buffer.clear()
         if self._folder is not None:
-            _append(self._folder / name, data, time_s)
+            _append(self._folder / name, data, self._last_s)
             return
         if self._upload is not None and self._upload.done():
             self._upload.result()  # an upload that failed is told to the journal, which takes this listener off
         path = f"{self._prefix}/{name}"
-        self._upload = self._uploads.submit(self._store.put, path, record(version_event(time_s)) + data)
+        self._upload = self._uploads.submit(self._store.put, path, record(version_event(self._last_s)) + data)
         self._part += 1
 
 

@@ -25,7 +25,7 @@ def pack(job: Job) -> bytes:
     Raises:
         JobError: something in the job cannot travel, such as an open file or a lock.
     """
-    with _by_value():
+    with by_value():
         try:
             return bytes(cloudpickle.dumps(job))
         except Exception as error:
@@ -41,7 +41,8 @@ def unpack(data: bytes) -> Job:
 
 
 @contextlib.contextmanager
-def _by_value() -> Iterator[None]:
+def by_value() -> Iterator[None]:
+    """Within it, cloudpickle sends the user's own modules by value."""
     registered = [module for module in list(sys.modules.values()) if _is_users(module)]
     for module in registered:
         cloudpickle.register_pickle_by_value(module)

@@ -17,9 +17,9 @@ import trainwright as tw
 STEPS = 10
 NOTE = (
     "Seconds from the call of `trainwright.fit(job)` and of `TorchTrainer(...).fit()` to the end of the first "
-    "`optimizer.step()` of any rank, as a hook of the optimizer stamps it; the job of `step_time` with "
-    f"{WORKERS} workers and {STEPS} steps, on a Ray cluster that is up, turn by turn, each time in new worker "
-    "processes and a new folder. The calling process has imported both libraries before; in the full run the first pair is not "
+    f"`optimizer.step()` of any rank, as a hook of the optimizer stamps it; the job of `step_time` with {WORKERS} "
+    f"workers and {STEPS} steps, on a Ray cluster that is up, turn by turn, each time in new worker processes and "
+    "a new folder. The calling process has imported both libraries before; in the full run the first pair is not "
     "counted."
 )
 

@@ -63,7 +63,7 @@ def ray_cluster() -> Iterator[None]:
         logging_level="ERROR",
     )
     try:
-        answer = ray.remote(os.getpid)
+        answer = ray.remote(lambda: os.getpid())
         ray.get([answer.remote() for _ in range(WORKERS)], timeout=60)
         settle()
         yield

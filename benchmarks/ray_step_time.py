@@ -24,7 +24,7 @@ NOTE = (
 
 def measure(folder: Path, *, quick: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    rounds, epochs = (1, 3) if quick else (6, 6)
+    rounds, epochs = (1, 2) if quick else (6, 4)
     ours, theirs = [], []
     with ray_cluster():
         for number in range(rounds):

@@ -22,13 +22,14 @@ PAUSE_S = 0.1
 CHECKPOINT_STEPS = 20
 ROWS = 20 * BATCH_SIZE
 NOTE = (
-    f"The job of `step_time` with {WORKERS} workers on a Ray cluster that is up, a pause of {PAUSE_S:g} s after each "
-    f"step and a checkpoint after each {CHECKPOINT_STEPS} steps (Ray Train's by `ray.train.report` with a "
-    "FailureConfig, as its guides show), turn by turn. When rank 1 has stamped its step 53, and 113 in the full run, "
-    "its process gets SIGKILL, 13 steps after a checkpoint. Every `optimizer.step()` is stamped by a hook with the clock "
-    "that also times the kill. `next completed step` is the first stamp of a process that was not there before the "
-    "kill, so that a step which the survivor had under way does not count; `next new step` is that process's first "
-    "step which the victim had not completed. `steps done again` counts completed steps that were computed once more."
+    f"The job of `step_time` with {WORKERS} workers on a Ray cluster that is up, a pause of {PAUSE_S:g} s after "
+    f"each step and a checkpoint after each {CHECKPOINT_STEPS} steps (Ray Train's by `ray.train.report` with a "
+    "FailureConfig, as its guides show), turn by turn. When rank 1 has stamped its step 53, and 113 in the full "
+    "run, its process gets SIGKILL, 13 steps after a checkpoint. Every `optimizer.step()` is stamped by a hook "
+    "with the clock that also times the kill. `next completed step` is the first stamp of a process that was not "
+    "there before the kill, so that a step which the survivor had under way does not count; `next new step` is "
+    "that process's first step which the victim had not completed. `steps done again` counts completed steps that "
+    "were computed once more."
 )
 
 
@@ -90,6 +91,8 @@ def _killed(fit: Callable[[Path, int], None], folder: Path, kill_steps: tuple[in
         fit(folder, kill_steps[-1] + 27)
     finally:
         killer.stop()
+    if len(killer.kills) < len(kill_steps):
+        raise RuntimeError(f"the run ended after {len(killer.kills)} of {len(kill_steps)} kills")
     stamps = read_stamps(folder)
     return [recovery_of(stamps, victim, killed_s) for victim, killed_s in killer.kills]
 

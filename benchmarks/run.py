@@ -57,7 +57,7 @@ def _options() -> argparse.Namespace:
 def _run(name: str, quick: bool) -> list[Figure]:
     """One benchmark in a process and a folder of its own; none where it fails or takes too long, which is printed."""
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="trainwright-bench-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="tw-bench-", ignore_cleanup_errors=True) as folder:
         output, log = Path(folder) / "figures.json", Path(folder) / "log.txt"
         command = [sys.executable, str(HERE / "measure.py"), name, str(output), folder, *(["--quick"] if quick else [])]
         ended = _child(command, folder, log, DEADLINES_S[name])

@@ -207,8 +207,9 @@ class Order:
 def grouped(labels: Rows) -> Iterator[tuple[int, Rows]]:
     """Each different label, ascending, with the indices where it stands."""
     order = np.argsort(labels, kind="stable")
-    found, starts = np.unique(labels[order], return_index=True)
-    for label, start, stop in zip(found.tolist(), starts, [*starts[1:], len(order)], strict=True):
+    found, counts = np.unique(labels, return_counts=True)
+    stops = np.cumsum(counts)
+    for label, start, stop in zip(found.tolist(), stops - counts, stops, strict=True):
         yield label, order[start:stop]
 
 

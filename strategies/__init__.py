@@ -1,7 +1,7 @@
 """Strategies: one file each with a pure `propose`, and the engines that carry them out.
 
-A strategy is a function `propose(profile, cluster, job) -> Plan | Infeasible`. A new one is added to `STRATEGIES`; nothing
-else needs to know its name.
+A strategy is a function `propose(profile, cluster, job) -> Plan | Infeasible`. A new one is added to `STRATEGIES`;
+nothing else needs to know its name.
 """
 
 from __future__ import annotations

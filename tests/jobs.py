@@ -54,7 +54,12 @@ class Net(nn.Module):
     def __init__(self, width: int = 600) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Linear(WIDTH, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+            nn.Linear(WIDTH, width),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, CLASSES),
         )
         self.seen = nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))

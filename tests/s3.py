@@ -137,9 +137,10 @@ def _answers(server: S3Server, process: subprocess.Popen[bytes]) -> bool:
     until_s = time.monotonic() + DEADLINE_S
     while process.poll() is None and time.monotonic() < until_s:
         try:
-            server.make_bucket("ready")
+            bucket = f"ready-{uuid.uuid4().hex[:8]}"
+            server.make_bucket(bucket)
             client = S3Store(
-                "ready",
+                bucket,
                 endpoint=server.endpoint,
                 access_key_id=KEY,
                 secret_access_key=SECRET,

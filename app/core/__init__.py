@@ -1,1 +1,1 @@
-"""The base that everything may import and that imports nothing of ours: frozen types and errors. No framework, no Ray."""
+"""The base that everything may import and that imports nothing of ours: frozen types and errors."""

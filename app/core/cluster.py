@@ -53,7 +53,9 @@ class Cluster:
 
     def only(self, accelerator: str) -> Cluster:
         """The nodes that have this accelerator."""
-        return Cluster(nodes=tuple(node for node in self.nodes if node.accelerator == accelerator and node.accelerators))
+        return Cluster(
+            nodes=tuple(node for node in self.nodes if node.accelerator == accelerator and node.accelerators)
+        )
 
     def without_accelerators(self) -> Cluster:
         """The same nodes, their accelerators left alone."""

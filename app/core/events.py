@@ -89,8 +89,8 @@ class Steps(Event):
     def after(self, step: int) -> Steps:
         """Only the steps after `step`."""
         first = bisect.bisect_right(self.step, step)
-        lists = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return Steps(**{name: value[first:] if isinstance(value, list) else value for name, value in lists.items()})
+        lists = {name: value[first:] for name, value in vars(self).items() if isinstance(value, list)}
+        return dataclasses.replace(self, **lists)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,6 +135,8 @@ def _collect(turn: Turn, event: m.Returned) -> None:
     state = turn.state
     rank = state.rank_of[event.worker]
     turn.change(awaiting=state.awaiting - {event.worker}, answers={**state.answers, rank: event.value})
+    if state.phase is Phase.RUNNING:
+        turn.reached(event.value.step)
     if not turn.state.awaiting:
         turn.disarm("call", "hang")
         COMPLETED[state.phase](turn)

@@ -57,7 +57,6 @@ def segment_ended(turn: Turn) -> None:
     reports: list[m.SegmentReport] = list(turn.state.answers.values())
     steps = {report.step for report in reports}
     assert len(steps) == 1, f"ranks left the loop after different steps: {sorted(steps)}"
-    turn.reached(reports[0].step)
     turn.change(phase=Phase.READY, step=reports[0].step)
 
 

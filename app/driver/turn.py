@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from trainwright.core.events import Event
@@ -25,8 +24,12 @@ class Turn:
         return self.state.settings
 
     def change(self, **fields: Any) -> None:
-        """Replace fields of the state."""
-        self.state = replace(self.state, **fields)
+        """Replace fields of the state. Not `dataclasses.replace`, whose constructor took half the time of a decision."""
+        known = vars(self.state)
+        assert fields.keys() <= known.keys(), f"no fields of State: {fields.keys() - known.keys()}"
+        state = object.__new__(State)
+        vars(state).update(known, **fields)
+        self.state = state
 
     def enter(self, phase: Phase, **fields: Any) -> None:
         """Begin a phase with no answers yet."""

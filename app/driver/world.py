@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trainwright.actors import Hello, WorkerActor
+from trainwright.actors import WORKER, Hello
 from trainwright.core import events
 from trainwright.core.errors import FencedError, TrainwrightError
 from trainwright.core.group import Generation
@@ -48,7 +48,7 @@ class World:
         emit: takes each event of the run.
     """
 
-    def __init__(self, order: WorkOrder, ledger: Ledger, emit: Callable[[events.Event], None]) -> None:
+    def __init__(self, order: WorkOrder, ledger: Ledger, emit: Callable[[events.Event], object]) -> None:
         self._order = ray.put(order)
         self._plan = order.plan
         self._ledger = ledger
@@ -144,7 +144,7 @@ class World:
         elif placement.accelerator:
             options["resources"] = {placement.accelerator: placement.accelerators}
         spot = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=effect.slot)
-        actor = WorkerActor.options(scheduling_strategy=spot, **options).remote(self._order, effect.worker)
+        actor = WORKER.options(scheduling_strategy=spot, **options).remote(self._order, effect.worker)
         self._actors[effect.worker] = actor
         self._then(actor.hello.remote(), lambda done: self._greeted(effect.worker, done))
 

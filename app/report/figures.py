@@ -63,7 +63,7 @@ def loss_figure(history: History) -> str:
         if points:
             axes.plot(*zip(*points, strict=True), "o-", color=_COLOURS["series-2"], markersize=4, label="evaluation")
         _clip_outliers(axes, losses + [value for _, value in points])
-        _mark_failures(axes, history)
+        _mark_incidents(axes, history)
         if points or history.failures:
             _legend(axes)
 
@@ -158,10 +158,15 @@ def _clip_outliers(axes: Axes, values: Sequence[float]) -> None:
             axes.set_ylim(low - margin, high + 2 * margin)
 
 
-def _mark_failures(axes: Axes, history: History) -> None:
+def _mark_incidents(axes: Axes, history: History) -> None:
     for number, failure in enumerate(history.failures):
         label = "failure" if number == 0 else None
         axes.axvline(failure.step, color=_COLOURS["bad"], linewidth=1.1, linestyle=(0, (3, 2)), label=label)
+    back = [recovery.formed.step for recovery in history.recoveries]
+    if back:
+        colour, feet = _COLOURS["good"], [0.0] * len(back)
+        foot = axes.get_xaxis_transform()
+        axes.plot(back, feet, "^", color=colour, markersize=7, transform=foot, clip_on=False, label="recovered at")
 
 
 def _legend(axes: Axes) -> None:
@@ -198,7 +203,8 @@ def _themed(svg: str, name: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     opening = rf'<svg class="figure" viewBox="\1" role="img" aria-label="{name}">'
     svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', opening, svg, count=1)
-    svg = re.sub(r'\bid="((?!\w*clip)[A-Za-z]+_\d+)"', "", svg)
+    used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
     for variable, colour in _COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")

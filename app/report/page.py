@@ -253,7 +253,7 @@ def incidents(history: History) -> list[Incident]:
 
 
 def _failure(failure: Failed) -> str:
-    who = f"worker {failure.worker}" if failure.worker >= 0 else ""
+    who = f"rank {failure.rank}" if failure.rank >= 0 else ""
     place = ", ".join(part for part in (who, failure.node) if part)
     return f"{place}: {failure.cause}" if place else failure.cause
 

@@ -230,6 +230,6 @@ def _rowwise(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _carried_type(model: nn.Module) -> torch.dtype:
-    """float64 for a model in float64, else float32: then carry and gradients share their buckets wherever they can."""
-    floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
-    return torch.float64 if floating == {torch.float64} else torch.float32
+    """float64 where parameters in float64 are trained, else float32: carry then mostly shares the gradients' buckets."""
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    return torch.float64 if torch.float64 in trained else torch.float32

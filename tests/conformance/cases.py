@@ -115,12 +115,15 @@ CASES = (
 )
 
 
-def sizes(*wanted: int, in_place: bool = False) -> list[tuple[Case, int]]:
-    """Cases with each wanted number of workers that they are tried with; the largest that they have where none fits."""
+def sizes(*wanted: int) -> list[tuple[Case, int]]:
+    """Cases with each wanted number of workers that they are tried with; the largest that they have where none fits.
+
+    Those that need new processes for each group differ in nothing else, and have tests of their own.
+    """
     return [
         (case, workers)
         for case in CASES
-        if case.in_place or not in_place
+        if case.in_place
         for workers in case.workers
         if workers in wanted or (workers == case.workers[-1] and not set(wanted) & set(case.workers))
     ]
@@ -129,6 +132,11 @@ def sizes(*wanted: int, in_place: bool = False) -> list[tuple[Case, int]]:
 def several(*wanted: int) -> list[tuple[Case, int]]:
     """Like `sizes`, without cases that have one worker only."""
     return [(case, workers) for case, workers in sizes(*wanted) if workers > 1]
+
+
+def new_process() -> list[tuple[Case, int]]:
+    """Cases whose new generation needs new processes."""
+    return [(case, workers) for case in CASES if not case.in_place for workers in case.workers]
 
 
 def label(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""One rank in a process of its own: carries out the verbs that the harness sends, in the order of the engine's contract."""
+"""One rank in a process of its own: carries out the verbs that the harness sends."""
 
 from __future__ import annotations
 
@@ -38,14 +38,19 @@ class Files:
 
 
 class Faulty:
-    """A loss that goes wrong once it is armed with the name of a fault."""
+    """A loss that goes wrong once it is armed with the name of a fault, after a number of calls."""
 
     def __init__(self, loss: Any) -> None:
-        self.loss, self.fault = loss, ""
+        self.loss = loss
+        self.arm("")
+
+    def arm(self, fault: str, after: int = 0) -> None:
+        self.fault, self.left = fault, after
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         result = self.loss(outputs, targets)
-        return getattr(self, self.fault)(result) if self.fault else result
+        self.left -= 1
+        return getattr(self, self.fault)(result) if self.fault and self.left < 0 else result
 
     def kill(self, result: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -98,11 +103,13 @@ class Session:
         """Steps; `fault` strikes in the last of them."""
         reports = []
         for feed in feeds:
-            self.faulty.fault = fault if feed is feeds[-1] else ""
+            self.faulty.arm(fault if feed is feeds[-1] else "")
             reports.append(self._stepping(self.engine.train_step, feed))
         return reports
 
-    def serve(self) -> None:
+    def serve(self, fault: str = "", after: int = 0) -> None:
+        """Serve; `fault` strikes after so many calls of the loss."""
+        self.faulty.arm(fault, after)
         self._stepping(self.engine.serve)
 
     def evaluate(self, feeds: Sequence[Feed]) -> Sums:
@@ -134,7 +141,7 @@ class Session:
         self.engine.leave()
 
     def interrupted(self, feed: Feed, after_s: float) -> tuple[bool, Exception | None]:
-        """What `interrupt` answers in another thread `after_s` into a step, and what the step raises if that is True."""
+        """What `interrupt` answers in another thread `after_s` into a step, and what the step raises."""
         answers: list[bool] = []
         over = threading.Event()
 

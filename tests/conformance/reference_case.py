@@ -24,7 +24,9 @@ def spec(problem: Problem) -> ModelSpec:
     """The job."""
     return ModelSpec(
         model=functools.partial(model, problem),
-        loss=_flat if problem.flat else {"cross_entropy": cross_entropy, "weighted": weighted, "tokens": tokens}[problem.loss],
+        loss=_flat
+        if problem.flat
+        else {"cross_entropy": cross_entropy, "weighted": weighted, "tokens": tokens}[problem.loss],
         optimizer=functools.partial(optimizer, problem.optimizer),
         total_steps=problem.steps,
         inputs=problem.inputs,
@@ -74,7 +76,9 @@ def state(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
     return {name: value for data in files.values() for name, value in np.load(io.BytesIO(data)).items()}
 
 
-def by_hand(problem: Problem, start: Arrays, steps: Sequence[Ids], data: Columns) -> tuple[list[float], list[float], Arrays]:
+def by_hand(
+    problem: Problem, start: Arrays, steps: Sequence[Ids], data: Columns
+) -> tuple[list[float], list[float], Arrays]:
     """Losses, gradient norms and last parameters of a plain loop over whole global batches, in numpy alone."""
     w1, b1, w2, b2 = (np.array(start[f"model/layers.{name}"]) for name in ("0.weight", "0.bias", "1.weight", "1.bias"))
     held = [w1, b1, w2, b2]
@@ -83,7 +87,9 @@ def by_hand(problem: Problem, start: Arrays, steps: Sequence[Ids], data: Columns
     for step, ids in enumerate(steps):
         x = np.concatenate([data[name][ids] for name in problem.inputs], axis=1)
         hidden = np.tanh(x @ held[0] + held[1])
-        loss, weight, error = _loss(problem, hidden @ held[2] + held[3], {name: array[ids] for name, array in data.items()})
+        loss, weight, error = _loss(
+            problem, hidden @ held[2] + held[3], {name: array[ids] for name, array in data.items()}
+        )
         if weight == 0:
             losses.append(0.0)
             norms.append(0.0)

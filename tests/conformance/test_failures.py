@@ -6,32 +6,30 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conformance.cases import Case, label, several, sizes
+from tests.conformance.cases import Case, label, new_process, several, sizes
 from tests.conformance.harness import Outcome, Pool, World
 from tests.conformance.problems import PROBLEMS, Problem
 from tests.conformance.test_state import PART, PROBLEM, WHOLE, _run, _state, assert_same
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 
 SOON_S = 15.0  # on a loaded machine; the group's own deadline is twice that
-IN_PLACE = [one for one in several(2, 3) if one[0].in_place]
 FAULTS = {
     "error": (UserCodeError, "ZeroDivisionError"),
     "nan": (NonFiniteLoss, f"step {PART}"),
     "reduced": (JobError, "per sample"),
-    "short": (JobError, "one"),
+    "short": (JobError, "shape"),
 }
 
 
-@pytest.mark.parametrize(("case", "workers"), IN_PLACE, ids=label)
+@pytest.mark.parametrize(("case", "workers"), several(2, 3), ids=label)
 @pytest.mark.parametrize("victim", [0, -1], ids=["first", "last"])
 def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
     pool: Pool, case: Case, workers: int, victim: int
 ) -> None:
     dead = victim % workers
-    if case.topology == "coordinator" and dead:
-        pytest.fail("followers are killed in their own test")
     unbroken, feeds = _run(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
+        _arm(case, world, dead, "kill")
         world.start(feeds[0])
         pids = list(world.pids)
         outcomes, spent_s = world.train_with_fault(feeds[: PART + 1], dead, "kill")
@@ -48,10 +46,11 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
 @pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, workers: int, fault: str) -> None:
-    victim = 0 if case.topology == "coordinator" else workers - 1
+    victim = workers - 1
     kind, words = FAULTS[fault]
     feeds = case.feeds(PROBLEM, workers, range(PART + 1))
     with case.world(pool, PROBLEM, workers) as world:
+        _arm(case, world, victim, fault)
         world.start(feeds[0])
         world.train(feeds[:PART])
         before = _state(case, world)
@@ -59,11 +58,11 @@ def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, work
         assert spent_s < SOON_S
         _check_error(outcomes[victim].error, kind, words, victim)
         if fault == "nan":
-            rows = feeds[PART][victim].parts[0][0].samples
+            share = feeds[PART][0].parts[victim] if case.topology == "coordinator" else feeds[PART][victim].parts[0]
+            rows = share[0].samples[share[0].columns["w"] > 0]
             assert str(rows[0]) in str(outcomes[victim].error), "the samples are not named"
-        for rank, outcome in enumerate(outcomes):
-            served = case.topology == "coordinator" and rank > 0
-            assert served or isinstance(outcome.error, PeerLost | kind), outcome
+        for outcome in outcomes:
+            assert isinstance(outcome.error, PeerLost | kind), outcome
         assert_same(before, _state(case, world))
 
 
@@ -92,6 +91,15 @@ def test_outputs_of_the_wrong_shape(pool: Pool, case: Case, workers: int) -> Non
         outcomes, _ = world.train_with_fault(feeds, 0, "")
         _check_error(outcomes[0].error, JobError, "rows", 0)
         assert {tag.step for tag in world.form()} <= {0, None}
+
+
+@pytest.mark.parametrize(("case", "workers"), new_process(), ids=label)
+def test_a_process_that_left_refuses_another_group(pool: Pool, case: Case, workers: int) -> None:
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start()
+        world.leave()
+        with pytest.raises(TrainwrightError, match="new process"):
+            world.form()
 
 
 @pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
@@ -125,6 +133,12 @@ def test_a_rank_that_leaves_frees_the_others(pool: Pool, case: Case, workers: in
         world.ranks[1].call("leave")
         outcome = world.ranks[0].outcome(SOON_S)
         assert isinstance(outcome.error, PeerLost), outcome
+
+
+def _arm(case: Case, world: World, victim: int, fault: str) -> None:
+    """A follower is armed before it serves: it calls the loss for each micro-batch, of the throwaway step too."""
+    if case.topology == "coordinator" and victim:
+        world.arm(victim, fault, PROBLEM.accumulation * (1 + PART))
 
 
 def _check_survivors(case: Case, outcomes: list[Outcome], dead: int) -> None:

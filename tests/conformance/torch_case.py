@@ -18,6 +18,7 @@ from trainwright.core.data import Columns, Terms
 from trainwright.core.engine import ModelSpec
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+torch.set_num_threads(1)  # the tensors are tiny, and the ranks share the cores
 
 
 def spec(problem: Problem) -> ModelSpec:
@@ -125,7 +126,7 @@ def by_hand(
         for group in rule.param_groups:
             group["lr"] = RATE * (schedule(step, problem.steps) if problem.schedule else 1.0)
         rule.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         norms.append(norm)
     return losses, norms, {f"model/{name}": value.numpy() for name, value in net.state_dict().items()}
 

@@ -28,26 +28,25 @@ class Facts:
     """What one driver was told, and what follows from it."""
 
     def __init__(self) -> None:
-        self.high = 0
+        self.high = 0  # highest step told of
+        self.line = 0  # where the run stands, after being set back
         self.start = 0
         self.faults = 0  # since a new step was told of; each may count as one failure
         self.recovering = False
         self.lost: Exception | None = None
         self.user: list[Exception] = []
         self.storage_in_a_row = 0
-        self.upload_hung = False
-        self.cuts: set[int] = set()
+        self.cuts: set[int] = set()  # generations cut without a death, not told of yet
+        self.most_faults = 0
         self.stop_now = False
         self.stop_at: int | None = None
         self.unquiet = False  # a fault came after the wish to stop
         self.evaluated: dict[int, dict[str, float]] = {}
         self.release: m.Release | None = None
-        self.killed: set[int] = set()
-        self.owed_peers = False
 
     def resumed(self, step: int) -> None:
         """The driver begins at a checkpoint."""
-        self.start = self.high = step
+        self.start = self.high = self.line = step
 
     def hear(self, event: m.Happening) -> None:
         """Note what matters of a delivered event."""
@@ -67,18 +66,20 @@ class Facts:
             case m.CommitFailed():
                 self.storage_in_a_row += 1
             case m.StopAsked():
-                self.stop_now = self.stop_now or event.now
+                self.stop_now = self.stop_now or (event.now and self.release is None)
                 if self.stop_at is None:
-                    self.stop_at = self.high
+                    self.stop_at = self.line
                     self.unquiet = self.recovering
 
     def _reached(self, step: int) -> None:
+        self.line = max(self.line, step)
         if step > self.high:
             self.high = step
             self.faults = min(self.faults, 1) if self.recovering else 0
 
     def _fault(self) -> None:
         self.faults += 1
+        self.most_faults = max(self.most_faults, self.faults)
         self.recovering = self.unquiet = True
 
     def _raised(self, event: m.Raised) -> None:
@@ -88,15 +89,18 @@ class Facts:
         elif kind in ("user", "data"):
             self.user.append(event.failure.error)
             self.unquiet = True
-        elif kind != "peer" or event.generation.number not in self.cuts:
-            self.cuts.add(event.generation.number)
+        elif kind != "peer":
             self._fault()
+        elif event.generation.number in self.cuts:
+            self.cuts.remove(event.generation.number)
+            self._fault()
+        else:
+            self.recovering = self.unquiet = True
 
     def expired(self, name: str) -> None:
         """A deadline passed because something hangs."""
         if name in ("call", "hang", "upload"):
             self._fault()
-        self.upload_hung = self.upload_hung or name == "upload"
         self.unquiet = True
 
     def called(self, call: m.Call) -> None:
@@ -105,7 +109,8 @@ class Facts:
             if self.stop_at is not None:
                 raise Violation("steps are begun after a wish to stop")
             self.recovering = False
-            self.cuts.clear()
+        if call.verb == "heal":
+            self.line = call.argument.step
         if self.stop_now and call.verb != "upload":
             raise Violation(f"{call.verb} is called after a wish to stop at once")
 
@@ -169,7 +174,7 @@ class Facts:
             right = any(error is e for e in self.user)
         elif isinstance(error, ResourceError):
             waiting = [p for p in driver.processes.values() if p.alive and not p.up and not p.killed]
-            right = any(now_s - p.born_s >= scenario.settings.place_deadline_s for p in waiting)
+            right = any(now_s + 1e-6 - p.born_s >= scenario.settings.place_deadline_s for p in waiting)
         elif isinstance(error, RunConflict):
             right = self.lost is error
         elif isinstance(error, StorageError):
@@ -177,10 +182,10 @@ class Facts:
         else:
             right = isinstance(error, (WorkerLost, HangError, RuntimeError)) and self._spent(scenario)
         if not right:
-            raise Violation(f"failed with {error!r}, but {self.faults} faults were to be recovered from")
+            raise Violation(f"failed with {error!r}, but {self.most_faults} faults were to be recovered from")
 
     def _spent(self, scenario: Scenario) -> bool:
-        return self.faults > scenario.settings.failures
+        return self.most_faults > scenario.settings.failures
 
     def _store_is_out(self, scenario: Scenario) -> bool:
         return self.storage_in_a_row >= scenario.settings.storage_attempts

@@ -99,6 +99,7 @@ class Strikes:
         team = target.team
         if team is not None and not team.broken:
             team.cut = True
+            target.driver.facts.cuts.add(team.number)
             self._world.labour.break_team(team)
 
     # --- starts -------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class World:
         self.delivered += 1
         if not driver.code.is_stale(state, event):
             self.pairs[state.phase.value, driver.code.kind_of(event)] += 1
-        if driver.finish is None:
+        if driver.finish is None and not (isinstance(event, m.Died) and driver.processes[event.worker].killed):
             driver.facts.hear(event)
         driver.state, effects = driver.code.decide(state, event, self.clock.now_s)
         if driver.finish is not None and effects:

@@ -78,6 +78,12 @@ def stepped(
     )
 
 
+def checkpointed(step: int, *, time_s: float) -> events.Checkpointed:
+    """A checkpoint of 2 KiB that cost the steps 100 ms."""
+    path = f"checkpoints/{step:08d}-1"
+    return events.Checkpointed(time_s=time_s, step=step, path=path, size_bytes=2048, blocked_s=0.1, seconds=1)
+
+
 def whole_run() -> list[events.Event]:
     """20 steps with a worker killed after step 12, recovered at step 10, two evaluations and two checkpoints."""
     return [
@@ -87,7 +93,7 @@ def whole_run() -> list[events.Event]:
         events.Formed(time_s=104, generation=1, workers=2, seconds=4),
         stepped(range(1, 11), time_s=105),
         events.Evaluated(time_s=107, step=10, metrics={"accuracy": 0.8, "loss": 0.5}, seconds=2),
-        events.Checkpointed(time_s=107.1, step=10, path="checkpoints/00000010-1", size_bytes=2048, blocked_s=0.1, seconds=1),
+        checkpointed(10, time_s=107.1),
         stepped([11, 12], time_s=107.3),
         events.Failed(time_s=107.3, generation=1, worker=1, rank=1, node="node-a", cause="killed by SIGKILL", step=12),
         events.Formed(
@@ -96,7 +102,7 @@ def whole_run() -> list[events.Event]:
         ),
         stepped(range(11, 21), time_s=110.3, generation=2, loss=0.05),
         events.Evaluated(time_s=111.3, step=20, metrics={"accuracy": 0.9, "loss": 0.3}, seconds=1),
-        events.Checkpointed(time_s=111.4, step=20, path="checkpoints/00000020-1", size_bytes=2048, blocked_s=0.1, seconds=1),
+        checkpointed(20, time_s=111.4),
         events.RunEnded(time_s=112, outcome="done", step=20),
     ]  # fmt: skip
 

@@ -135,8 +135,8 @@ def test_the_order_is_what_plain_integers_give() -> None:
         lane: list[int] = []
         for window in windows:
             size = edges[window + 1] - edges[window]
-            order_inside = sorted(range(size), key=lambda row, base=fold(7, 2, window): _mixed(base, row + 1))
-            lane.extend(edges[window] + row for row in order_inside)
+            keys = [_mixed(fold(7, 2, window), row + 1) for row in range(size)]
+            lane.extend(edges[window] + row for row in sorted(range(size), key=keys.__getitem__))
         lanes.append(lane)
     assert order.rows_of(2, 0, 23).tolist() == [lanes[i % 3][i // 3] for i in range(23)]
 

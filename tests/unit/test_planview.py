@@ -11,14 +11,19 @@ from tests.unit.sample_run import DECISION, PLAN
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.planview import plan_from, plan_html, plan_line, plan_text
 
+GPU = Placement(cpus=1, accelerators=1, accelerator="GPU")
+
 
 @pytest.mark.parametrize(
     ("plan", "line"),
     [
         (PLAN, "data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step"),
-        (replace(PLAN, batch_size=257, estimate=None), "data_parallel: 2 workers x 1 thread on CPU, batch 257 = 2 x 128 or 129"),
         (
-            replace(PLAN, accumulation=4, precision="bf16", estimate=None, placement=Placement(cpus=1, accelerators=1, accelerator="GPU")),
+            replace(PLAN, batch_size=257, estimate=None),
+            "data_parallel: 2 workers x 1 thread on CPU, batch 257 = 2 x 128 or 129",
+        ),
+        (
+            replace(PLAN, accumulation=4, precision="bf16", estimate=None, placement=GPU),
             "data_parallel: 2 workers on GPU, batch 256 = 2 x 4 micro-batches x 32, bf16",
         ),
         (
@@ -32,7 +37,7 @@ def test_line(plan: Plan, line: str) -> None:
 
 
 def test_table_names_the_chosen_plan_its_cost_and_the_others() -> None:
-    text = plan_text(DECISION)
+    text = plan_text(DECISION, width=150)
     for said in (
         plan_line(PLAN), "1,000 parameters (3.91 KiB), torch", "1 node, 2 CPUs", "data 2", "0.5 CPU for each worker",
         "14 ms (5 ms to 42 ms)", "4 KiB", "all reduce", "batch norm is local",
@@ -40,7 +45,7 @@ def test_table_names_the_chosen_plan_its_cost_and_the_others() -> None:
     ):  # fmt: skip
         assert said in text
     assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 110
+    assert max(map(len, plan_text(DECISION, width=80).splitlines())) <= 80
 
 
 def test_decision_prints_and_shows_itself() -> None:

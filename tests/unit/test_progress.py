@@ -26,7 +26,7 @@ def test_a_whole_run_in_words() -> None:
         "run demo: 2 epochs, 20 steps of 256 samples; 1 node, 2 CPUs, no accelerators",
         "2 workers ready after 4.0 s",
         "step 10 (epoch 1): accuracy 0.8000, loss 0.5000 (2.0 s)",
-        "worker 1 (node-a, pid 12) failed at step 12: killed by SIGKILL; recovering",
+        "rank 1 (node-a, pid 12) failed at step 12: killed by SIGKILL",
         "back at step 10 after 2.0 s, 2 steps lost, state from checkpoints/00000010-1",
         "step 20 (epoch 2): accuracy 0.9000, loss 0.3000 (1.0 s)",
         "done: 20 steps after 12.0 s",
@@ -92,7 +92,7 @@ def test_figures_after_a_resume_are_those_of_this_session_alone() -> None:
     figures = narrator.figures
     assert figures.left_s == pytest.approx(80 * 0.5)  # 20 steps took 10 s of this session
     assert figures.samples_per_s == pytest.approx(2560) and figures.wait_share == pytest.approx(0.2)
-    assert figures.text() == ("step 30/110, epoch 4/11, loss 0.5000, 2,560 samples/s, waiting for data 20%, 0:40 left")
+    assert figures.text() == ("step 30/110, epoch 3/11, loss 0.5000, 2,560 samples/s, waiting for data 20%, 0:40 left")
 
 
 def test_time_lost_to_a_recovery_does_not_bend_the_rate() -> None:
@@ -111,7 +111,10 @@ def test_time_lost_to_a_recovery_does_not_bend_the_rate() -> None:
 def test_epoch_at_the_borders() -> None:
     narrator = Narrator()
     narrator.tell(started())
+    assert narrator.figures.epoch == 1
     narrator.tell(stepped(range(1, 11), time_s=101))
+    assert narrator.figures.epoch == 1
+    narrator.tell(events.Formed(time_s=102, step=10))
     assert narrator.figures.epoch == 2
     narrator.tell(stepped(range(11, 21), time_s=102))
     assert narrator.figures.epoch == 2
@@ -164,7 +167,7 @@ def test_a_bar_in_a_terminal() -> None:
             progress.on(event)
     shown = out.getvalue()
     assert "step 12/20" in shown and "epoch 2/2" in shown and "recovering" in shown
-    assert "worker 1 (node-a, pid 12) failed at step 12" in shown
+    assert "rank 1 (node-a, pid 12) failed at step 12" in shown
 
 
 def test_brackets_are_no_markup() -> None:

@@ -77,10 +77,8 @@ def test_is_whole_and_self_contained_in_every_case(case: str) -> None:
     assert {target[1:] for target in page.fetched} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
     assert len(html) < 300_000
-    assert (
-        "nan" not in re.sub(r"<[^>]*>", "", html.split("</style>")[1]).replace("ValueError", "").lower()
-        or case == "nan"
-    )
+    said = re.sub(r"<[^>]*>", " ", html.split("</style>")[1])
+    assert ("nan" in said.split()) == (case == "nan")
 
 
 def test_says_what_a_reader_looks_for() -> None:
@@ -220,7 +218,7 @@ def test_tensorboard_in_an_object_store_adds_a_file_at_each_checkpoint_and_the_e
     board.close()
     paths = [path for path, _ in store.list("demo/tensorboard")]
     names = [path.rsplit("tfevents.")[1] for path in paths]
-    assert names == ["0000000001.000000", "0000000001.000001", "0000000001.000002", "0000000004.000000"]
+    assert names == ["0000000001.000000", "0000000001.000001", "0000000004.000000"]
     steps = [step for path in paths for step, _ in scalars(store.get(path))[0].get("train/loss", [])]
     assert steps == [*range(1, 13), *range(11, 21), 21]
 
@@ -236,9 +234,7 @@ def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:
     modules = "journal, history, progress, tensorboard, report, views, planview, schedules"
-    code = (
-        f"import sys; from trainwright import {modules}\n"
-        "print(sorted(sys.modules.keys() & {'ray', 'torch', 'tensorflow', 'keras', 'tensorboardX', 'pandas', 'matplotlib'}))"
-    )
+    heavy = {"ray", "torch", "tensorflow", "keras", "tensorboardX", "pandas", "matplotlib"}
+    code = f"import sys; from trainwright import {modules}\nprint(sorted(sys.modules.keys() & {heavy}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -174,7 +174,7 @@ def test_a_full_or_forbidden_disk_is_named(
 KILLED = """
 import sys
 from trainwright.store import open_store
-store, data = open_store(sys.argv[1]), [b"a" * 8_000_000, b"b" * 8_000_000]
+store, data = open_store(sys.argv[1]), [b"a" * 2_000_000, b"b" * 2_000_000]
 store.put("file", data[0])
 print("ready", flush=True)
 while True:
@@ -191,8 +191,8 @@ def test_a_killed_writer_leaves_no_part_of_a_file(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=10)
     for data in [*reads, store.get("file")]:
-        assert data in (b"a" * 8_000_000, b"b" * 8_000_000)
-    assert list(store.list()) == [("file", 8_000_000)]
+        assert data in (b"a" * 2_000_000, b"b" * 2_000_000)
+    assert list(store.list()) == [("file", 2_000_000)]
 
 
 # --- doubt ------------------------------------------------------------------------------------------------------------

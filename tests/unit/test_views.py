@@ -157,7 +157,7 @@ def test_logs_are_lines_or_json() -> None:
     record(uri, whole_run(), outcome="done")
     lines = list(views.logs(uri, "demo"))
     assert len(lines) == len(whole_run())
-    assert any("worker 1 (node-a) failed at step 12: killed by SIGKILL" in line for line in lines)
+    assert any("rank 1 (node-a) failed at step 12: killed by SIGKILL" in line for line in lines)
     assert any("step 20 (epoch 2): accuracy 0.9000" in line for line in lines)
     parsed = [json.loads(line) for line in views.logs(uri, "demo", as_json=True)]
     assert [item["kind"] for item in parsed][:2] == ["run_started", "placed"]
@@ -190,7 +190,8 @@ def test_logs_follow_until_the_run_ends() -> None:
 def test_logs_follow_ends_when_the_driver_is_dead() -> None:
     uri = storage()
     record(uri, whole_run()[:5], owner=DEAD)
-    assert (
-        len(list(views.logs(uri, "demo", follow=True, wait=lambda seconds: pytest.fail("waited for a dead driver"))))
-        == 5
-    )
+
+    def wait(seconds: float) -> None:
+        pytest.fail("waited for a dead driver")
+
+    assert len(list(views.logs(uri, "demo", follow=True, wait=wait))) == 5

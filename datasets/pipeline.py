@@ -1,0 +1,201 @@
+"""The Ray Data pipeline of a heavy data set: read tasks that follow the order, then one stage for each heavy transform.
+
+A block has one row for each piece of a share: its label, and its columns as one value, so that nothing is split or
+converted on the way and the consumer gets the arrays that it would have computed itself. Errors of the user's functions
+travel the same way, to the consumer that asked for the piece.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import cloudpickle
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, read_datasource
+from ray.data.block import BlockMetadata
+
+from trainwright.core.errors import TrainwrightError
+from trainwright.datasets.columns import Arrays, select
+from trainwright.datasets.index import Index
+from trainwright.datasets.order import Rows
+from trainwright.datasets.reader import Reader
+from trainwright.datasets.schedule import Schedule
+from trainwright.datasets.sources import Dataset
+from trainwright.datasets.stream import reader_of
+from trainwright.datasets.transforms import Counters, apply
+
+PIECE_ROWS = 128
+_TASKS = 1024  # read tasks of one Ray Data execution: their list is made at once
+
+
+class Piece(NamedTuple):
+    """A label: part `number` of `count` of the share that data rank `rank` of `total` has of the chunk at `step`."""
+
+    step: int
+    rank: int
+    total: int
+    number: int
+    count: int
+
+
+class Content(NamedTuple):
+    """What a piece holds on its way: columns and what its transforms are counted by, or the error that ended it."""
+
+    columns: Arrays
+    samples: Rows
+    epoch: int
+    error: TrainwrightError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that a process needs to compute any piece of a run.
+
+    Attributes:
+        dataset: with its transforms.
+        index: of the data set.
+        columns: to keep; None keeps all.
+        schedule: of the steps.
+        length: steps of a chunk.
+    """
+
+    dataset: Dataset
+    index: Index
+    columns: tuple[str, ...] | None
+    schedule: Schedule
+    length: int
+
+    @cached_property
+    def reader(self) -> Reader:
+        """This process's reader; it keeps what it decoded."""
+        return reader_of(self.dataset, self.index, self.columns, self.schedule.order)
+
+    @property
+    def stages(self) -> list[tuple[int, int]]:
+        """Ranges of transforms: the light ones that are applied on reading, then each heavy one with those after it."""
+        transforms = self.dataset.transforms
+        heavy = [number for number, transform in enumerate(transforms) if transform.cpus > 0]
+        return list(zip([0, *heavy], [*heavy, len(transforms)], strict=True))
+
+    def pieces(self, step: int, total: int) -> Iterator[Piece]:
+        """Labels from the chunk that holds `step` to the end of the run, in the order in which they will be wanted."""
+        while step < self.schedule.total_steps:
+            chunk = self.schedule.chunk(step, self.length)
+            for rank in range(total):
+                rows = len(self.schedule.share(chunk, rank, total).samples)
+                count = -(-rows // PIECE_ROWS)
+                yield from (Piece(chunk.start, rank, total, number, count) for number in range(count))
+            step = chunk.stop
+
+    def read(self, piece: Piece) -> Content:
+        """Read a piece's rows, in order, and apply the transforms before the first heavy one."""
+        share = self.schedule.share(self.schedule.chunk(piece.step, self.length), piece.rank, piece.total)
+        samples = share.samples[piece.number * PIECE_ROWS : (piece.number + 1) * PIECE_ROWS]
+        try:
+            columns = self.reader.gather(samples)
+        except TrainwrightError as error:
+            return Content({}, samples, share.epoch, error)
+        return self.transform(Content(columns, samples, share.epoch), 0)
+
+    def transform(self, content: Content, stage: int) -> Content:
+        """Apply the transforms of a stage; the last one keeps the columns asked for."""
+        first, last = self.stages[stage]
+        counters = Counters(seed=self.schedule.order.seed, epoch=content.epoch)
+        try:
+            transforms = self.dataset.transforms[first:last]
+            columns = apply(transforms, content.columns, content.samples, counters, first)
+            if stage == len(self.stages) - 1:
+                columns = {name: columns[name] for name in select(columns, self.columns, repr(self.dataset))}
+        except TrainwrightError as error:
+            return content._replace(columns={}, error=error)
+        return content._replace(columns=columns)
+
+
+class PlannedSource(Datasource):  # type: ignore[misc]  # Ray Data is not typed
+    """A read task for each piece."""
+
+    def __init__(self, recipe: ray.ObjectRef[bytes], pieces: Sequence[Piece]) -> None:
+        super().__init__()
+        self._recipe, self._pieces = recipe, pieces
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        """Unknown."""
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        """One for each piece, in their order, whatever the parallelism."""
+        metadata = BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None)
+        return [ReadTask(_reading(self._recipe, piece), metadata) for piece in self._pieces]
+
+
+def run(recipe: ray.ObjectRef[bytes], pieces: Iterable[Piece], cpus: float) -> Iterator[ray.ObjectRef[pa.Table]]:
+    """Run the pipeline over pieces; gives blocks as they are finished, in any order.
+
+    Args:
+        recipe: a pickled Recipe.
+        pieces: to compute.
+        cpus: that the pipeline may use at a time.
+    """
+    stages, waiting = _recipe(recipe), list(pieces)
+    context = DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(cpu=cpus)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    for start in range(0, len(waiting), _TASKS):
+        part = waiting[start : start + _TASKS]
+        data = read_datasource(
+            PlannedSource(recipe, part),
+            override_num_blocks=len(part),
+            compute=ActorPoolStrategy(size=1),  # one process, so that what is decoded is decoded once
+            num_cpus=0,
+        )
+        for number, (first, _) in enumerate(stages.stages[1:], 1):
+            data = data.map_batches(
+                _stage(recipe, number),
+                batch_size=1,
+                batch_format="pyarrow",
+                num_cpus=stages.dataset.transforms[first].cpus,
+            )
+        for bundle in data.iter_internal_ref_bundles():
+            yield from (entry.ref for entry in bundle.blocks)
+
+
+def labels(block: pa.Table) -> list[Piece]:
+    """The label of each row of a block."""
+    return [Piece(*row) for row in zip(*(block.column(name).to_pylist() for name in Piece._fields), strict=True)]
+
+
+def content(block: pa.Table, row: int) -> Content:
+    """What a row of a block holds."""
+    found: Content = cloudpickle.loads(block.column("content")[row].as_buffer())
+    return found
+
+
+@lru_cache(maxsize=2)
+def _recipe(recipe: ray.ObjectRef[bytes]) -> Recipe:
+    made: Recipe = cloudpickle.loads(ray.get(recipe))
+    return made
+
+
+def _reading(recipe: ray.ObjectRef[bytes], piece: Piece) -> Callable[[], list[pa.Table]]:
+    return lambda: [_block(piece, _recipe(recipe).read(piece))]
+
+
+def _stage(recipe: ray.ObjectRef[bytes], number: int) -> Callable[[pa.Table], pa.Table]:
+    def transform(block: pa.Table) -> pa.Table:
+        found = content(block, 0)
+        return block if found.error else _block(labels(block)[0], _recipe(recipe).transform(found, number))
+
+    return transform
+
+
+def _block(piece: Piece, found: Content) -> pa.Table:
+    columns: dict[str, Any] = {name: [value] for name, value in piece._asdict().items()}
+    return pa.table({**columns, "content": pa.array([cloudpickle.dumps(found)], pa.large_binary())})

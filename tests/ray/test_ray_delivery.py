@@ -1,0 +1,145 @@
+"""Delivery through Ray Data gives the same batches as reading in the consumer, whatever is killed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from tests.unit.test_stream import collect, same
+from trainwright.core.data import Feed, Feeding
+from trainwright.core.errors import HangError, ResourceError, UserCodeError
+from trainwright.datasets import Dataset, table
+from trainwright.datasets.rays import RayFetcher, start_feeder
+from trainwright.datasets.stream import Stream
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+ROWS, BATCH = 1500, 128
+OPTIONS: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "seed": 3}
+
+
+def heavy(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {**columns, "square": columns["id"].astype(np.float32) ** 2, "name": columns["id"].astype(str)}
+
+
+def noisy(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {**row, "noise": np.float16(rng.random())}
+
+
+def dataset() -> Dataset:
+    """Light, heavy and light again, with two kinds of randomness and a tensor."""
+    images = np.random.default_rng(0).integers(0, 256, (ROWS, 6, 5), dtype=np.uint8)
+    source = table({"id": np.arange(ROWS), "image": images})
+    return source.map(noisy).map_batches(heavy, cpus=0.5).map(lambda row, rng: {**row, "late": rng.integers(9)})
+
+
+def feeder(data: Dataset, **more: Any) -> RayFetcher:
+    return start_feeder(data, data.index(), cpus=2.0, deadline_s=90.0, **{**OPTIONS, **more})
+
+
+def stream(data: Dataset, rank: int, total: int, fetcher: RayFetcher | None, **more: Any) -> Stream:
+    feeding = Feeding(data_ranks=range(rank, rank + 1), total=total)
+    return Stream(data, feeding=feeding, fetcher=fetcher, **{**OPTIONS, **more})
+
+
+@pytest.fixture(scope="module")
+def shared(ray_cluster: None) -> Iterator[RayFetcher]:
+    fetcher = feeder(dataset())
+    yield fetcher
+    fetcher.close()
+
+
+def check(ours: list[Feed], light: list[Feed]) -> None:
+    assert [feed.step for feed in ours] == [feed.step for feed in light]
+    assert all(same(one, other) for one, other in zip(ours, light, strict=True))
+
+
+@pytest.mark.parametrize(("total", "start"), [(1, 0), (2, 0), (3, 7), (2, 13)])
+def test_the_same_batches_both_ways(shared: RayFetcher, total: int, start: int) -> None:
+    data = dataset()
+    assert data.heavy
+    for rank in range(total):
+        light = collect(stream(data, rank, total, None), start)
+        assert len(light) == 24 - start and light[-1].rows == ROWS - 11 * BATCH
+        check(collect(stream(data, rank, total, shared), start), light)
+
+
+@ray.remote(num_cpus=0)
+class Consumer:
+    """A worker that takes feeds until it is killed."""
+
+    def __init__(self, fetcher: RayFetcher) -> None:
+        self.feeds = stream(dataset(), 0, 2, fetcher).feeds(0)
+
+    def take(self, count: int) -> list[Feed]:
+        return [next(self.feeds) for _ in range(count)]
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+def test_a_killed_consumer_is_replaced_and_earlier_steps_are_given_again() -> None:
+    fetcher = feeder(dataset())
+    light = collect(stream(dataset(), 0, 2, None))
+    consumer = Consumer.remote(fetcher)
+    check(ray.get(consumer.take.remote(20), timeout=120), light[:20])
+    os.kill(ray.get(consumer.process.remote()), 9)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(consumer.take.remote(1), timeout=60)
+    check(collect(stream(dataset(), 0, 2, fetcher), 17), light[17:])
+    check(collect(stream(dataset(), 0, 2, fetcher), 2), light[2:])
+    fetcher.close()
+
+
+def test_a_killed_feeder_computes_again_what_was_lost() -> None:
+    fetcher = feeder(dataset())
+    light = collect(stream(dataset(), 0, 1, None))
+    with stream(dataset(), 0, 1, fetcher).feeds(0) as feeds:
+        first = [next(feeds) for _ in range(3)]
+        ray.kill(fetcher._feeder, no_restart=False)
+        check(first + list(feeds), light)
+    fetcher.close()
+
+
+def test_an_error_of_the_transform_reaches_the_consumer_with_its_traceback() -> None:
+    def fails(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if 700 in columns["id"]:
+            raise OverflowError("rotten row")
+        return columns
+
+    data = table({"id": np.arange(ROWS)}).map_batches(fails, cpus=1)
+    fetcher = feeder(data, shuffle=False)
+    seen = []
+    with pytest.raises(UserCodeError, match="rotten row") as caught:
+        for feed in stream(data, 0, 1, fetcher, shuffle=False).feeds(0):
+            seen.append(feed.step)
+    assert 'raise OverflowError("rotten row")' in caught.value.detail
+    assert seen == list(range(len(seen))) and len(seen) <= 5
+    fetcher.close()
+
+
+def test_a_hanging_transform_is_told_within_the_deadline(tmp_path: Path) -> None:
+    def waits(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        while not (tmp_path / "go").exists():
+            time.sleep(0.05)
+        return columns
+
+    data = table({"id": np.arange(ROWS)}).map_batches(waits, cpus=1)
+    fetcher = start_feeder(data, data.index(), cpus=1.0, deadline_s=3.0, **OPTIONS)
+    with pytest.raises(HangError, match="delivered nothing within 3 s"):
+        next(stream(data, 0, 1, fetcher).feeds(0))
+    (tmp_path / "go").touch()
+    fetcher.close()
+
+
+def test_too_few_cpus_are_told_before_anything_starts() -> None:
+    data = table({"id": np.arange(9)}).map_batches(heavy, cpus=3)
+    with pytest.raises(ResourceError, match="asks for 3 CPUs and 2 are left"):
+        feeder(data)

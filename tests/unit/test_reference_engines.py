@@ -1,0 +1,292 @@
+"""The reference engines' connections and topologies, in threads of one process."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainwright.core.data import Batch, Feed
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import CheckpointError, NonFiniteLoss, PeerLost, TrainwrightError
+from trainwright.core.group import Address, Generation, Group, Peer
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.strategies.reference import state as states
+from trainwright.strategies.reference.base import Base
+from trainwright.strategies.reference.coordinator import Coordinator, pack, unpack
+from trainwright.strategies.reference.engine import NewProcess, Reference
+from trainwright.strategies.reference.independent import Clients, Independent
+from trainwright.strategies.reference.losses import Graded, cross_entropy
+from trainwright.strategies.reference.model import Mlp
+from trainwright.strategies.reference.optimizers import Sgd
+from trainwright.strategies.reference.wire import Port, Star
+
+FIRST = Generation(token=1, number=1)
+PLAN = Plan(strategy="test", engine="", mesh=Mesh(), batch_size=6, placement=Placement(cpus=1))
+SPEC = ModelSpec(
+    model=lambda: Mlp((3, 4, 2)),
+    loss=cross_entropy,
+    optimizer=lambda parameters: Sgd(learning_rate=0.1, momentum=0.9),
+    total_steps=10,
+    inputs=("x",),
+    targets=("y",),
+)
+
+
+def batch(rows: int = 6, start: int = 100) -> Batch:
+    random = np.random.default_rng(rows)
+    data = {"x": random.normal(size=(rows, 3)), "y": random.integers(0, 2, rows)}
+    return Batch(columns=data, weights=np.ones(rows), samples=np.arange(start, start + rows))
+
+
+def feed(*batches: Batch, step: int = 0, ranks: range = range(1)) -> Feed:
+    return Feed(step=step, parts=(batches,) * len(ranks), data_ranks=ranks, total=len(ranks), rows=6)
+
+
+# --- connections ------------------------------------------------------------------------------------------
+
+
+def test_sums_are_the_same_bits_everywhere_in_rank_order() -> None:
+    vectors = [np.array([1e16, 0.1]), np.array([1.0, 0.2]), np.array([-1e16, 0.3])]
+    with stars(3) as group:
+        sums = together(
+            *(lambda star=star, vector=vector: star.sum(vector) for star, vector in zip(group, vectors, strict=True))
+        )
+    assert {one.tobytes() for one in sums} == {((vectors[0] + vectors[1]) + vectors[2]).tobytes()}
+
+
+def test_a_closed_peer_is_noticed_although_another_is_slow() -> None:
+    with stars(3, deadline_s=20.0) as group:
+        start = time.monotonic()
+        group[2].close()
+        with pytest.raises(PeerLost, match="rank 2"):
+            group[0].gather(group[0].until())
+    assert time.monotonic() - start < 5
+
+
+def test_a_silent_peer_is_lost_at_the_deadline() -> None:
+    with stars(2, deadline_s=0.3) as group, pytest.raises(PeerLost, match=r"\[1\] did not answer"):
+        group[0].sum(np.zeros(1))
+
+
+def test_strangers_and_older_generations_are_not_let_in() -> None:
+    port = Port("127.0.0.1")
+    address = (port.address.host, port.address.port)
+    with socket.create_connection(address) as silent, socket.create_connection(address) as noisy:
+        silent.shutdown(socket.SHUT_WR)
+        noisy.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        old = _star(1, [port.address] * 2, Generation(token=1, number=0))
+        new, root = _star(1, [port.address] * 2, FIRST), Star(_group(0, [port.address] * 2, FIRST), port)
+        outcomes = together(root.open, lambda: _raised(old.open), new.open)
+        assert isinstance(outcomes[1], PeerLost)
+        sums = together(lambda: root.sum(np.ones(1)), lambda: new.sum(np.ones(1)))
+    for star in (root, old, new):
+        star.close()
+    assert [one.tolist() for one in sums] == [[2.0], [2.0]]
+
+
+def test_a_group_that_does_not_fill_is_given_up() -> None:
+    port = Port("127.0.0.1")
+    star = Star(_group(0, [port.address] * 2, FIRST, deadline_s=0.2), port)
+    with pytest.raises(PeerLost, match="joined"):
+        star.open()
+    star.close()
+
+
+def test_interrupt_frees_a_rank_that_waits_for_others() -> None:
+    engine = Reference(host="127.0.0.1")
+    address = engine.reserve(FIRST, "worker")
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(_raised, lambda: engine.form(_group(0, [address] * 2, FIRST, deadline_s=30.0)))
+        while engine._connections is None:
+            time.sleep(0.01)
+        assert engine.interrupt(10.0)
+        assert isinstance(forming.result(10.0), PeerLost)
+    engine.leave()
+
+
+def test_a_dead_address_is_lost_at_once() -> None:
+    gone = Port("127.0.0.1")
+    gone.close()
+    star = _star(1, [gone.address] * 2, FIRST)
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        star.open()
+    star.close()
+
+
+# --- engines ----------------------------------------------------------------------------------------------
+
+
+def test_results_do_not_depend_on_the_number_of_actors_of_a_coordinator() -> None:
+    """Bit by bit, because it adds up by data rank."""
+    found = set()
+    for actors in (1, 2, 3):
+        engines = formed(Coordinator, actors)
+        whole = feed(batch(), batch(5), ranks=range(4))
+        report, *_ = together(
+            lambda leader=engines[0], whole=whole: _then_leave(leader, whole), *(one.serve for one in engines[1:])
+        )
+        copies = {states.to_bytes(one.state) for one in engines}
+        assert len(copies) == 1 and report.weight == 44
+        found |= copies
+        together(*(one.leave for one in engines))
+    assert len(found) == 1
+
+
+def test_an_infinite_gradient_of_a_finite_loss_is_not_applied() -> None:
+    engine = alone(replace(SPEC, loss=lambda o, t: Graded(o[:, 0], np.full_like(o, np.inf))))
+    with np.errstate(invalid="ignore"), pytest.raises(NonFiniteLoss, match="gradient of step 0"):
+        engine.train_step(feed(batch()))
+    assert engine.snapshot().step == 0 and engine.state.step is None
+
+
+def test_a_feed_comes_back() -> None:
+    whole = feed(batch(), batch(2), step=4, ranks=range(1, 7, 3))
+    again, apply = unpack(pack(whole, True))
+    assert apply and (again.step, again.data_ranks, again.rows) == (4, whole.data_ranks, 6)
+    assert [len(part) for part in again.parts] == [2, 2]
+    assert np.array_equal(again.parts[1][1].columns["x"], whole.parts[1][1].columns["x"])
+    assert again.parts[0][0].samples.tolist() == whole.parts[0][0].samples.tolist()
+
+
+def test_the_core_must_feed_the_next_step() -> None:
+    engine = alone()
+    engine.train_step(feed(batch()))
+    with pytest.raises(TrainwrightError, match=r"fed step 0 .* standing at step 1"):
+        engine.train_step(feed(batch()))
+
+
+def test_one_group_in_a_process_life() -> None:
+    engine = formed(NewProcess, 1)[0]
+    engine.leave()
+    with pytest.raises(TrainwrightError, match="one group"):
+        engine.reserve(FIRST, "worker")
+
+
+def test_a_checkpoint_without_or_with_damaged_files_is_refused() -> None:
+    engine = alone()
+    for files, words in (({}, "no state"), ({"state.npz": b"torn"}, "cannot be read")):
+        with pytest.raises(CheckpointError, match=words):
+            engine.load(_Files(files))
+
+
+@pytest.mark.parametrize("lost", ["request", "answer"])
+def test_a_push_whose_connection_breaks_is_applied_once(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, worker = Independent(host="127.0.0.1"), Independent(host="127.0.0.1")
+    addresses = [server.reserve(FIRST, "server"), worker.reserve(FIRST, "worker")]
+    peers = tuple(
+        Peer(rank=rank, address=address, role=role)
+        for rank, (address, role) in enumerate(zip(addresses, ("server", "worker"), strict=True))
+    )
+    for rank, engine in enumerate((server, worker)):
+        engine.form(Group(generation=FIRST, rank=rank, peers=peers, deadline_s=20.0))
+        engine.build(SPEC, PLAN)
+    broken = _break_push(monkeypatch, lost)
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(server.serve)
+        worker.train_step(feed(batch()))
+        worker.train_step(replace(feed(batch(), step=1), wish=True))
+        worker.leave()
+        serving.result(20.0)
+    assert broken == [lost] and server.state.step == 2
+    server.leave()
+
+
+# --- helpers ----------------------------------------------------------------------------------------------
+
+
+class _Files:
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.files)
+
+    def read(self, name: str) -> bytes:
+        return self.files[name]
+
+
+def _break_push(monkeypatch: pytest.MonkeyPatch, lost: str) -> list[str]:
+    """Break the first push's connection, before the server can see it or after it has answered."""
+    ask, broken = Clients.ask, []
+
+    def breaking(self: Clients, index: int, request: bytes) -> Any:
+        pushes = b'"sequence": 0' not in request
+        if pushes and not broken:
+            broken.append(lost)
+            if lost == "answer":
+                ask(self, index, request)
+            self._links[index].cut()
+        return ask(self, index, request)
+
+    monkeypatch.setattr(Clients, "ask", breaking)
+    return broken
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Results of calls that wait for each other."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60.0) for future in [pool.submit(call) for call in calls]]
+
+
+@contextmanager
+def stars(size: int, deadline_s: float = 10.0) -> Iterator[list[Star]]:
+    """A formed group."""
+    ports = [Port("127.0.0.1") for _ in range(size)]
+    addresses = [port.address for port in ports]
+    group = [Star(_group(rank, addresses, FIRST, deadline_s), port) for rank, port in enumerate(ports)]
+    together(*(star.open for star in group))
+    try:
+        yield group
+    finally:
+        for star in group:
+            star.close()
+
+
+def formed(kind: type[Base], size: int) -> list[Any]:
+    """Engines of a formed group, built."""
+    engines: list[Any] = [kind(host="127.0.0.1") for _ in range(size)]
+    addresses = [engine.reserve(FIRST, "worker") for engine in engines]
+    together(*(lambda e=engine, r=rank: e.form(_group(r, addresses, FIRST)) for rank, engine in enumerate(engines)))
+    for engine in engines:
+        engine.build(SPEC, PLAN)
+    return engines
+
+
+def alone(spec: ModelSpec = SPEC) -> Reference:
+    """One rank, built."""
+    engine = Reference(host="127.0.0.1")
+    engine.form(_group(0, [engine.reserve(FIRST, "worker")], FIRST))
+    engine.build(spec, PLAN)
+    return engine
+
+
+def _then_leave(leader: Coordinator, whole: Feed) -> Any:
+    leader.warm(whole)
+    report = leader.train_step(whole)
+    leader.leave()
+    return report
+
+
+def _star(rank: int, addresses: Sequence[Address], generation: Generation) -> Star:
+    return Star(_group(rank, addresses, generation), Port("127.0.0.1"))
+
+
+def _group(rank: int, addresses: Sequence[Address], generation: Generation, deadline_s: float = 10.0) -> Group:
+    peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
+    return Group(generation=generation, rank=rank, peers=peers, deadline_s=deadline_s)
+
+
+def _raised(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    except PeerLost as error:
+        return error
+    return None
