@@ -15,7 +15,8 @@ help: ## list the targets
 
 .PHONY: demo
 demo: setup ## train a small network on Fashion-MNIST, to a report
-	@$(BIN)/trainwright fit examples/fashion_mnist.py $(ARGS)
+	@done=$$($(BIN)/trainwright show fashion-mnist --json 2>/dev/null | grep -c '"state": "done"'); \
+	$(BIN)/trainwright fit examples/fashion_mnist.py $$(test "$$done" = 0 || echo --fresh) $(ARGS)
 
 .PHONY: test
 test: setup ## run all tests; ARGS="-k word" picks some

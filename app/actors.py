@@ -93,9 +93,12 @@ class WorkerProcess:
             return _failure(error, self._where)
 
 
-WORKER: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"upload": 1, "watch": 2, "life": 1})(
-    WorkerProcess
-)  # type: ignore[call-overload]
+_OPTIONS: dict[str, Any] = {
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "concurrency_groups": {"upload": 1, "watch": 2, "life": 1},
+}
+WORKER: Any = ray.remote(**_OPTIONS)(WorkerProcess)
 """The actor class."""
 
 

@@ -223,8 +223,8 @@ def _ipython_display(body: str) -> Callable[[str], Any]:
     """Show HTML; returns the function that replaces it."""
     from IPython.display import HTML, display
 
-    handle = display(HTML(body), display_id=True)
-    return lambda new: handle.update(HTML(new))
+    handle: Any = display(HTML(body), display_id=True)  # type: ignore[no-untyped-call]
+    return lambda new: handle.update(HTML(new))  # type: ignore[no-untyped-call]
 
 
 def _print(console: Console, line: Line) -> None:

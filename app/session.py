@@ -18,6 +18,7 @@ from trainwright.driver.world import World
 from trainwright.journal import Journal, Listener
 from trainwright.ledger import RunLedger
 from trainwright.planner import Decision
+from trainwright.planview import others_of
 from trainwright.prepare import Prepared
 from trainwright.store import Store
 from trainwright.strategies import engine_class
@@ -85,7 +86,7 @@ class Session:
                 self._open_journal(event)
             state, effects = decide(state, event, time.monotonic())
             if isinstance(event, m.Committed):
-                self._journal.flush()
+                self._journal.flush_soon()
 
     def _settings(self) -> Settings:
         job, plan, per_epoch = self._prepared.job, self._decision.chosen, self._prepared.steps_per_epoch
@@ -147,10 +148,7 @@ class Session:
                 token=acquired.token,
                 job=self._prepared.description,
                 plan=asdict(plan),
-                rejected=[
-                    *({"strategy": item.plan.strategy, "reason": item.reason} for item in self._decision.rejected),
-                    *({"strategy": i.strategy, "reason": i.reason, "hint": i.hint} for i in self._decision.infeasible),
-                ],
+                rejected=others_of(self._decision),
                 cluster=str(self._decision.cluster),
                 versions=versions(),
                 total_steps=self._prepared.total_steps,

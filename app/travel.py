@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +15,11 @@ import cloudpickle
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 
-_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
-_OWN = Path(__file__).resolve().parent
+_PREFIXES = {sys.prefix, sys.base_prefix, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+_OWN = os.path.dirname(os.path.abspath(__file__))
+_FOREIGN = tuple(
+    f"{folder}{os.sep}" for prefix in (*_PREFIXES, _OWN) for folder in {prefix, os.path.realpath(prefix)}
+)
 
 
 def pack(job: Job) -> bytes:
@@ -60,5 +63,4 @@ def _is_users(module: Any) -> bool:
         return False
     if module.__name__.split(".")[0] in ("trainwright", "datasets", "__mp_main__"):
         return False
-    path = Path(file).resolve()
-    return not any(path.is_relative_to(root) for root in (*_INSTALLED, Path(sys.base_prefix).resolve(), _OWN))
+    return not os.path.abspath(file).startswith(_FOREIGN)

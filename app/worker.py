@@ -112,7 +112,7 @@ class Worker:
         else:
             manifest = read_manifest(self._store, self._order.run, heal.checkpoint)
             tag = self._engine.load(CheckpointReader(self._store, self._order.run, heal.checkpoint, manifest))
-        self._engine.warm(self._stream.warm_feed())
+        self._engine.warm(self._stream.warm_feed(heal.step))
         self._feeds = self._stream.feeds(heal.step)
         self._step = heal.step
         self._records.begin(self._generation, heal.step)

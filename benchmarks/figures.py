@@ -47,9 +47,15 @@ class Figure:
     @property
     def cells(self) -> tuple[str, ...]:
         """One row of the table, under `HEADINGS`."""
-        ratio = f"{self.ratio.median:.3f} ({self.ratio.low:.3f} to {self.ratio.high:.3f})" if self.ratio else "-"
         ours, peer = (f"{value:.4g} {self.unit}" for value in (self.ours, self.peer))
-        return self.benchmark, self.what, ours, peer, ratio, str(self.pairs), self._target
+        return self.benchmark, self.what, ours, peer, self._ratio, str(self.pairs), self._target
+
+    @property
+    def _ratio(self) -> str:
+        if self.ratio is None:
+            return "-"
+        interval = f"{self.ratio.low:.3f} to {self.ratio.high:.3f}" if self.pairs > 1 else "one pair, no interval"
+        return f"{self.ratio.median:.3f} ({interval})"
 
     @property
     def _target(self) -> str:

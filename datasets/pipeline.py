@@ -34,13 +34,13 @@ _TASKS = 1024  # read tasks of one Ray Data execution: their list is made at onc
 
 
 class Piece(NamedTuple):
-    """A label: part `number` of `count` of the share that data rank `rank` of `total` has of the chunk at `step`."""
+    """A label: part `part` of `parts` of the share that data rank `rank` of `total` has of the chunk at `step`."""
 
     step: int
     rank: int
     total: int
-    number: int
-    count: int
+    part: int
+    parts: int
 
 
 class Content(NamedTuple):
@@ -88,14 +88,14 @@ class Recipe:
             chunk = self.schedule.chunk(step, self.length)
             for rank in range(total):
                 rows = len(self.schedule.share(chunk, rank, total).samples)
-                count = -(-rows // PIECE_ROWS)
-                yield from (Piece(chunk.start, rank, total, number, count) for number in range(count))
+                parts = -(-rows // PIECE_ROWS)
+                yield from (Piece(chunk.start, rank, total, part, parts) for part in range(parts))
             step = chunk.stop
 
     def read(self, piece: Piece) -> Content:
         """Read a piece's rows, in order, and apply the transforms before the first heavy one."""
         share = self.schedule.share(self.schedule.chunk(piece.step, self.length), piece.rank, piece.total)
-        samples = share.samples[piece.number * PIECE_ROWS : (piece.number + 1) * PIECE_ROWS]
+        samples = share.samples[piece.part * PIECE_ROWS : (piece.part + 1) * PIECE_ROWS]
         try:
             columns = self.reader.gather(samples)
         except TrainwrightError as error:
@@ -116,11 +116,11 @@ class Recipe:
         return content._replace(columns=columns)
 
 
-class PlannedSource(Datasource):  # type: ignore[misc]  # Ray Data is not typed
+class PlannedSource(Datasource):
     """A read task for each piece."""
 
     def __init__(self, recipe: ray.ObjectRef[bytes], pieces: Sequence[Piece]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # Ray Data is typed in part
         self._recipe, self._pieces = recipe, pieces
 
     def estimate_inmemory_data_size(self) -> int | None:

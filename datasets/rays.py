@@ -199,8 +199,8 @@ class Feeder:
             for row, piece in enumerate(found):
                 label = piece.step, piece.rank
                 if piece.step >= window.floors.get(piece.rank, window.start):
-                    window.counts[label] = piece.count
-                    window.parts.setdefault(label, {})[piece.number] = block, row
+                    window.counts[label] = piece.parts
+                    window.parts.setdefault(label, {})[piece.part] = block, row
         self._tell()
 
     def _ended(self, window: _Window, error: TrainwrightError) -> None:

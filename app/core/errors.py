@@ -21,11 +21,16 @@ class TrainwrightError(Exception):
         super().__init__(what)
         self.what, self.where, self.remedy, self.detail = what, where, remedy, detail
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """What happened, where and what to do, without the detail."""
         place = f" ({self.where})" if self.where else ""
         remedy = f"\n  -> {self.remedy}" if self.remedy else ""
+        return f"{self.what}{place}{remedy}"
+
+    def __str__(self) -> str:
         detail = f"{self.detail.rstrip()}\n" if self.detail else ""
-        return f"{detail}{self.what}{place}{remedy}"
+        return f"{detail}{self.summary}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.__dict__.copy())

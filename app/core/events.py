@@ -40,7 +40,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting(Event):
-    """The run waits for something, and until when."""
+    """The run waits for something, `deadline_s` seconds at most."""
 
     kind = "waiting"
     what: str = ""

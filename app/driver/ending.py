@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.core import events
+from trainwright.core.errors import TrainwrightError
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import abandon
 from trainwright.driver.milestones import evaluation_due
@@ -83,7 +84,8 @@ def _kill_all(turn: Turn) -> None:
 
 def _tell_end(turn: Turn) -> None:
     state = turn.state
-    text = str(state.error) if state.error else ""
+    error = state.error
+    text = error.summary if isinstance(error, TrainwrightError) else str(error or "")
     turn.emit(events.RunEnded(outcome=state.outcome, step=state.committed, error=text))
 
 

@@ -59,6 +59,8 @@ def started(turn: Turn, event: m.Started) -> None:
         starting=state.starting - {event.worker},
     )
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
+    if not turn.state.starting:
+        turn.disarm("place")
 
 
 def died(turn: Turn, event: m.Died) -> None:

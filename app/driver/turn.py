@@ -24,7 +24,7 @@ class Turn:
         return self.state.settings
 
     def change(self, **fields: Any) -> None:
-        """Replace fields of the state. Not `dataclasses.replace`, whose constructor took half the time of a decision."""
+        """Replace fields of the state. Not `dataclasses.replace`: its constructor took half of a decision's time."""
         known = vars(self.state)
         assert fields.keys() <= known.keys(), f"no fields of State: {fields.keys() - known.keys()}"
         state = object.__new__(State)

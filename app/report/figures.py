@@ -180,7 +180,8 @@ def _svg(name: str, inches: tuple[float, float], draw: Callable[[Axes], None], x
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
+    settings: Any = {**_SETTINGS, "svg.hashsalt": name}
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=inches, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()

@@ -134,8 +134,8 @@ class Caller:
             )
         if values.shape[0] != rows:
             raise self._wrong(
-                f"{what} returned shape {tuple(values.shape)} for a batch of {rows}: the first dimension must be the "
-                "batch, one loss per sample; for tokens or pixels return (samples, k) or Terms(values, weights)"
+                f"{what} returned shape {tuple(values.shape)} for a batch of {rows} rows: the first dimension must be "
+                "the batch, one loss per sample; for tokens or pixels return (samples, k) or Terms(values, weights)"
             )
 
     def _fitted(self, what: str, weights: Tensor, values: Tensor) -> Tensor:
@@ -230,6 +230,6 @@ def _rowwise(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _carried_type(model: nn.Module) -> torch.dtype:
-    """float64 where parameters in float64 are trained, else float32: carry then mostly shares the gradients' buckets."""
+    """float64 where parameters in float64 are trained, else float32: carry then shares their buckets, mostly."""
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     return torch.float64 if torch.float64 in trained else torch.float32

@@ -33,6 +33,9 @@ class Framework(Protocol):
         """All that training changes, as numpy arrays by name, from the files that the engine saved."""
 
 
+IMPORTS = {"reference": (), "torch": ("torch._dynamo", "torch.nn.parallel")}  # torch imports these late
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One engine.
@@ -45,6 +48,7 @@ class Case:
         devices: data ranks of one worker.
         topology: of the engine.
         in_place: whether a new generation forms in the same processes.
+        interruptible: whether `interrupt` frees a blocked call; one that answers False has its process killed.
         problems: names of the problems to try; all by default.
     """
 
@@ -55,7 +59,13 @@ class Case:
     devices: int = 1
     topology: str = "collective"
     in_place: bool = True
+    interruptible: bool = True
     problems: tuple[str, ...] = tuple(problems.PROBLEMS)
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Modules that its processes need and that take time to import."""
+        return (self.engine.partition(":")[0], f"tests.conformance.{self.framework}_case", *IMPORTS[self.framework])
 
     @property
     def code(self) -> Framework:
@@ -105,12 +115,14 @@ CASES = (
         name="torch-one-device",
         framework="torch",
         engine="trainwright.strategies.torch.one_device:OneDevice",
+        interruptible=False,
         workers=(1,),
     ),
     Case(
         name="torch-data-parallel",
         framework="torch",
         engine="trainwright.strategies.torch.data_parallel:DataParallel",
+        interruptible=False,
     ),
 )
 

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conformance.cases import Case
 from tests.conformance.harness import Pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Idle rank processes, kept between tests and ended after the last."""
-    shared = Pool()
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Idle rank processes, kept between tests and ended after the last. Imports what the chosen tests need."""
+    chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    modules = {module for case in chosen if isinstance(case, Case) for module in case.imports}
+    shared = Pool(sorted(modules))
     yield shared
     shared.close()

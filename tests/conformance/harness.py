@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Rank:
     """One process."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=rank_process.main, args=(theirs,), daemon=True)
         self._process.start()
@@ -65,9 +65,16 @@ class Rank:
 
 
 class Pool:
-    """Idle processes by framework, since importing one takes a second or two."""
+    """Idle processes by framework.
 
-    def __init__(self) -> None:
+    Importing a framework takes seconds, so ranks are forked from a process that has imported and done nothing else.
+
+    Args:
+        modules: what that process imports.
+    """
+
+    def __init__(self, modules: Iterable[str] = ()) -> None:
+        multiprocessing.set_forkserver_preload(["pytest", rank_process.__name__, *modules])
         self._idle: dict[str, list[Rank]] = {}
 
     def take(self, framework: str, count: int) -> list[Rank]:
@@ -185,8 +192,9 @@ class World:
 
     def replace(self, number: int) -> None:
         """A newcomer instead of a rank that has left."""
+        newcomer = self._process()
         self._retire(self.ranks[number])
-        self._admit(number, Rank())
+        self._admit(number, newcomer)
 
     def files(self, name: str = "") -> Mapping[str, bytes]:
         """The files of all ranks that can be asked, as a checkpoint holds them."""

@@ -140,14 +140,14 @@ class Session:
         self.engine.leave()
         self.engine.leave()
 
-    def interrupted(self, feed: Feed, after_s: float) -> tuple[bool, Exception | None]:
-        """What `interrupt` answers in another thread `after_s` into a step, and what the step raises."""
-        answers: list[bool] = []
+    def interrupted(self, feed: Feed, after_s: float) -> Exception | None:
+        """What a step raises when `interrupt` comes from another thread `after_s` into it. The answer False kills."""
         over = threading.Event()
 
         def strike() -> None:
             over.wait(after_s)
-            answers.append(self.engine.interrupt(10.0))
+            if not self.engine.interrupt(10.0):
+                os.kill(os.getpid(), signal.SIGKILL)
 
         thread = threading.Thread(target=strike)
         thread.start()
@@ -158,7 +158,7 @@ class Session:
             raised = error
         over.set()
         thread.join(20.0)
-        return answers[0], raised
+        return raised
 
     def _stepping(self, method: Any, *arguments: Any) -> Any:
         """As a worker does it: whatever goes wrong, the group is left, so that the others notice."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.scenario import Scenario
+from tests.simulation.store import Store, Violation
 from trainwright.core import events
 from trainwright.core.errors import (
     DataError,
@@ -16,9 +18,6 @@ from trainwright.core.errors import (
     WorkerLost,
 )
 from trainwright.driver import messages as m
-
-from tests.simulation.scenario import Scenario
-from tests.simulation.store import Store, Violation
 
 if TYPE_CHECKING:
     from tests.simulation.world import Driver
@@ -87,8 +86,9 @@ class Facts:
         if event.verb == "upload" and kind == "storage":
             self.storage_in_a_row += 1
         elif kind in ("user", "data"):
-            self.user.append(event.failure.error)
-            self.unquiet = True
+            if self.release is None:
+                self.user.append(event.failure.error)
+                self.unquiet = True
         elif kind != "peer":
             self._fault()
         elif event.generation.number in self.cuts:
@@ -110,6 +110,8 @@ class Facts:
                 raise Violation("steps are begun after a wish to stop")
             self.recovering = False
         if call.verb == "heal":
+            if call.argument.source == "replica":
+                self._reached(call.argument.step)  # a survivor told of it
             self.line = call.argument.step
         if self.stop_now and call.verb != "upload":
             raise Violation(f"{call.verb} is called after a wish to stop at once")
@@ -139,7 +141,8 @@ class Facts:
         if (finish.outcome == "failed") != (finish.error is not None):
             raise Violation(f"ended as {finish.outcome} with {finish.error!r}")
         unkilled = [process for process in driver.living if not process.killed]
-        if unkilled and (self.stop_now and finish.outcome == "stopped" or self.lost is not None and not self.release):
+        at_once = self.stop_now and finish.outcome == "stopped"
+        if unkilled and (at_once or (self.lost is not None and not self.release)):
             raise Violation(f"workers live on: {[process.worker for process in unkilled]}")
 
     def _judge_done(self, scenario: Scenario, store: Store, finish: m.Finish) -> None:
@@ -173,7 +176,7 @@ class Facts:
         if isinstance(error, (UserCodeError, NonFiniteLoss, DataError)):
             right = any(error is e for e in self.user)
         elif isinstance(error, ResourceError):
-            waiting = [p for p in driver.processes.values() if p.alive and not p.up and not p.killed]
+            waiting = [p for p in driver.processes.values() if p.alive and not p.up]
             right = any(now_s + 1e-6 - p.born_s >= scenario.settings.place_deadline_s for p in waiting)
         elif isinstance(error, RunConflict):
             right = self.lost is error

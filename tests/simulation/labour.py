@@ -7,14 +7,13 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from tests.simulation.processes import Process, Team, apply
+from tests.simulation.scenario import Scenario
+from tests.simulation.store import Store, Violation
 from trainwright.core.data import Sums
 from trainwright.core.errors import DataError, PeerLost, StorageError, UserCodeError
 from trainwright.core.group import Address
 from trainwright.driver import messages as m
-
-from tests.simulation.processes import FRESH, Process, Team, apply
-from tests.simulation.scenario import Scenario
-from tests.simulation.store import Store, Violation
 
 COLLECTIVE = frozenset({"form", "heal", "run"})
 
@@ -200,6 +199,9 @@ class Labour:
     def _heal(self, team: Team, arrived: list[Process]) -> None:
         heal: m.Heal = team.argument
         by_rank = {process.rank: process for process in arrived}
+        known = max((process.step for process in arrived if process.sound and process.trained), default=0)
+        if known > heal.step and self.scenario.layout == "replicated":
+            raise Violation(f"healed at step {heal.step}, although a sound rank stands at {known}")
         if heal.source == "checkpoint":
             assert heal.checkpoint is not None
             if heal.checkpoint.path not in self.store.committed:
@@ -340,6 +342,3 @@ class Labour:
         else:
             files = self.store.write(call.argument, process.piece, *process.snapshot)
             self.deliver(process.driver, m.Returned(**about, value=files))
-
-
-__all__ = ["COLLECTIVE", "FRESH", "Clock", "Labour"]

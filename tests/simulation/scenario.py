@@ -38,8 +38,8 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
 
 
-def draw(seed: int, workers: int | None = None) -> Scenario:
-    """The scenario of a seed; `workers` overrides the world size drawn from 1 to 8."""
+def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> Scenario:
+    """The scenario of a seed; `workers` overrides the world size drawn from 1 to 8, `also` adds kinds of faults."""
     rng = Random(seed)
     count = rng.choice((1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 8))
     count = workers or count
@@ -53,13 +53,15 @@ def draw(seed: int, workers: int | None = None) -> Scenario:
         evaluate_steps=rng.choice((None, 2, 3, 5)),
         failures=rng.choice((0, 1, 2, 3, 3, 5)),
         place_deadline_s=60.0,
-        call_deadline_s=20.0,
+        call_deadline_s=rng.choice((20.0, 20.0, 90.0)),
         hang_deadline_s=40.0,
         upload_deadline_s=30.0,
         storage_attempts=3,
     )
     layouts = ["replicated"] * 6 + ["sharded"] + (["hybrid"] * 2 if count >= 4 and count % 2 == 0 else [])
-    faults = tuple(_fault(rng, 3.0 + total * rng.choice((0.5, 1.0, 2.0))) for _ in range(_number(rng)))
+    horizon_s = 3.0 + total * rng.choice((0.5, 1.0, 2.0))
+    faults = tuple(_fault(rng, horizon_s) for _ in range(_number(rng)))
+    faults += tuple(replace(_fault(rng, horizon_s), kind=kind, verb="") for kind in also)
     return Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
 
 

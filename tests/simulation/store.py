@@ -39,8 +39,9 @@ class Store:
         """Name a checkpoint, for its owner only; whole, of one step, right, and the child of the head."""
         if token != self.owner:
             raise Violation("a fenced driver committed")
-        if {entry.name for entry in commit.files} != self._whole or len(commit.files) != len(self._whole):
-            raise Violation(f"step {commit.step}: a checkpoint of {[entry.name for entry in commit.files]} is not whole")
+        names = [entry.name for entry in commit.files]
+        if set(names) != self._whole or len(names) != len(self._whole):
+            raise Violation(f"step {commit.step}: a checkpoint of {names} is not whole")
         for entry in commit.files:
             if self.files[commit.path, entry.name] != (commit.step, self._right[commit.step]):
                 raise Violation(f"step {commit.step}: {entry.name} holds steps that were lost or applied twice")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainwright.core.errors import StorageError
-from trainwright.driver import messages as m
-
 from tests.simulation.processes import Process
 from tests.simulation.scenario import Fault
+from trainwright.core.errors import StorageError
+from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -149,10 +148,13 @@ class Strikes:
             return True
         return self._world.clock.now_s < self._world.labour.outage_until_s
 
-    def commit_delay(self) -> float:
-        """How long the answer takes: a commit that timed out is compared, and found to have succeeded."""
+    def commit_delays(self) -> tuple[float, float]:
+        """How long a commit takes to arrive, and its answer to come: one that timed out may have succeeded."""
+        between = self._world.labour.between
         slow, self._slow_commit = self._slow_commit, False
-        return self._world.labour.between(5.0, 40.0) if slow else 0.02
+        if not slow:
+            return between(0.05, 0.5), 0.02
+        return (between(2.0, 20.0), 0.02) if self._world.rng.random() < 0.5 else (0.1, between(5.0, 40.0))
 
     # --- wishes and drivers -------------------------------------------------------------------------------
 

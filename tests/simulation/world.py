@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from trainwright.core import events
-from trainwright.core.errors import FencedError, StorageError
-from trainwright.driver import decide as real
-from trainwright.driver import messages as m
-from trainwright.driver.state import State
-
 from tests.simulation.facts import Facts
 from tests.simulation.labour import Clock, Labour
 from tests.simulation.processes import Process, Team, lineages
 from tests.simulation.scenario import Scenario
 from tests.simulation.store import Store, Violation
 from tests.simulation.strikes import Strikes
+from trainwright.core import events
+from trainwright.core.errors import FencedError, StorageError
+from trainwright.driver import decide as real
+from trainwright.driver import messages as m
+from trainwright.driver.state import State
 
 
 class Driver:
@@ -214,9 +213,10 @@ class World:
         self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)
 
     def _commit(self, driver: Driver, commit: m.Commit) -> None:
-        self.clock.after(self.labour.between(0.05, 0.5), self._commit_arrives, driver, commit)
+        before_s, after_s = self.strikes.commit_delays()
+        self.clock.after(before_s, self._commit_arrives, driver, commit, after_s)
 
-    def _commit_arrives(self, driver: Driver, commit: m.Commit) -> None:
+    def _commit_arrives(self, driver: Driver, commit: m.Commit, after_s: float) -> None:
         """A commit under way may still succeed when its driver has just died."""
         if not driver.alive and self.rng.random() < 0.5:
             return
@@ -226,9 +226,11 @@ class World:
             answer = m.Lost(error=kind("the log is not ours"))
         elif self.strikes.commit_fails():
             answer = m.CommitFailed(step=commit.step, error=StorageError("the store did not answer"))
+        elif driver.facts.release is not None:
+            raise Violation(f"step {commit.step} was committed after the log was given back")
         else:
             answer = m.Committed(checkpoint=self.store.commit(driver.token, commit))
-        self.clock.after(self.strikes.commit_delay(), self.deliver, driver, answer)
+        self.clock.after(after_s, self.deliver, driver, answer)
 
     def _release(self, driver: Driver, effect: m.Release) -> None:
         driver.facts.release = effect
@@ -259,7 +261,3 @@ class World:
 def simulate(scenario: Scenario, code: Any = real, pairs: Counter[tuple[str, str]] | None = None) -> Outcome:
     """Run one schedule to its end; raises Violation (or the driver's own AssertionError)."""
     return World(scenario, code, pairs).run()
-
-
-
-__all__ = ["Driver", "Outcome", "Violation", "World", "simulate"]

@@ -137,6 +137,19 @@ def test_any_split_into_micro_batches_gives_the_same_sums(cuts: list[int]) -> No
     assert np.allclose(split, program.share(parameters, (whole,), step=0, data_rank=0), rtol=1e-12, atol=1e-14)
 
 
+def test_randomness_is_counted_by_step_micro_batch_and_data_rank() -> None:
+    program = Program(replace(SPEC, model=lambda: Mlp((3, 40, 2), dropout=0.5)), "")
+    parameters, one = program.initial().parameters, batch()
+
+    def drawn(step: int, data_rank: int, micro_batch: int = 0) -> bytes:
+        mute = replace(one, weights=np.zeros(one.rows))
+        batches = (*(mute,) * micro_batch, one)
+        return program.share(parameters, batches, step=step, data_rank=data_rank).tobytes()
+
+    places = [(0, 0), (1, 0), (0, 1), (0, 0, 1), (0, 0)]
+    assert len({drawn(*place) for place in places}) == 4
+
+
 def test_a_step_of_the_users_own_is_like_loss_and_inputs() -> None:
     own = replace(SPEC, loss=None, step=lambda model, columns: cross_entropy(model(columns["x"]), columns["y"]))
     vectors = []

@@ -15,7 +15,7 @@ import pytest
 
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import CheckpointError, NonFiniteLoss, PeerLost, TrainwrightError
+from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss, PeerLost, TrainwrightError
 from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.strategies.reference import state as states
@@ -156,6 +156,20 @@ def test_a_feed_comes_back() -> None:
     assert again.parts[0][0].samples.tolist() == whole.parts[0][0].samples.tolist()
 
 
+def test_an_error_in_a_step_frees_the_other_ranks_before_anyone_leaves() -> None:
+    engines = formed(Reference, 2)
+    bad = replace(batch(), columns={"y": batch().columns["y"]})
+    start = time.monotonic()
+    waiting, failing = together(
+        lambda: _raised(lambda: engines[0].train_step(feed(batch()))),
+        lambda: _raised(lambda: engines[1].train_step(feed(bad))),
+    )
+    assert isinstance(waiting, PeerLost) and isinstance(failing, JobError)
+    assert time.monotonic() - start < 5, "that was the deadline"
+    for engine in engines:
+        engine.leave()
+
+
 def test_the_core_must_feed_the_next_step() -> None:
     engine = alone()
     engine.train_step(feed(batch()))
@@ -287,6 +301,6 @@ def _group(rank: int, addresses: Sequence[Address], generation: Generation, dead
 def _raised(call: Callable[[], Any]) -> Exception | None:
     try:
         call()
-    except PeerLost as error:
+    except TrainwrightError as error:
         return error
     return None

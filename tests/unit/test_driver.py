@@ -1,0 +1,379 @@
+"""The driver's decisions one by one: what it wants after each event of a short story."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pytest
+
+from trainwright.core import events
+from trainwright.core.checkpoint import CheckpointRef, FileEntry
+from trainwright.core.data import Sums
+from trainwright.core.errors import (
+    FencedError,
+    HangError,
+    PeerLost,
+    ResourceError,
+    StorageError,
+    UserCodeError,
+    WorkerLost,
+)
+from trainwright.core.group import Address, Generation, Move, StateTag
+from trainwright.driver import messages as m
+from trainwright.driver.decide import begin, decide
+from trainwright.driver.state import Phase, Settings
+
+E = TypeVar("E")
+HEAD = CheckpointRef(step=4, path="checkpoints/00000004-1", manifest_sha256="00")
+FILES = (FileEntry(name="state.npz", size_bytes=8, sha256="00"),)
+
+
+class Story:
+    """A driver and what it wanted since the last event."""
+
+    def __init__(self, **changes: Any) -> None:
+        fields: dict[str, Any] = {"workers": 2, "total_steps": 8, "steps_per_epoch": 4, **changes}
+        self.now_s = 0.0
+        self.state, self.wanted = begin(Settings(**fields), self.now_s)
+
+    def tell(self, *happenings: m.Happening) -> Story:
+        self.wanted = ()
+        for event in happenings:
+            self.now_s += 1.0
+            self.state, effects = decide(self.state, event, self.now_s)
+            self.wanted += effects
+        return self
+
+    def returns(self, verb: m.Verb, *values: Any, workers: list[int] | None = None) -> Story:
+        """Answers of all members (or of the given ones), in the order of ranks."""
+        names = workers if workers is not None else [member.worker for member in self.state.members]
+        values = values * len(names) if len(values) == 1 else values
+        generation = self.state.generation
+        return self.tell(
+            *(
+                m.Returned(worker=worker, generation=generation, verb=verb, value=value)
+                for worker, value in zip(names, values, strict=True)
+            )
+        )
+
+    def raises(self, worker: int, verb: m.Verb, kind: m.FailureKind, error: Exception) -> Story:
+        failure = m.Failure(kind=kind, error=error)
+        return self.tell(m.Raised(worker=worker, generation=self.state.generation, verb=verb, failure=failure))
+
+    def expires(self, name: str) -> Story:
+        return self.tell(m.Expired(name=name, number=self.state.timers[name]))
+
+    def all(self, kind: type[E]) -> list[E]:
+        return [effect for effect in self.wanted if isinstance(effect, kind)]
+
+    def calls(self, verb: m.Verb) -> list[m.Call]:
+        return [call for call in self.all(m.Call) if call.verb == verb]
+
+    def emitted(self, kind: type[E]) -> list[E]:
+        return [emit.event for emit in self.all(m.Emit) if isinstance(emit.event, kind)]
+
+    def up(self, head: CheckpointRef | None = None) -> Story:
+        """Acquired, placed and started."""
+        self.tell(m.Acquired(token=3, head=head))
+        return self.start()
+
+    def start(self) -> Story:
+        return self.tell(*(m.Started(worker=w, node=f"n{w}", pid=w) for w in sorted(self.state.starting)))
+
+    def formed(self, *tags: StateTag) -> Story:
+        self.returns("reserve", Address(host="h", port=1))
+        return self.returns("form", *(tags or (StateTag(step=None),)))
+
+    def running(self, head: CheckpointRef | None = None) -> Story:
+        self.up(head).formed()
+        assert self.state.heal is not None
+        return self.returns("heal", StateTag(step=self.state.heal.step))
+
+    def segment(self, step: int, stopped: bool = False) -> Story:
+        return self.returns("run", m.SegmentReport(step=step, stopped=stopped, tag=StateTag(step=step)))
+
+    def snapshot(self, step: int, worker: int = 0) -> Story:
+        return self.returns("snapshot", m.Snapshot(step=step, size_bytes=8, blocked_s=0.1), workers=[worker])
+
+    def committed(self, step: int) -> Story:
+        parent = self.state.head.path if self.state.head else ""
+        assert self.state.upload is not None
+        ref = CheckpointRef(step=step, path=self.state.upload.path, manifest_sha256="00", parent=parent)
+        return self.tell(m.Committed(checkpoint=ref))
+
+
+# --- an unbroken run --------------------------------------------------------------------------------------
+
+
+def test_a_run_begins_by_taking_its_log_and_placing_all_workers() -> None:
+    story = Story()
+    assert story.wanted == (m.Acquire(),)
+    story.tell(m.Acquired(token=3, head=None))
+    assert story.all(m.Place) == [m.Place(worker=0, slot=0), m.Place(worker=1, slot=1)]
+    assert [timer.name for timer in story.all(m.SetTimer)] == ["place"]
+    assert story.emitted(events.Waiting)[0].deadline_s == 300.0
+
+
+def test_a_group_is_built_from_addresses_and_nodes() -> None:
+    story = Story(threads=2, devices=(("cuda:0",), ("cuda:1",))).up()
+    assert {call.generation for call in story.calls("reserve")} == {Generation(token=3, number=1)}
+    story.returns("reserve", Address(host="a", port=1), Address(host="b", port=2))
+    first, second = (call.argument for call in story.calls("form"))
+    assert [(peer.rank, peer.address.port, peer.node) for peer in first.peers] == [(0, 1, "n0"), (1, 2, "n1")]
+    assert (first.rank, second.rank, second.devices, second.threads) == (0, 1, ("cuda:1",), 2)
+    assert first.peers == second.peers
+
+
+def test_a_new_run_takes_rank_0_s_build_and_a_resumed_one_the_head() -> None:
+    fresh = Story().up().formed().calls("heal")[0].argument
+    assert fresh == m.Heal(step=0, source="initial", moves=(Move(source=0, target=1, piece="state"),))
+    assert Story().up(HEAD).formed().calls("heal")[1].argument == m.Heal(step=4, source="checkpoint", checkpoint=HEAD)
+
+
+def test_a_checkpoint_is_uploaded_while_steps_go_on() -> None:
+    story = Story().running()
+    assert [call.argument for call in story.calls("run")] == [4, 4]
+    story.segment(4)
+    assert [call.worker for call in story.calls("snapshot")] == [0]
+    story.snapshot(4)
+    assert story.calls("upload")[0].argument == "checkpoints/00000004-3"
+    assert [call.argument for call in story.calls("run")] == [8, 8]
+    story.returns("upload", FILES, workers=[0])
+    assert story.all(m.Commit) == [
+        m.Commit(step=4, path="checkpoints/00000004-3", files=FILES, parent="", layout="replicated")
+    ]
+    done = story.committed(4).emitted(events.Checkpointed)[0]
+    assert (done.step, done.size_bytes, done.blocked_s, done.seconds) == (4, 8, 0.1, 2.0)
+
+
+def test_the_end_waits_for_evaluation_upload_and_commit() -> None:
+    story = Story(evaluate_steps=8).running(HEAD).segment(8).snapshot(8)
+    assert len(story.calls("evaluate")) == 2
+    story.returns("evaluate", Sums(totals={"loss": (3.0, 1.0)}), Sums(totals={"loss": (1.0, 3.0)}))
+    assert story.emitted(events.Evaluated)[0].metrics == {"loss": 1.0}
+    assert story.state.phase is Phase.WAITING
+    story.returns("upload", FILES, workers=[0])
+    assert story.all(m.Commit)[0].parent == HEAD.path
+    assert story.committed(8).all(m.Release) == [m.Release(outcome="done", step=8)]
+    assert story.tell(m.Released()).wanted == (m.Finish(outcome="done", step=8),)
+
+
+def test_a_finished_run_needs_no_workers() -> None:
+    head = CheckpointRef(step=8, path="checkpoints/00000008-1", manifest_sha256="00")
+    story = Story().tell(m.Acquired(token=3, head=head))
+    assert story.all(m.Place) == []
+    assert story.all(m.Release) == [m.Release(outcome="done", step=8)]
+
+
+def test_a_checkpoint_that_falls_due_during_an_upload_is_skipped() -> None:
+    story = Story(checkpoint_steps=2).running().segment(2).snapshot(2).segment(4)
+    assert story.calls("snapshot") == []
+    assert story.emitted(events.CheckpointSkipped)[0].step == 4
+    assert len(story.calls("run")) == 2
+
+
+# --- failures ---------------------------------------------------------------------------------------------
+
+
+def test_a_dead_worker_is_replaced_and_healed_from_a_survivor() -> None:
+    story = Story().running()
+    story.tell(m.Progressed(generation=story.state.generation, step=2), m.Died(worker=0, cause="signal 9"))
+    assert story.all(m.Place) == [m.Place(worker=2, slot=0)]
+    failed = story.emitted(events.Failed)[0]
+    assert (failed.worker, failed.rank, failed.node, failed.cause, failed.step) == (0, 0, "n0", "signal 9", 2)
+    assert story.calls("leave") == []  # rank 1 is busy: it will raise
+    story.raises(1, "run", "peer", PeerLost("gone")).start().formed(StateTag(step=None), StateTag(step=3))
+    heal = story.calls("heal")[0].argument
+    assert heal == m.Heal(step=3, source="replica", moves=(Move(source=1, target=0, piece="state"),))
+    formed = story.returns("heal", StateTag(step=3)).emitted(events.Formed)[0]
+    assert (formed.generation, formed.step, formed.survivors, formed.steps_lost) == (2, 3, 1, 0)
+
+
+def test_idle_survivors_are_told_to_leave() -> None:
+    story = Story().running().returns("run", m.SegmentReport(step=4, stopped=False, tag=StateTag(step=4)), workers=[1])
+    story.tell(m.Died(worker=0, cause="signal 9"))
+    assert [call.worker for call in story.calls("leave")] == [1]
+
+
+def test_new_processes_are_placed_for_survivors_where_the_engine_cannot_form_again() -> None:
+    story = Story(reform="new_process").running().tell(m.Died(worker=0, cause="signal 9"))
+    assert story.all(m.Kill) == []  # what rank 1 raises may explain it
+    story.raises(1, "run", "peer", PeerLost("gone"))
+    assert (story.all(m.Kill), story.all(m.Place)) == ([m.Kill(worker=1)], [m.Place(worker=3, slot=1)])
+
+
+def test_without_a_sound_state_or_a_checkpoint_every_process_begins_anew() -> None:
+    story = Story().running().raises(0, "run", "peer", PeerLost("gone")).raises(1, "run", "peer", PeerLost("gone"))
+    story.formed(StateTag(step=3, sound=False))
+    assert story.all(m.Kill) == [m.Kill(worker=0), m.Kill(worker=1)]
+    assert story.start().formed().calls("heal")[0].argument.source == "initial"
+
+
+def test_steps_that_must_be_done_again_are_counted() -> None:
+    story = Story().running(HEAD)
+    story.tell(m.Progressed(generation=story.state.generation, step=7), m.Died(worker=0, cause="signal 9"))
+    story.raises(1, "run", "peer", PeerLost("gone")).start()
+    story.formed(StateTag(step=None), StateTag(step=7, sound=False)).returns("heal", StateTag(step=4))
+    assert story.emitted(events.Formed)[0].steps_lost == 3
+
+
+def test_the_users_error_outranks_the_peers_that_told_first() -> None:
+    error = UserCodeError("boom", detail="Traceback: boom")
+    story = Story().running().raises(1, "run", "peer", PeerLost("gone"))
+    assert story.emitted(events.Failed) == []
+    story.raises(0, "run", "user", error)
+    assert story.emitted(events.Failed)[0].detail == "Traceback: boom"
+    assert story.all(m.Release)[0].outcome == "failed"
+    assert story.tell(m.Released()).all(m.Finish)[0].error is error
+
+
+def test_failures_in_a_row_end_the_run_with_the_last_one() -> None:
+    story = Story(failures=1).running()
+    story.tell(m.Died(worker=0, cause="out of memory")).raises(1, "run", "peer", PeerLost("gone"))
+    assert story.state.phase is Phase.GATHERING
+    story.tell(m.Died(worker=2, cause="out of memory"))
+    error = story.tell(m.Released()).all(m.Finish)[0].error
+    assert isinstance(error, WorkerLost)
+    assert "rank 0" in str(error) and "out of memory" in str(error) and "failure 2 in a row" in str(error)
+
+
+def test_a_new_step_clears_the_failures_but_one_done_again_does_not() -> None:
+    story = Story(failures=1).running()
+    story.tell(m.Progressed(generation=story.state.generation, step=3), m.Died(worker=0, cause="x"))
+    story.raises(1, "run", "peer", PeerLost("gone")).start()
+    story.formed(StateTag(step=None), StateTag(step=3, sound=False)).returns("heal", StateTag(step=0))
+    story.tell(m.Progressed(generation=story.state.generation, step=3))
+    assert story.state.failures == 1
+    story.tell(m.Progressed(generation=story.state.generation, step=4))
+    assert story.state.failures == 0
+
+
+def test_a_hang_ends_all_who_owe_an_answer() -> None:
+    story = Story(failures=0).running().expires("hang")
+    assert story.all(m.Kill) == [m.Kill(worker=0), m.Kill(worker=1)]
+    error = story.tell(m.Released()).all(m.Finish)[0].error
+    assert isinstance(error, HangError) and "ranks 0, 1" in str(error)
+
+
+def test_silent_survivors_are_replaced_as_part_of_the_same_failure() -> None:
+    story = Story(failures=1).running().tell(m.Died(worker=0, cause="x")).expires("leave")
+    assert (story.all(m.Kill), story.state.failures) == ([m.Kill(worker=1)], 1)
+
+
+def test_workers_that_never_start_end_the_run() -> None:
+    story = Story().tell(m.Acquired(token=3, head=None), m.Started(worker=1, node="n", pid=1)).expires("place")
+    error = story.tell(m.Released()).all(m.Finish)[0].error
+    assert isinstance(error, ResourceError)
+    assert "1 of 2 workers started within 300 s" in str(error) and "workers=1" in str(error)
+
+
+def test_an_internal_error_replaces_the_worker_that_raised_it() -> None:
+    story = Story().running().raises(1, "run", "internal", RuntimeError("bug"))
+    assert story.all(m.Kill) == [m.Kill(worker=1)]
+    assert story.all(m.Place) == [m.Place(worker=2, slot=1)]
+
+
+def test_what_an_older_generation_says_is_dropped() -> None:
+    story = Story().running()
+    before = story.state
+    late = m.Progressed(generation=Generation(token=3, number=0), step=99)
+    foreign = m.Returned(worker=0, generation=Generation(token=2, number=1), verb="run", value=None)
+    assert story.tell(late, foreign, m.Died(worker=77, cause="x"), m.Expired(name="call", number=1)).wanted == ()
+    assert story.state == before
+
+
+def test_an_event_that_cannot_be_is_refused() -> None:
+    with pytest.raises(AssertionError, match="Committed cannot come while acquiring"):
+        Story().tell(m.Committed(checkpoint=HEAD))
+
+
+# --- storage ----------------------------------------------------------------------------------------------
+
+
+def test_a_failed_upload_skips_a_checkpoint_and_training_goes_on() -> None:
+    story = Story().running().segment(4).snapshot(4).raises(0, "upload", "storage", StorageError("no space left"))
+    assert story.emitted(events.CheckpointSkipped)[0].reason == "no space left"
+    assert story.state.phase is Phase.RUNNING
+
+
+def test_the_last_checkpoint_is_tried_again_a_few_times() -> None:
+    story = Story(storage_attempts=2, retry_s=3.0).running(HEAD).segment(8).snapshot(8)
+    story.raises(0, "upload", "storage", StorageError("no space left"))
+    assert [(timer.name, timer.after_s) for timer in story.all(m.SetTimer)] == [("retry", 3.0)]
+    story.expires("retry").snapshot(8)
+    assert story.calls("upload")[0].argument == "checkpoints/00000008-3.1"
+    story.raises(0, "upload", "storage", StorageError("no space left"))
+    error = story.tell(m.Released()).all(m.Finish)[0].error
+    assert isinstance(error, StorageError) and "no space left" in str(error)
+
+
+def test_an_upload_outlives_its_generation_but_not_its_uploader() -> None:
+    story = Story().running().segment(4).snapshot(4).tell(m.Died(worker=1, cause="x"))
+    uploading = story.state.upload
+    assert uploading is not None and uploading.owing == {0}
+    story.tell(m.Died(worker=0, cause="x"))
+    assert story.state.upload is None
+    assert story.emitted(events.CheckpointSkipped)[0].step == 4
+
+
+def test_an_upload_that_hangs_at_the_end_costs_its_process() -> None:
+    story = Story().running(HEAD).segment(8).snapshot(8).expires("upload")
+    assert story.all(m.Kill) == [m.Kill(worker=0)]
+    assert [call.worker for call in story.calls("leave")] == [1]
+    story.returns("leave", StateTag(step=8), workers=[1]).start().formed(StateTag(step=None), StateTag(step=8))
+    assert story.returns("heal", StateTag(step=8)).calls("snapshot")[0].argument == 8
+
+
+def test_a_fenced_driver_ends_its_workers_and_writes_nothing() -> None:
+    error = FencedError("taken over")
+    story = Story().running().tell(m.Lost(error=error))
+    assert story.all(m.Kill) == [m.Kill(worker=0), m.Kill(worker=1)]
+    assert (story.all(m.Release), story.all(m.Finish)[0].error) == ([], error)
+
+
+# --- stopping ---------------------------------------------------------------------------------------------
+
+
+def test_a_wish_to_stop_ends_with_a_checkpoint_of_the_step_reached() -> None:
+    story = Story().running().tell(m.StopAsked())
+    assert [call.worker for call in story.calls("stop")] == [0]
+    story.segment(2, stopped=True).snapshot(2).returns("upload", FILES, workers=[0]).committed(2)
+    assert story.all(m.Release) == [m.Release(outcome="stopped", step=2)]
+
+
+def test_a_wish_to_stop_before_any_step_ends_at_once() -> None:
+    assert Story().tell(m.StopAsked(), m.Acquired(token=3, head=None)).all(m.Place) == []
+    assert Story().up().tell(m.StopAsked()).all(m.Release) == [m.Release(outcome="stopped", step=0)]
+
+
+def test_a_wish_to_stop_during_recovery_saves_what_the_survivors_hold() -> None:
+    story = Story().running()
+    story.tell(m.Progressed(generation=story.state.generation, step=2), m.Died(worker=0, cause="x"), m.StopAsked())
+    story.raises(1, "run", "peer", PeerLost("gone")).start()
+    story.formed(StateTag(step=None), StateTag(step=2)).returns("heal", StateTag(step=2))
+    assert (len(story.calls("snapshot")), story.calls("run")) == (1, [])
+
+
+def test_a_recovery_that_fails_again_after_the_wish_stops_with_what_is_committed() -> None:
+    story = Story().running(HEAD)
+    story.tell(m.Progressed(generation=story.state.generation, step=6), m.Died(worker=0, cause="x"), m.StopAsked())
+    story.tell(m.Died(worker=2, cause="x"))
+    assert story.all(m.Release) == [m.Release(outcome="stopped", step=4)]
+
+
+def test_stopping_now_waits_for_nothing() -> None:
+    story = Story().running().tell(m.StopAsked(now=True))
+    assert story.all(m.Kill) == [m.Kill(worker=0), m.Kill(worker=1)]
+    assert story.all(m.Release) == [m.Release(outcome="stopped", step=0)]
+
+
+def test_stopping_now_waits_for_a_log_entry_under_way() -> None:
+    story = Story().running().segment(4).snapshot(4).returns("upload", FILES, workers=[0])
+    assert story.tell(m.StopAsked(now=True)).all(m.Release) == []
+    assert story.committed(4).all(m.Release) == [m.Release(outcome="stopped", step=4)]
+
+
+def test_a_wish_that_races_with_the_last_step_ends_as_done() -> None:
+    story = Story().running(HEAD).tell(m.StopAsked()).segment(8, stopped=True).snapshot(8)
+    story.returns("upload", FILES, workers=[0]).committed(8)
+    assert story.all(m.Release) == [m.Release(outcome="done", step=8)]

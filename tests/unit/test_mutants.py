@@ -1,0 +1,168 @@
+"""The simulation has teeth: every one of these wrong drivers is caught by a few hundred schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.mutants import Mutant, load
+from tests.simulation.scenario import draw
+from tests.simulation.world import simulate
+
+SCHEDULES = 500
+
+MUTANTS = (
+    Mutant(
+        name="agrees on the lowest step",
+        module="agree",
+        fragment="if tag.sound}, reverse=True)",
+        replacement="if tag.sound})",
+    ),
+    Mutant(
+        name="takes a torn state for a sound one",
+        module="agree",
+        fragment="if tags[rank].sound and tags[rank].step == step",
+        replacement="if tags[rank].step == step",
+    ),
+    Mutant(
+        name="sends nothing to newcomers",
+        module="agree",
+        fragment="if rank not in settled:",
+        replacement="if rank not in settled and tags[rank].step is not None:",
+    ),
+    Mutant(
+        name="gives up one failure early",
+        module="recovering",
+        fragment="if state.failures > state.settings.failures:",
+        replacement="if state.failures >= max(1, state.settings.failures):",
+    ),
+    Mutant(
+        name="never counts a failure",
+        module="recovering",
+        fragment="turn.change(failures=turn.state.failures + 1, blame=blame)",
+        replacement="turn.change(blame=blame)",
+        also=("crash loop",),
+    ),
+    Mutant(
+        name="counts every sign of one failure",
+        module="recovering",
+        fragment="    if entering or again:\n        turn.change(",
+        replacement="    if True:\n        turn.change(",
+    ),
+    Mutant(
+        name="does not count a newcomer's death",
+        module="recovering",
+        fragment="again=event.worker in state.starting",
+        replacement="again=False",
+        also=("start loop", "kill"),
+    ),
+    Mutant(
+        name="recovers from the user's errors",
+        module="recovering",
+        fragment='if kind in ("user", "data"):',
+        replacement='if kind == "data":',
+    ),
+    Mutant(
+        name="does not tell idle ranks to leave",
+        module="recovering",
+        fragment="    _let_go(turn, frozenset(state.rank_of) - state.awaiting - gone)\n",
+        replacement="",
+    ),
+    Mutant(
+        name="waits for ever for survivors that are silent",
+        module="recovering",
+        fragment="    _replace(turn, state.awaiting, kill=True)\n",
+        replacement="",
+    ),
+    Mutant(
+        name="takes answers of older generations",
+        module="decide",
+        fragment="return event.generation != state.generation or event.worker not in state.awaiting",
+        replacement="return event.worker not in state.rank_of",
+        also=("kill", "user"),
+    ),
+    Mutant(
+        name="does not time a hang",
+        module="training",
+        fragment='    turn.call_all("run", until)\n    turn.arm("hang", turn.settings.hang_deadline_s)\n',
+        replacement='    turn.call_all("run", until)\n',
+    ),
+    Mutant(
+        name="waits for the files of a dead uploader",
+        module="recovering",
+        fragment="    forget(turn, frozenset(gone))\n    deadline_s",
+        replacement="    deadline_s",
+    ),
+    Mutant(
+        name="commits before all files are stored",
+        module="checkpointing",
+        fragment="    if upload.owing:\n        return\n",
+        replacement="    if upload.committing:\n        return\n",
+    ),
+    Mutant(
+        name="names no parent",
+        module="checkpointing",
+        fragment='parent = state.head.path if state.head else ""',
+        replacement='parent = ""',
+    ),
+    Mutant(
+        name="begins an upload during another",
+        module="checkpointing",
+        fragment="if state.committed >= step or upload is not None:",
+        replacement="if state.committed >= step or (upload is not None and upload.step == step):",
+    ),
+    Mutant(
+        name="steps on after a wish to stop",
+        module="training",
+        fragment="    elif not state.ending:\n",
+        replacement="    elif state.step < state.settings.total_steps:\n",
+    ),
+    Mutant(
+        name="gives the log back during a commit",
+        module="decide",
+        fragment="    if turn.state.phase is Phase.CLOSING and turn.state.upload is None:\n",
+        replacement="    if turn.state.phase is Phase.CLOSING:\n",
+        also=("commit slow", "stop now"),
+    ),
+    Mutant(
+        name="lets workers live when the log is lost",
+        module="ending",
+        fragment="    _kill_all(turn)\n    turn.disarm()\n",
+        replacement="    turn.disarm()\n",
+    ),
+    Mutant(
+        name="leaves a rank out of the evaluation",
+        module="training",
+        fragment="for rank in range(len(state.members)):",
+        replacement="for rank in range(max(1, len(state.members) - 1)):",
+    ),
+    Mutant(
+        name="clears the failures with steps done again",
+        module="turn",
+        fragment="        if step > state.high:\n",
+        replacement="        if step > state.progress:\n",
+        also=("crash loop",),
+    ),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant: Mutant, record_property: pytest.RecordProperty) -> None:
+    code = load(mutant)
+    for seed in range(SCHEDULES):
+        try:
+            simulate(draw(seed, also=mutant.also), code)
+        except Exception as error:  # a wrong driver may fail in any way
+            record_property("caught", f"schedule {seed}: {type(error).__name__}: {error}")
+            print(f"{mutant.name}: caught by schedule {seed}: {type(error).__name__}: {str(error)[:100]}")
+            return
+    pytest.fail(f"{SCHEDULES} schedules did not notice a driver that {mutant.name}")
+
+
+def test_a_fragment_must_occur_exactly_once() -> None:
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        load(Mutant(name="no such", module="agree", fragment="no such words", replacement=""))
+
+
+def test_a_copy_that_is_not_mutated_passes() -> None:
+    code = load(Mutant(name="the same", module="agree", fragment="reverse=True", replacement="reverse=True"))
+    assert sum(simulate(draw(seed), code).outcomes[-1] == "done" for seed in range(60)) > 20

@@ -1,0 +1,90 @@
+"""Thousands of seeded failure schedules: no step lost or applied twice, one writer, an end, and the right outcome."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from tests.simulation.scenario import KINDS, Fault, Scenario, draw, unbroken
+from tests.simulation.store import Violation
+from tests.simulation.world import simulate
+from trainwright.core import events
+from trainwright.driver.decide import POSSIBLE
+from trainwright.driver.state import Settings
+
+SCHEDULES = 10_000
+COVERED = 0.95  # share of the possible (phase, event) pairs that must have been seen
+
+
+@pytest.mark.timeout(600)
+def test_ten_thousand_schedules_hold_every_invariant() -> None:
+    pairs: Counter[tuple[str, str]] = Counter()
+    outcomes: Counter[str] = Counter()
+    delivered, begun_s = 0, time.process_time()
+    for seed in range(SCHEDULES):
+        try:
+            outcome = simulate(draw(seed), pairs=pairs)
+        except Exception as error:
+            raise Violation(f"schedule {seed}: {type(error).__name__}: {error}\n{draw(seed)}") from error
+        outcomes.update(outcome.outcomes)
+        delivered += outcome.events
+    seconds = time.process_time() - begun_s
+    print(f"{SCHEDULES} schedules, {SCHEDULES / seconds:.0f}/s, {delivered} events, {dict(outcomes)}")
+    _report_coverage(pairs)
+    assert min(outcomes["done"], outcomes["stopped"], outcomes["failed"], outcomes["killed"]) > SCHEDULES / 100
+
+
+def _report_coverage(pairs: Counter[tuple[str, str]]) -> None:
+    possible = {(phase.value, kind) for kind, phases in POSSIBLE.items() for phase in phases}
+    missed = sorted(possible - pairs.keys())
+    share = 1 - len(missed) / len(possible)
+    print(f"{len(possible) - len(missed)} of {len(possible)} (phase, event) pairs seen, {share:.1%}; missed: {missed}")
+    assert not pairs.keys() - possible
+    assert share >= COVERED
+
+
+@pytest.mark.parametrize(("seed", "workers"), [(1, 100), (2, 200), (3, 300), (4, 500), (5, 1000), (6, 1000), (9, 1000)])
+def test_large_worlds(seed: int, workers: int) -> None:
+    outcome = simulate(draw(seed, workers))
+    assert outcome.outcomes[-1] in ("done", "stopped", "failed")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 1000])
+def test_an_unbroken_run_does_each_thing_once(workers: int) -> None:
+    settings = Settings(workers=workers, total_steps=60, steps_per_epoch=20, evaluate_steps=30)
+    emitted = simulate(Scenario(seed=3, settings=settings)).emitted
+    kinds = Counter(event.kind for event in emitted)
+    assert kinds == {
+        "waiting": 1, "placed": workers, "formed": 1, "checkpointed": 3, "evaluated": 2, "run_ended": 1,
+    }  # fmt: skip
+    assert [event.step for event in emitted if isinstance(event, events.Checkpointed)] == [20, 40, 60]
+
+
+def test_a_thousand_workers_recover_from_a_kill() -> None:
+    settings = Settings(workers=1000, total_steps=6, steps_per_epoch=3)
+    fault = Fault(kind="kill", verb="run", nth=1500, target=0.5)
+    outcome = simulate(Scenario(seed=7, settings=settings, faults=(fault,)))
+    formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+    assert outcome.outcomes == ["done"]
+    assert [event.survivors for event in formed] == [0, pytest.approx(999, abs=60)]
+    assert formed[1].source == "replica"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_of_fault_changes_something(kind: str) -> None:
+    """A catalogue whose faults do nothing would prove nothing."""
+    plain = simulate(unbroken(draw(11)))
+    struck = [
+        simulate(Scenario(seed=11, settings=draw(11).settings, faults=(Fault(kind=kind, at_s=at_s, amount=0.95),)))
+        for at_s in (0.2, 3.0, 4.0, 5.0, 6.0)
+    ]
+    shape = (plain.outcomes, plain.events, plain.seconds)
+    assert any((run.outcomes, run.events, run.seconds) != shape for run in struck)
+
+
+def test_a_schedule_repeats() -> None:
+    first, second = simulate(draw(5)), simulate(draw(5))
+    assert (first.outcomes, first.events, first.seconds) == (second.outcomes, second.events, second.seconds)
+    assert first.emitted == second.emitted
