@@ -1,27 +1,26 @@
-"""What a user calls: plan, fit, start, evaluate, load_model."""
+"""What a user calls: plan, fit, start, evaluate, load_model. Each takes a Job, or the path of a job file."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainwright.core.job import Job
-
 if TYPE_CHECKING:
+    from trainwright.core.job import Job
     from trainwright.planner import Decision
     from trainwright.run import Run
 
 
-def plan(job: Job) -> Decision:
+def plan(job: Job | str) -> Decision:
     """The plan for this job on the connected cluster (or this machine), and the rejected ones, with reasons."""
     from trainwright.discover import connect
     from trainwright.prepare import decide_plan, prepare
 
-    prepared = prepare(job, resume=True)
+    prepared = prepare(_job(job), resume=True)
     connect()
     return decide_plan(prepared)
 
 
-def start(job: Job, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
+def start(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
     """Plan, provision and train in the background; returns a handle at once.
 
     Args:
@@ -40,6 +39,7 @@ def start(job: Job, *, resume: bool = False, fresh: bool = False, verbose: bool 
     from trainwright.session import Session
     from trainwright.tensorboard import TensorBoard
 
+    job = _job(job)
     prepared = prepare(job, resume=resume, fresh=fresh)
     connect(verbose)
     decision = decide_plan(prepared)
@@ -50,7 +50,7 @@ def start(job: Job, *, resume: bool = False, fresh: bool = False, verbose: bool 
     return Run(job, session, decision)
 
 
-def fit(job: Job, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
+def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
     """Plan, provision, train, recover, report; returns when the run has ended.
 
     The first Ctrl-C takes a checkpoint and stops, the second stops at once; SIGTERM counts as a preemption notice and
@@ -69,7 +69,7 @@ def fit(job: Job, *, resume: bool = False, fresh: bool = False, verbose: bool = 
     return run
 
 
-def evaluate(job: Job, *, step: int | None = None) -> dict[str, float]:
+def evaluate(job: Job | str, *, step: int | None = None) -> dict[str, float]:
     """Loss and metrics of a checkpoint over the job's evaluation set, in this process on one device.
 
     Args:
@@ -80,10 +80,10 @@ def evaluate(job: Job, *, step: int | None = None) -> dict[str, float]:
     """
     from trainwright import use
 
-    return use.evaluate(job, step)
+    return use.evaluate(_job(job), step)
 
 
-def load_model(job: Job, *, step: int | None = None) -> Any:
+def load_model(job: Job | str, *, step: int | None = None) -> Any:
     """The job's model with the weights of its run's newest checkpoint, or of the one at `step`.
 
     Raises:
@@ -91,4 +91,11 @@ def load_model(job: Job, *, step: int | None = None) -> Any:
     """
     from trainwright import use
 
-    return use.load_model(job, step)
+    return use.load_model(_job(job), step)
+
+
+def _job(job: Job | str) -> Job:
+    """The job itself, or that of a job file."""
+    from trainwright.jobfile import load_job
+
+    return load_job(job) if isinstance(job, str) else job

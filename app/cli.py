@@ -21,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+WIDTH = 120  # of tables in files and pipes
+
 JobFile = Annotated[str, typer.Argument(metavar="FILE.py", help="A job file: Python with a trainwright.Job in it.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
@@ -151,7 +153,7 @@ def _show(view: Any, as_json: bool) -> None:
     if as_json:
         _print_json(view.data)
     else:
-        Console().print(view)
+        Console(width=None if sys.stdout.isatty() else WIDTH).print(view)
 
 
 def _print_json(data: Any) -> None:
@@ -167,7 +169,7 @@ def _tell_where(run: Any, file: str) -> None:
         f"report       {run.report}",
         f"checkpoints  {folder}/checkpoints",
         f"tensorboard  {folder}/tensorboard",
-        f"model        from trainwright.jobfile import load_job; model = tw.load_model(load_job({file!r}))",
+        f"model        import trainwright as tw; model = tw.load_model({file!r})",
         f"again        trainwright evaluate {Path(file)}",
     ]
     print("\n".join(lines))

@@ -26,6 +26,8 @@ from trainwright.travel import by_value, pack
 from trainwright.versions import versions
 from trainwright.worker import WorkOrder
 
+CALL_DEADLINE_S = 180.0  # to form a group, to load a checkpoint
+
 
 class Session:
     """Drives one run. `run` blocks; `stop` may be called from any thread."""
@@ -101,6 +103,7 @@ class Session:
             evaluate_steps=per_epoch * job.evaluate_epochs if job.evaluate is not None else None,
             failures=job.failures,
             place_deadline_s=job.place_deadline_s,
+            call_deadline_s=CALL_DEADLINE_S,
             hang_deadline_s=job.hang_deadline_s,
             threads=plan.placement.threads,
             devices=_devices(plan),

@@ -17,9 +17,7 @@ from trainwright.core.job import Job
 
 _PREFIXES = {sys.prefix, sys.base_prefix, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
 _OWN = os.path.dirname(os.path.abspath(__file__))
-_FOREIGN = tuple(
-    f"{folder}{os.sep}" for prefix in (*_PREFIXES, _OWN) for folder in {prefix, os.path.realpath(prefix)}
-)
+_FOREIGN = tuple(f"{folder}{os.sep}" for prefix in (*_PREFIXES, _OWN) for folder in {prefix, os.path.realpath(prefix)})
 
 
 def pack(job: Job) -> bytes:

@@ -199,9 +199,11 @@ def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
 
 def _runs_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for name, justify in (("run", "left"), ("state", "left"), ("step", "right"), ("loss", "right")):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    table.add_column("metrics")
+    table.add_column("run", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("step", no_wrap=True, justify="right")
+    table.add_column("loss", no_wrap=True, justify="right")
+    table.add_column("metrics", overflow="fold")
     table.add_column("changed", no_wrap=True)
     for row in rows:
         table.add_row(

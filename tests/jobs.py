@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
+from trainwright.log import RunLog
+from trainwright.store import open_store
 
 ROWS, WIDTH, CLASSES = 203, 64, 4
 
@@ -115,13 +118,31 @@ def _arm_upload(kills: list[Kill]) -> None:
     CheckpointWriter.write = torn
 
 
-def make_step(kills: tuple[Kill, ...]) -> Callable[[Any, Any], torch.Tensor]:
-    """A step that accounts for its samples and dies where it is told to."""
+def keep_pace(storage: str, step: int, every: int = 5) -> None:
+    """Wait until the checkpoint that was due before `step` is committed, so that tests know which ones there are."""
+    due = (step // every) * every
+    tick = threading.Event()
+    while due and step % every == 0 and not _committed(storage, due):
+        tick.wait(0.02)
+
+
+def _committed(storage: str, step: int) -> bool:
+    entry = RunLog(open_store(storage), "faulty").head()
+    return entry is not None and any(checkpoint.step >= step for checkpoint in entry.checkpoints)
+
+
+def make_step(kills: tuple[Kill, ...], paced: str = "") -> Callable[[Any, Any], torch.Tensor]:
+    """A step that accounts for its samples and dies where it is told to.
+
+    With `paced`, the storage's folder, no step overtakes the checkpoints.
+    """
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         net: Any = getattr(model, "module", model)
         now = int(net.steps)
         if net.training:
+            if paced:
+                keep_pace(paced, now)
             net.steps += 1
         due = [kill for kill in kills if kill.rank == rank() and kill.step == now and net.training]
         for kill in due:
@@ -136,14 +157,14 @@ def make_step(kills: tuple[Kill, ...]) -> Callable[[Any, Any], torch.Tensor]:
     return step
 
 
-def job(folder: Path | str, kills: tuple[Kill, ...] = (), **fields: Any) -> tw.Job:
+def job(folder: Path | str, kills: tuple[Kill, ...] = (), *, paced: bool = False, **fields: Any) -> tw.Job:
     """A job of 3 epochs of 9 steps (203 samples by 24, the last batch short), a checkpoint each 5 steps."""
     return tw.Job(
         **{
             "name": "faulty",
             "model": make_model(kills),
             "optimizer": sgd,
-            "step": make_step(kills),
+            "step": make_step(kills, str(folder) if paced else ""),
             "train": tw.datasets.table(data()),
             "batch_size": 24,
             "epochs": 3,

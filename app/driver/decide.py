@@ -22,7 +22,8 @@ _CALLING = frozenset(
     {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.RUNNING, Phase.SNAPSHOTTING, Phase.EVALUATING}
 )
 _WORKING = _CALLING | {Phase.GATHERING, Phase.WAITING}
-_UPLOADING = _WORKING | {Phase.CLOSING}
+_LIVING = _WORKING | {Phase.CLOSING}
+_UPLOADING = _LIVING - {Phase.SNAPSHOTTING}  # no copy is taken during an upload
 _TIMED: Mapping[str, frozenset[Phase]] = {
     "place": frozenset({Phase.GATHERING}),
     "leave": frozenset({Phase.GATHERING}),
@@ -40,7 +41,7 @@ POSSIBLE: Mapping[str, frozenset[Phase]] = {
     "Raised": _CALLING | {Phase.GATHERING},
     "Returned upload": _UPLOADING,
     "Raised upload": _UPLOADING,
-    "Died": _UPLOADING,
+    "Died": _LIVING,
     "Progressed": _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING},
     "Committed": _UPLOADING,
     "CommitFailed": _UPLOADING,

@@ -19,7 +19,7 @@ from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import take_weights
 from trainwright.strategies.torch.replica import batch_norms
 
-__all__ = ["on_meta", "owns", "profile_model", "take_weights"]
+__all__ = ["owns", "profile_model", "take_weights"]
 
 _log = logging.getLogger(__name__)
 Sample = Mapping[str, npt.NDArray[Any]]
@@ -56,11 +56,6 @@ class _Tracer:
         call.output_bytes = _bytes(outputs)
 
 
-def on_meta() -> torch.device:
-    """A context in which new tensors have shapes but no memory; `model()` of any size can be called in it."""
-    return torch.device("meta")
-
-
 def profile_model(
     model: nn.Module | Callable[[], Any], sample: Sample, inputs: tuple[str, ...], *, step: Any = None
 ) -> ModelProfile:
@@ -94,7 +89,7 @@ def profile_model(
 def _built(build: Callable[[], Any]) -> nn.Module:
     """The module, without memory where the user's code can do that."""
     try:
-        with on_meta():
+        with torch.device("meta"):
             model = build()
     except Exception as error:
         _log.info("model() is built with memory: without, it raised %s: %s", type(error).__name__, error)

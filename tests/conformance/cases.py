@@ -102,7 +102,7 @@ CASES = (
         name="reference-two-devices",
         framework="reference",
         engine=f"{REFERENCE}.engine:TwoDevices",
-        workers=(1, 2, 3),
+        workers=(1, 2),
         devices=2,
     ),
     Case(

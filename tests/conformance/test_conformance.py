@@ -1,7 +1,7 @@
 """The suite that every engine passes: its steps are those of one device on the global batch.
 
 To add an engine, name it in `cases.CASES`. An engine of a new framework also needs a module `<framework>_case.py` with
-the four functions of `cases.Framework`:
+the four functions of `cases.Framework`, and in `cases.IMPORTS` what its processes should import beforehand:
 
 - `spec(problem)`: the problem as a job, with a two-layer tanh network, loss, optimizer and, for classes, `accuracy`;
 - `by_hand(problem, start, steps, data)`: a plain loop over whole global batches, without anything of ours;

@@ -9,7 +9,7 @@ import pytest
 from tests.conformance.cases import Case, label, new_process, several, sizes
 from tests.conformance.harness import Outcome, Pool, World
 from tests.conformance.problems import PROBLEMS, Problem
-from tests.conformance.test_state import PART, PROBLEM, WHOLE, _run, _state, assert_same
+from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_whole, state_of
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 
 SOON_S = 15.0  # on a loaded machine; the group's own deadline is twice that
@@ -27,7 +27,7 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
     pool: Pool, case: Case, workers: int, victim: int
 ) -> None:
     dead = victim % workers
-    unbroken, feeds = _run(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         _arm(case, world, dead, "kill")
         world.start(feeds[0])
@@ -40,7 +40,7 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
         assert [pid for rank, pid in enumerate(world.pids) if rank != dead] == [
             pid for rank, pid in enumerate(pids) if rank != dead
         ]
-        assert_same(unbroken, _state(case, world))
+        assert_same(unbroken, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
@@ -53,7 +53,7 @@ def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, work
         _arm(case, world, victim, fault)
         world.start(feeds[0])
         world.train(feeds[:PART])
-        before = _state(case, world)
+        before = state_of(case, world)
         outcomes, spent_s = world.train_with_fault(feeds[PART:], victim, fault)
         assert spent_s < SOON_S
         _check_error(outcomes[victim].error, kind, words, victim)
@@ -63,7 +63,7 @@ def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, work
             assert str(rows[0]) in str(outcomes[victim].error), "the samples are not named"
         for outcome in outcomes:
             assert isinstance(outcome.error, PeerLost | kind), outcome
-        assert_same(before, _state(case, world))
+        assert_same(before, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), sizes(1), ids=label)
@@ -74,12 +74,12 @@ def test_an_error_in_the_only_rank(pool: Pool, case: Case, workers: int, fault: 
     with case.world(pool, PROBLEM, workers) as world:
         world.start(feeds[0])
         world.train(feeds[:PART])
-        before = _state(case, world)
+        before = state_of(case, world)
         outcomes, _ = world.train_with_fault(feeds[PART:], 0, fault)
         _check_error(outcomes[0].error, kind, words, 0)
         if kind is UserCodeError:
             assert "on purpose" in getattr(outcomes[0].error, "detail", ""), "the user's traceback is missing"
-        assert_same(before, _state(case, world))
+        assert_same(before, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), sizes(1, 2), ids=label)

@@ -21,9 +21,9 @@ PART, WHOLE = 5, 9
 
 @pytest.mark.parametrize(("case", "workers"), sizes(1, 3), ids=label)
 def test_dropout_repeats_bitwise_and_follows_the_seed(pool: Pool, case: Case, workers: int) -> None:
-    first, again = _run(pool, case, workers, PROBLEM), _run(pool, case, workers, PROBLEM)
+    first, again = run_whole(pool, case, workers, PROBLEM), run_whole(pool, case, workers, PROBLEM)
     assert_same(first, again)
-    other = _run(pool, case, workers, replace(PROBLEM, dropout=0.6))
+    other = run_whole(pool, case, workers, replace(PROBLEM, dropout=0.6))
     assert not _same(first, other), "dropout does nothing"
 
 
@@ -47,14 +47,14 @@ def test_warming_leaves_all_state_as_it_was(pool: Pool, case: Case, workers: int
     feeds = case.feeds(PROBLEM, workers, range(PART))
     with case.world(pool, PROBLEM, workers) as world:
         world.start()
-        fresh = _state(case, world)
+        fresh = state_of(case, world)
         world.warm(feeds[0])
-        assert_same(fresh, _state(case, world))
+        assert_same(fresh, state_of(case, world))
         world.train(feeds)
-        trained = _state(case, world)
+        trained = state_of(case, world)
         assert not _same(fresh, trained)
         world.warm(feeds[0])
-        assert_same(trained, _state(case, world))
+        assert_same(trained, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), sizes(2), ids=label)
@@ -63,17 +63,17 @@ def test_a_snapshot_is_a_copy_and_restores_bitwise(pool: Pool, case: Case, worke
     with case.world(pool, PROBLEM, workers) as world:
         world.start(feeds[0])
         world.train(feeds[:PART])
-        then = _state(case, world)
+        then = state_of(case, world)
         assert _lead(case, world, "keep", "then") == [PART] * _led(case, workers)
         reports = world.train(feeds[PART:])
-        end = _state(case, world)
+        end = state_of(case, world)
         assert_same(then, case.code.state(world.files("then")))
         world.leave()
         world.form()
         assert {tag.step for tag in _lead(case, world, "restore", "then")} == {PART}
         world.settle(0, feeds[PART])
         assert world.train(feeds[PART:]) == reports
-        assert_same(end, _state(case, world))
+        assert_same(end, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), [*sizes(1, 2), *new_process()], ids=label)
@@ -84,12 +84,12 @@ def test_a_checkpoint_continues_bitwise_in_fresh_processes(pool: Pool, case: Cas
         world.train(feeds[:PART])
         files = world.files()
         reports = world.train(feeds[PART:])
-        end = _state(case, world)
+        end = state_of(case, world)
     with case.world(pool, PROBLEM, workers, fresh=True) as world:
         _load(world, files, PART)
         world.warm(feeds[PART])
         assert world.train(feeds[PART:]) == reports
-        assert_same(end, _state(case, world))
+        assert_same(end, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), several(3), ids=label)
@@ -99,11 +99,11 @@ def test_a_checkpoint_continues_with_another_number_of_workers(pool: Pool, case:
     with case.world(pool, problem, workers) as world:
         world.start(feeds[0])
         world.train(feeds[:PART])
-        files, then = world.files(), _state(case, world)
+        files, then = world.files(), state_of(case, world)
         reports = world.train(feeds[PART:])
     with case.world(pool, problem, other) as world:
         _load(world, files, PART)
-        assert_same(then, _state(case, world))
+        assert_same(then, state_of(case, world))
         continued = case.feeds(problem, other, range(WHOLE))[PART:]
         world.warm(continued[0])
         losses = [report.loss for report in world.train(continued)[0]]
@@ -115,7 +115,7 @@ def test_a_checkpoint_continues_with_another_number_of_workers(pool: Pool, case:
 def test_a_newcomer_gets_the_state_of_a_survivor(pool: Pool, case: Case, workers: int, newcomer: int) -> None:
     feeds = case.feeds(PROBLEM, workers, range(WHOLE))
     new = newcomer % workers
-    unbroken = _run(pool, case, workers, PROBLEM)
+    unbroken = run_whole(pool, case, workers, PROBLEM)
     with case.world(pool, PROBLEM, workers) as world:
         world.start(feeds[0])
         world.train(feeds[:PART])
@@ -126,7 +126,7 @@ def test_a_newcomer_gets_the_state_of_a_survivor(pool: Pool, case: Case, workers
         assert all(tag.sound and tag.pieces == tag.whole for tag in tags)
         assert {tag.step for tag in world.settle((new + 1) % workers, feeds[PART])} == {PART}
         world.train(feeds[PART:])
-        assert_same(unbroken, _state(case, world))
+        assert_same(unbroken, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), sizes(2), ids=label)
@@ -138,7 +138,7 @@ def test_builds_of_one_seed_are_equal_and_stand_nowhere(pool: Pool, case: Case, 
         assert_same(fresh[0], one)
     with case.world(pool, replace(PROBLEM, seed=8), workers) as world:
         world.form()
-        assert not _same(fresh[0], _state(case, world))
+        assert not _same(fresh[0], state_of(case, world))
 
 
 def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
@@ -152,16 +152,16 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def _run(pool: Pool, case: Case, workers: int, problem: problems.Problem) -> Mapping[str, Any]:
+def run_whole(pool: Pool, case: Case, workers: int, problem: problems.Problem) -> Mapping[str, Any]:
     """The state after an unbroken run of WHOLE steps."""
     feeds = case.feeds(problem, workers, range(WHOLE))
     with case.world(pool, problem, workers) as world:
         world.start(feeds[0])
         world.train(feeds)
-        return _state(case, world)
+        return state_of(case, world)
 
 
-def _state(case: Case, world: World) -> Mapping[str, Any]:
+def state_of(case: Case, world: World) -> Mapping[str, Any]:
     """Rank 0's state, which every rank shares."""
     states = [case.code.state(files) for files in world.each_files()]
     for state in states:

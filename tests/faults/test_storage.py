@@ -23,7 +23,7 @@ def stop_at(folder: Path, step: int) -> None:
         net = getattr(model, "module", model)
         if int(net.steps) == step and net.training:
             raise ValueError("enough")
-        return jobs.make_step(())(model, batch)
+        return jobs.make_step((), str(folder))(model, batch)
 
     with pytest.raises(UserCodeError, match="enough"):
         tw.fit(jobs.job(folder, step=failing))
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_falls_back_to_its_parent(
 def test_a_loss_that_becomes_nan_stops_with_the_last_good_checkpoint(folder: Path, ray_cluster: None) -> None:
     def poisoned(model: Any, batch: Any) -> Any:
         net = getattr(model, "module", model)
-        losses = jobs.make_step(())(model, batch)
+        losses = jobs.make_step((), str(folder))(model, batch)
         return losses * float("nan") if int(net.steps) == 13 and net.training else losses
 
     with pytest.raises(NonFiniteLoss) as caught:

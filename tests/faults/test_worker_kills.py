@@ -66,7 +66,7 @@ def test_rank_zero_dies_in_the_middle_of_a_reduction(folder: Path, unbroken: Cal
 
 def test_all_workers_die_at_once(folder: Path, unbroken: Callable[[int], State]) -> None:
     kills = tuple(jobs.Kill(rank=rank, step=13, point="forward", folder=str(folder.parent)) for rank in (0, 1))
-    tw.fit(jobs.job(folder, kills))
+    tw.fit(jobs.job(folder, kills, paced=True))
     assert all(kill.mark.exists() for kill in kills)
     assert state_of(folder, "faulty") == unbroken(2)
     formed = told(folder, "faulty", events.Formed)

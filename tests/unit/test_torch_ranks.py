@@ -1,0 +1,333 @@
+"""Several ranks of the torch engine: equal sums, equal bits, and ranks that go away."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.torch_jobs import (
+    GENERATION,
+    Chosen,
+    Files,
+    Net,
+    batch,
+    crash,
+    double,
+    feed,
+    loss,
+    one_device,
+    plan,
+    saved,
+    spec,
+)
+from trainwright.core.data import Batch, Feed
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, UserCodeError
+from trainwright.core.group import Address, Group, Move, Peer
+from trainwright.strategies.torch.data_parallel import DataParallel
+from trainwright.strategies.torch.files import load_weights
+from trainwright.strategies.torch.group import interface_of
+
+Exchange = Callable[[Any], list[Any]]
+Scenario = Callable[[int, int, Exchange], Any]
+
+
+def _rank(scenario: Scenario, rank: int, world: int, pipe: Connection) -> None:
+    def exchange(value: Any) -> list[Any]:
+        pipe.send(("exchange", value))
+        answer: list[Any] = pipe.recv()
+        return answer
+
+    pipe.send(("result", scenario(rank, world, exchange)))
+
+
+def run_ranks(scenario: Scenario, world: int) -> list[Any]:
+    """Results of a scenario on each rank; None for one that died. `exchange` gathers a value from all ranks alive."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # what the first optimizer would import
+    pipes, processes, results = {}, [], [None] * world
+    for rank in range(world):
+        pipes[rank], theirs = context.Pipe()
+        processes.append(context.Process(target=_rank, args=(scenario, rank, world, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+    try:
+        while pipes:
+            values: list[Any] = [None] * world
+            for rank, pipe in list(pipes.items()):
+                assert pipe.poll(90.0), f"rank {rank} did not answer"
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    del pipes[rank]
+                    continue
+                if kind == "result":
+                    results[rank] = value
+                    del pipes[rank]
+                values[rank] = value
+            for pipe in pipes.values():
+                pipe.send(values)
+    finally:
+        for process in processes:
+            process.join(5.0)
+            process.kill()
+    return results
+
+
+def formed(
+    rank: int, exchange: Exchange, job: ModelSpec, *, engine: DataParallel | None = None, ranks: Sequence[int] = ()
+) -> DataParallel:
+    """An engine in a group of the ranks alive."""
+    engine = engine or DataParallel()
+    addresses = [address for address in exchange(engine.reserve(GENERATION, "worker")) if isinstance(address, Address)]
+    peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
+    place = ranks.index(rank) if ranks else rank
+    engine.form(Group(generation=GENERATION, rank=place, peers=peers, deadline_s=20.0))
+    if engine._replica is None:
+        engine.build(job, plan(ranks=len(peers)))
+    return engine
+
+
+def share(step: int, rank: int, total: int, dtype: type = np.float32) -> Feed:
+    """The ranks' shares of one global batch of 12."""
+    whole = batch(12, first=step * 100, dtype=dtype)
+    rows = np.arange(12)[rank::total]
+    part = Batch(
+        columns={name: column[rows] for name, column in whole.columns.items()},
+        weights=np.ones(len(rows)),
+        samples=whole.samples[rows],
+    )
+    return feed(part, step=step, rank=rank, total=total, rows=12)
+
+
+def some_unused() -> nn.Module:
+    model = double()
+    model.never = nn.Linear(2, 2, dtype=torch.float64)
+    model.frozen = nn.Linear(2, 2).requires_grad_(False)
+    return model
+
+
+def _unused_and_repeat(rank: int, world: int, exchange: Exchange) -> Any:
+    job = spec(model=some_unused, clip_norm=0.1)
+    engine = formed(rank, exchange, job)
+    answers = []
+    for seed_run in range(2):
+        if seed_run:
+            engine.leave()
+            engine = formed(rank, exchange, job)
+        engine.warm(share(0, rank, world, np.float64))
+        reports = [engine.train_step(share(step, rank, world, np.float64)) for step in range(4)]
+        answers.append((reports, saved(engine).files))
+    engine.leave()
+    return answers
+
+
+def test_ranks_agree_with_one_device_and_runs_repeat_bit_by_bit() -> None:
+    results = run_ranks(_unused_and_repeat, 3)
+    alone = one_device(spec(model=some_unused, clip_norm=0.1))
+    expected = [alone.train_step(share(step, 0, 1, np.float64)) for step in range(4)]
+    first, second = results[0]
+    assert first == second
+    assert all(result == results[0] for result in results)
+    for report, wanted in zip(first[0], expected, strict=True):
+        assert report.loss == pytest.approx(wanted.loss, abs=1e-12)
+        assert report.gradient_norm == pytest.approx(wanted.gradient_norm, abs=1e-12)
+        assert report.weight == 12.0
+    files = Files()
+    files.files = first[1]
+    for name, value in load_weights(saved(alone)).items():
+        torch.testing.assert_close(load_weights(files)[name], value, rtol=0.0, atol=1e-12)
+
+
+def _reduced_per_step(rank: int, world: int, exchange: Exchange) -> Any:
+    engine = formed(rank, exchange, spec(model=double))
+    engine.warm(share(0, rank, world, np.float64))
+    engine.train_step(share(0, rank, world, np.float64))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        report = engine.train_step(dataclasses.replace(share(1, rank, world, np.float64), wish=rank == 1))
+    engine.leave()
+    names = [event.name for event in profile.events() if event.name.startswith("gloo:")]
+    return names, report.wish
+
+
+def test_weights_losses_and_wish_need_no_collective_of_their_own() -> None:
+    for names, wish in run_ranks(_reduced_per_step, 2):
+        assert names == ["gloo:all_reduce"]
+        assert wish
+
+
+def _not_finite(rank: int, world: int, exchange: Exchange) -> Any:
+    engine = formed(rank, exchange, spec())
+    engine.warm(share(0, rank, world))
+    before = saved(engine).files
+    given = share(0, rank, world)
+    if rank == 1:
+        given.parts[0][0].columns["x"][2] = np.nan
+    try:
+        engine.train_step(given)
+    except NonFiniteLoss as error:
+        kept = saved(engine).files == before
+        later = engine.train_step(share(0, rank, world)).loss
+        engine.leave()
+        return str(error), kept, later
+    return None
+
+
+def test_every_rank_hears_of_a_loss_that_is_not_finite_in_the_same_step() -> None:
+    (healthy, kept, loss_0), (ill, also_kept, loss_1) = run_ranks(_not_finite, 2)
+    assert "step 0, on another data rank" in healthy
+    assert "step 0, in samples 5 (rank 1, data rank 1)" in ill
+    assert kept
+    assert also_kept
+    assert loss_0 == loss_1
+    assert math.isfinite(loss_0)
+
+
+def _victim(rank: int, world: int, exchange: Exchange) -> Any:
+    """The last rank kills itself in the loss of step 3; the others go on without it, and a fresh engine joins."""
+    dying = []
+
+    def deadly(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if dying and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(outputs, targets)
+
+    engine = formed(rank, exchange, spec(loss=deadly))
+    engine.warm(share(0, rank, world))
+    for step in range(3):
+        engine.train_step(share(step, rank, world))
+    before = saved(engine).files
+    dying.append(True)
+    begun = time.monotonic()
+    try:
+        engine.train_step(share(3, rank, world))
+    except PeerLost as error:
+        engine.leave()
+        engine.leave()
+        noticed, text = time.monotonic() - begun, str(error)
+    tag, kept = engine.transfer(()), saved(engine).files == before
+    if rank == 0:
+        engine = DataParallel()  # as a newcomer would stand
+    survivors = list(range(world - 1))
+    engine = formed(rank, exchange, spec(loss=deadly, seed=5), engine=engine, ranks=survivors)
+    moved = engine.transfer([Move(source=1, target=0, piece="state")])
+    equal = saved(engine).files == before
+    engine.warm(share(3, rank, world - 1))
+    losses = [engine.train_step(share(step, rank, world - 1)).loss for step in range(3, 6)]
+    last = saved(engine).files
+    engine.leave()
+    return noticed, text, tag, kept, moved, equal, losses, last
+
+
+def test_survivors_notice_at_once_and_go_on_with_a_newcomer() -> None:
+    *survivors, dead = run_ranks(_victim, 3)
+    assert dead is None
+    for noticed, text, tag, kept, moved, equal, _, _ in survivors:
+        assert noticed < 10.0
+        assert "another rank went away" in text
+        assert (tag.step, tag.sound, kept) == (3, True, True)
+        assert (moved.step, moved.sound, equal) == (3, True, True)
+    assert survivors[0][6:] == survivors[1][6:]
+
+
+def _user_error(rank: int, world: int, exchange: Exchange) -> Any:
+    broken = []
+
+    def breaking(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return crash() if broken and rank == 0 else loss(outputs, targets)
+
+    engine = formed(rank, exchange, spec(loss=breaking))
+    engine.warm(share(0, rank, world))
+    broken.append(True)
+    begun = time.monotonic()
+    try:
+        engine.train_step(share(0, rank, world))
+    except (UserCodeError, PeerLost) as error:
+        engine.leave()
+        return type(error).__name__, time.monotonic() - begun
+    return None
+
+
+def test_a_user_error_on_one_rank_frees_the_others_at_once() -> None:
+    results = run_ranks(_user_error, 3)
+    assert [kind for kind, _ in results] == ["UserCodeError", "PeerLost", "PeerLost"]
+    assert max(seconds for _, seconds in results) < 10.0
+
+
+def _sometimes_unused(rank: int, world: int, exchange: Exchange) -> Any:
+    engine = formed(rank, exchange, spec(model=Chosen))
+    engine.warm(share(0, rank, world))
+    given = share(0, rank, world)
+    given.parts[0][0].columns["x"][0] = 99.0
+    try:
+        engine.train_step(given)
+    except JobError as error:
+        engine.leave()
+        return str(error)
+    return None
+
+
+def test_a_parameter_that_is_sometimes_unused_is_refused_before_anything_is_applied() -> None:
+    for text in run_ranks(_sometimes_unused, 2):
+        assert "'second.weight' got no gradient in this batch but did in others" in text
+
+
+def _unequal(rank: int, world: int, exchange: Exchange) -> Any:
+    def unseeded() -> nn.Module:
+        model = Net()
+        nn.init.constant_(model.first.bias, float(rank))
+        return model
+
+    engine = formed(rank, exchange, spec(model=unseeded))
+    try:
+        engine.warm(share(0, rank, world))
+    except JobError as error:
+        engine.leave()
+        return str(error)
+    return None
+
+
+def test_ranks_that_built_different_models_are_refused() -> None:
+    for text in run_ranks(_unequal, 2):
+        assert "ranks 0 and 1 hold different parameters" in text
+
+
+def _alone(rank: int, world: int, exchange: Exchange) -> Any:
+    engine = DataParallel()
+    addresses = exchange(engine.reserve(GENERATION, "worker"))
+    if rank == 1:
+        return None
+    peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
+    begun = time.monotonic()
+    try:
+        engine.form(Group(generation=GENERATION, rank=0, peers=peers, deadline_s=2.0))
+    except PeerLost as error:
+        return str(error), time.monotonic() - begun
+    return None
+
+
+def test_a_group_that_does_not_form_says_so_by_its_deadline() -> None:
+    text, seconds = run_ranks(_alone, 2)[0]
+    assert "the group of 2 did not form within 2 s" in text
+    assert seconds < 20.0
+
+
+def test_reserved_ports_differ_and_the_loopback_interface_is_known() -> None:
+    engines = [DataParallel() for _ in range(3)]
+    ports = {engine.reserve(GENERATION, "worker").port for engine in engines}
+    for engine in engines:
+        engine.leave()
+    assert len(ports) == 3
+    assert interface_of("127.0.0.1") in ("lo", None)

@@ -1,0 +1,205 @@
+"""Batches, copies, checkpoints and profiles of the torch engines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.torch_jobs import Chosen, Files, Net, batch_normed, double, feed, one_device, saved, spec
+from trainwright.core.data import fold
+from trainwright.core.errors import CheckpointError, DataError
+from trainwright.strategies.torch import batches, owns
+from trainwright.strategies.torch.files import load_weights
+from trainwright.strategies.torch.profile import profile_model, take_weights
+
+
+def test_columns_share_memory_where_they_may() -> None:
+    cpu, array = torch.device("cpu"), np.arange(6.0)
+    assert np.shares_memory(batches.tensor("x", array, cpu).numpy(), array)
+    array.flags.writeable = False
+    assert not np.shares_memory(batches.tensor("x", array, cpu).numpy(), array)
+    assert batches.tensor("x", array[::-1], cpu).tolist() == array[::-1].tolist()
+    assert batches.tensor("x", array.astype(">f4"), cpu).tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [object(), None], [b"a", b"b"], ["2020-01-01"]])
+def test_columns_that_are_no_numbers_are_refused(values: list[Any]) -> None:
+    dtype = "datetime64[D]" if str(values[0]).startswith("2020") else None
+    with pytest.raises(DataError, match=r"(?s)column 'x' holds .*turn it into numbers"):
+        batches.tensor("x", np.array(values, dtype=dtype), torch.device("cpu"))
+
+
+def test_a_checkpoint_goes_on_bit_by_bit() -> None:
+    unbroken, stopped = one_device(), one_device()
+    for step in range(6):
+        unbroken.train_step(feed(step=step))
+    for step in range(3):
+        stopped.train_step(feed(step=step))
+    resumed = one_device(spec(seed=99))
+    assert resumed.load(saved(stopped)).step == 3
+    resumed._replica.spec = spec()  # type: ignore[union-attr]
+    for step in range(3, 6):
+        resumed.train_step(feed(step=step))
+    assert saved(resumed).files == saved(unbroken).files
+
+
+def test_a_snapshot_shares_nothing_with_the_training() -> None:
+    engine = one_device()
+    engine.train_step(feed())
+    copy = engine.snapshot()
+    files = Files()
+    engine.train_step(feed(step=1))
+    engine.save(copy, files)
+    assert copy.step == 1
+    assert copy.size_bytes > sum(value.nbytes for value in load_weights(files).values())
+    assert engine.restore(copy).step == 1
+    assert saved(engine).files == files.files
+    engine.train_step(feed(step=1))
+    again = Files()
+    engine.save(copy, again)
+    assert again.files == files.files
+
+
+def test_settings_that_training_changed_are_saved_and_the_jobs_are_not() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+
+    engine = one_device(spec(optimizer=lambda p: Counting(p, lr=0.1), schedule=lambda step, total: 0.5))
+    engine.train_step(feed())
+    files = saved(engine)
+    assert json.loads(files.files["state.json"])["options"] == [{"count": 1}]
+    other = one_device(spec(optimizer=lambda p: Counting(p, lr=0.7)))
+    other.load(files)
+    assert other._replica is not None
+    assert other._replica.optimizer.param_groups[0]["count"] == 1
+    assert other._replica.optimizer.param_groups[0]["lr"] == 0.7
+
+
+class Wide(Net):
+    """Other shapes and names than Net's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(8, 5)
+        self.third = nn.Linear(5, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model": Wide}, r"second.weight: shape \(3, 8\) of float32 in the checkpoint, shape \(5, 8\) of float32"),
+        ({"model": double}, r"first.weight: shape \(8, 4\) of float32 in the checkpoint, shape \(8, 4\) of float64"),
+        ({"optimizer": lambda p: torch.optim.SGD(p)}, "optimizer: Adam in the checkpoint, SGD in the job"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_whole(change: Mapping[str, Any], text: str) -> None:
+    engine = one_device()
+    engine.train_step(feed())
+    other = one_device(spec(**change))
+    before = saved(other).files
+    with pytest.raises(CheckpointError, match=text) as raised:
+        other.load(saved(engine))
+    assert "start a run under a new name" in raised.value.remedy
+    assert saved(other).files == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_missing_or_damaged_file_is_named(name: str) -> None:
+    engine = one_device()
+    files = saved(engine)
+    files.files[name] = b"garbage"
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        engine.load(files)
+    del files.files[name]
+    with pytest.raises(CheckpointError, match=f"no {name}"):
+        engine.load(files)
+
+
+def test_layouts_in_memory_do_not_matter() -> None:
+    def convolutional() -> nn.Module:
+        layers = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten())
+        return layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    engine, other = one_device(spec(model=convolutional)), one_device(spec(model=convolutional, seed=4))
+    engine.train_step(feed())
+    other.load(saved(engine))
+    assert engine.train_step(feed(step=1)) == other.train_step(feed(step=1))
+
+
+def test_a_profile_counts_each_layer_for_one_sample() -> None:
+    profile = profile_model(Net, {"x": np.zeros((2, 4), np.float32)}, ("x",))
+    costs = {layer.name: layer for layer in profile.layers}
+    assert set(costs) == {"first", "second"}
+    assert (costs["first"].parameters, costs["first"].flops) == (40, 2 * 4 * 8)
+    assert (costs["second"].parameter_bytes, costs["second"].output_bytes) == (27 * 4, 3 * 4)
+    assert profile.inexact == ()
+    assert profile_model(batch_normed, {"x": np.zeros((2, 4), np.float32)}, ("x",)).inexact == ("batch_norm",)
+
+
+def test_a_profile_gives_operations_outside_layers_to_the_module_that_does_them() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).sum() * (x @ x.T)
+
+    costs = {layer.name: layer.flops for layer in profile_model(Attending, {"x": np.ones((1, 4))}, ("x",)).layers}
+    assert costs == {"Attending": 2.0 * 4, "inner": 2.0 * 16}
+
+
+def test_a_model_that_cannot_be_traced_is_estimated(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="trainwright.strategies.torch.profile"):
+        profile = profile_model(Chosen, {"x": np.zeros((1, 4), np.float32)}, ("x",))
+    assert profile.flops == 2.0 * profile.parameters == 2.0 * 67
+    assert "operations are estimated from parameters" in caplog.text
+
+
+def test_owns_knows_modules_by_their_class() -> None:
+    assert owns(Net())
+    assert not owns(object())
+    assert not owns(Net)
+
+
+def test_importing_the_engines_imports_neither_ray_nor_tensorflow() -> None:
+    code = (
+        "import sys; import trainwright.strategies.torch as t; print('torch' in sys.modules);"
+        "import trainwright.strategies.torch.data_parallel, trainwright.strategies.torch.one_device;"
+        "print([name for name in ('ray', 'tensorflow', 'keras') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split("\n")[:2] == ["False", "[]"]
+
+
+def test_seeds_of_different_counters_differ() -> None:
+    seeds = {fold(3, step, micro, rank, 0) for step, micro, rank in itertools.product(range(4), repeat=3)}
+    assert len(seeds) == 64
+
+
+def test_a_model_that_needs_memory_to_be_built_is_built_with_it() -> None:
+    def measured() -> nn.Module:
+        model = Net()
+        assert model.first.weight.abs().sum().item() > 0.0
+        return model
+
+    assert profile_model(measured, {"x": np.zeros((1, 4), np.float32)}, ("x",)).parameters == 67
+
+
+def test_a_models_weights_are_taken_or_refused() -> None:
+    files, model = saved(one_device()), Net()
+    take_weights(model, files)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in load_weights(files).items())
+    with pytest.raises(CheckpointError, match=r"does not fit the model"):
+        take_weights(Wide(), files)
