@@ -102,9 +102,9 @@ class Job(BaseModel):
             problems.append("inputs= is missing: name the columns given to the model")
         if self.metrics and not self.inputs:
             problems.append("metrics= need inputs= and targets=")
-        if not hasattr(self.train, "index"):
+        if not hasattr(self.train, "map_batches"):
             problems.append("train= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
-        if self.evaluate is not None and not hasattr(self.evaluate, "index"):
+        if self.evaluate is not None and not hasattr(self.evaluate, "map_batches"):
             problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
         if problems:
             raise JobError(problems)

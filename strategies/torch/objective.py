@@ -116,7 +116,8 @@ class Caller:
         self._check(what, values, batch.rows)
         values = values if values.dtype in (torch.float32, torch.float64) else values.float()
         weights = torch.from_numpy(batch.weights).to(device=values.device, dtype=values.dtype)
-        weights = _rowwise(weights, values).expand_as(values)
+        if values.dim() > 1:
+            weights = _rowwise(weights, values).expand_as(values)
         if isinstance(result, Terms):
             own = torch.as_tensor(result.weights, device=values.device).detach().to(values.dtype)
             weights = weights * self._fitted(what, own, values)

@@ -1,0 +1,94 @@
+"""Jobs: strict fields, all problems at once, copies; and the file they live in."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from trainwright.core.errors import JobError, UserCodeError
+from trainwright.jobfile import load_job
+
+DATA = tw.datasets.table({"x": [[1.0]], "y": [0]})
+
+
+def job(**fields: Any) -> tw.Job:
+    given = {"name": "n", "model": dict, "optimizer": list, "train": DATA, "loss": max, "inputs": "x", "batch_size": 1}
+    return tw.Job(**{**given, **fields})
+
+
+def test_all_problems_are_said_at_once_with_the_nearest_name() -> None:
+    with pytest.raises(JobError) as caught:
+        tw.Job(nam="x", model=dict, optimizer=list, train=DATA, batchsize=3, batch_size=0)
+    text = str(caught.value)
+    assert "'name'" in text and "'batch_size'" in text and "batch_size=0" in text and "name= is missing" in text
+    assert len(caught.value.problems) == 4
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "../up"}, "name="),
+        ({"loss": None}, "either loss="),
+        ({"step": max}, "either loss="),
+        ({"inputs": ()}, "inputs= is missing"),
+        ({"train": [1, 2]}, "train= is no data set"),
+        ({"evaluate": "data"}, "evaluate= is no data set"),
+        ({"workers": 0}, "workers=0"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message.replace("(", r"\(")):
+        job(**fields)
+
+
+def test_a_copy_is_validated_like_a_new_job() -> None:
+    assert job().replace(epochs=3).epochs == 3
+    with pytest.raises(JobError, match="epochs"):
+        job().replace(epochs=0)
+    with pytest.raises(JobError, match="'epochs'"):
+        job().replace(epoch=1)
+
+
+def test_columns_are_all_where_the_step_takes_them() -> None:
+    assert job(targets="y").columns == ("x", "y")
+    assert job(loss=None, step=max).columns is None
+
+
+FILE = """
+import trainwright as tw
+{name} = tw.Job(name="n", model=dict, optimizer=list, loss=max, inputs="x", batch_size=1,
+                train=tw.datasets.table({{"x": [[1.0]]}}))
+"""
+
+
+def test_a_job_file_and_its_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "my_job.py"
+    file.write_text(FILE.format(name="anything"))
+    loaded = load_job(str(file), ["epochs=7", "storage=s3://b/p", "inputs=('x',)"])
+    assert (loaded.epochs, loaded.storage, loaded.inputs) == (7, "s3://b/p", ("x",))
+    with pytest.raises(JobError) as caught:
+        load_job(str(file), ["epoch=1", "batch"])
+    assert "'epochs'" in str(caught.value) and "field=value" in str(caught.value)
+
+
+def test_what_is_wrong_with_a_job_file(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="no such file"):
+        load_job(str(tmp_path / "none.py"))
+    empty, broken, two = (tmp_path / f"{name}.py" for name in ("empty", "broken", "two"))
+    empty.write_text("")
+    broken.write_text("1 / 0")
+    two.write_text(FILE.format(name="a") + FILE.format(name="b"))
+    with pytest.raises(JobError, match="one job is needed"):
+        load_job(str(empty))
+    with pytest.raises(JobError, match="found a, b"):
+        load_job(str(two))
+    with pytest.raises(UserCodeError, match="ZeroDivisionError") as caught:
+        load_job(str(broken))
+    assert str(broken) in str(caught.value)

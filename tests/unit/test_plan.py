@@ -1,0 +1,125 @@
+"""Plans: mesh and feeding, what the planner chooses, refuses and says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainwright as tw
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.data import fold
+from trainwright.core.errors import JobError, PlanError, ResourceError
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.planner import Decision, choose
+from trainwright.strategies.costs import place
+
+PROFILE = ModelProfile(
+    framework="torch", layers=(LayerCost(name="l", parameters=1000, parameter_bytes=4000, flops=1e6),)
+)
+LAPTOP = Cluster(nodes=(Node(name="a", cpus=2, memory_bytes=0),))
+GPUS = Cluster(nodes=tuple(Node(name=n, cpus=8, memory_bytes=0, accelerators=1, accelerator="GPU") for n in "ab"))
+
+
+def job(**fields: Any) -> tw.Job:
+    data = tw.datasets.table({"x": [[1.0]]})
+    given = {"name": "n", "model": dict, "optimizer": list, "train": data, "loss": max, "inputs": "x"}
+    return tw.Job(**{**given, "batch_size": 64, **fields})
+
+
+def decide(cluster: Cluster = LAPTOP, profile: ModelProfile = PROFILE, **fields: Any) -> Decision:
+    return choose(profile, cluster, job(**fields))
+
+
+@given(*[st.integers(1, 4)] * 4)
+def test_every_data_rank_is_fed_once_for_each_stage_and_tensor_rank(p: int, d: int, s: int, t: int) -> None:
+    mesh = Mesh(pipeline=p, data=d, shard=s, tensor=t)
+    plan = Plan(strategy="x", engine="m:C", mesh=mesh, batch_size=1, placement=Placement(cpus=1))
+    feedings = [plan.feed_of(rank) for rank in range(mesh.size)]
+    for stage in range(p):
+        fed = [list(f.data_ranks)[0] for rank, f in enumerate(feedings) if mesh.stage_of(rank) == stage]
+        assert sorted(fed) == sorted(list(range(d * s)) * t)
+    assert all(f.inputs == (mesh.stage_of(r) == 0) for r, f in enumerate(feedings))
+    assert all(f.targets == (mesh.stage_of(r) == p - 1) for r, f in enumerate(feedings))
+    assert [mesh.data_rank_of(r) for r in range(t)] == [0] * t, "tensor ranks are neighbours"
+
+
+def test_a_coordinator_holds_all_data_ranks_and_two_devices_two() -> None:
+    plan = Plan(strategy="x", engine="m:C", mesh=Mesh(data=4), batch_size=1, placement=Placement(cpus=1))
+    leader = replace(plan, topology="coordinator")
+    assert [len(leader.feed_of(worker).data_ranks) for worker in range(4)] == [4, 0, 0, 0]
+    pairs = replace(plan, devices_per_worker=2)
+    assert pairs.workers == 2 and [pairs.feed_of(worker).data_ranks for worker in range(2)] == [range(2), range(2, 4)]
+
+
+def test_two_workers_on_a_laptop_and_one_for_each_gpu() -> None:
+    assert decide().chosen.workers == 2
+    heavy = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e12),))
+    chosen = decide(GPUS, profile=heavy).chosen
+    assert chosen.workers == 2 and chosen.placement.accelerators == 1 and chosen.placement.accelerator == "GPU"
+
+
+@given(cpus=st.integers(1, 64), nodes=st.integers(1, 4), workers=st.integers(1, 64))
+def test_cpus_are_always_left_for_ray_data(cpus: int, nodes: int, workers: int) -> None:
+    cluster = Cluster(nodes=tuple(Node(name=str(n), cpus=cpus, memory_bytes=0) for n in range(nodes)))
+    placement = place(cluster, workers)
+    on_a_node = -(-workers // nodes)
+    assert placement.cpus == 0.01 or placement.cpus * on_a_node <= cpus - min(1, cpus / 2) + 1e-9
+
+
+def test_a_demand_is_compared_with_the_cluster() -> None:
+    with pytest.raises(ResourceError, match="needs 4 GPU, the cluster has 2") as caught:
+        decide(GPUS, workers=4)
+    assert "workers=2" in str(caught.value)
+    with pytest.raises(ResourceError, match="needs 1 GPU, the cluster has 0"):
+        decide(accelerator="gpu")
+    assert decide(GPUS, accelerator="cpu").chosen.placement.accelerators == 0
+
+
+def test_what_is_pinned_is_kept_and_said_when_it_is_not_the_best() -> None:
+    heavy = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e9),))
+    decision = decide(profile=heavy, strategy="one_device")
+    assert decision.chosen.strategy == "one_device"
+    (rejected,) = decision.rejected
+    assert "pinned" in rejected.reason and "times faster" in rejected.reason
+    assert "one_device" in str(decision) and "data_parallel" in decision._repr_html_()
+
+
+def test_why_a_strategy_cannot_be() -> None:
+    assert "workers=2 is pinned" in decide(workers=2).infeasible[0].reason
+    assert decide(batch_size=1).chosen.strategy == "one_device"
+    with pytest.raises(PlanError, match="no plan") as caught:
+        decide(batch_size=2, workers=3)
+    assert "batch_size=2 is smaller than the 3 workers" in str(caught.value)
+    with pytest.raises(PlanError, match="'data_parallel'"):
+        decide(strategy="data-paralel")
+    norms = replace(PROFILE, inexact=("batch_norm",))
+    refused = decide(profile=norms)
+    assert refused.chosen.strategy == "one_device" and "batch_norm" in refused.infeasible[0].reason
+    accepted = decide(profile=norms, workers=2, inexact=("batch_norm",))
+    assert "batch_norm" in accepted.chosen.notes[0]
+
+
+def test_the_estimate_adds_up() -> None:
+    for plan in (decide().chosen, decide(workers=1).chosen):
+        assert plan.estimate is not None
+        assert sum(plan.estimate.terms.values()) == pytest.approx(plan.estimate.step_s)
+    assert decide(workers=1).chosen.estimate.terms["all_reduce"] == 0
+
+
+def test_check_plan_refuses_fewer_samples_than_data_ranks() -> None:
+    plan = Plan(strategy="x", engine="m:C", mesh=Mesh(data=4), batch_size=3, placement=Placement(cpus=1))
+    with pytest.raises(JobError, match="batch_size=3"):
+        job(batch_size=3).check_plan(plan)
+
+
+@given(st.lists(st.integers(-(2**70), 2**70), max_size=6), st.lists(st.integers(0, 99), max_size=6))
+def test_folds_are_seeds_and_differ(left: list[int], right: list[int]) -> None:
+    assert 0 <= fold(*left) < 2**63
+    if left != right and all(0 <= n < 2**64 for n in left):
+        assert fold(*left) != fold(*right)
+    assert fold(1, 2, 3) == 2623250113353451629

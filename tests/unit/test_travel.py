@@ -1,0 +1,62 @@
+"""Jobs on their way to other processes, and in words."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from trainwright.core.errors import JobError
+from trainwright.describe import changes, describe
+from trainwright.travel import pack
+
+SIZE = 3
+
+
+def build(width: int = SIZE) -> dict[str, int]:
+    # a comment that may change
+    return {"width": width}
+
+
+def job(**fields: Any) -> tw.Job:
+    given = {"name": "n", "model": build, "optimizer": list, "loss": max, "inputs": "x", "batch_size": 1}
+    return tw.Job(**{**given, "train": tw.datasets.table({"x": [[1.0]]}), **fields})
+
+
+def test_functions_of_a_module_that_a_worker_cannot_import_travel(tmp_path: Path) -> None:
+    (tmp_path / "packed").write_bytes(pack(job()))
+    read = "import sys; from trainwright.travel import unpack; print(unpack(open(sys.argv[1], 'rb').read()).model())"
+    done = subprocess.run(
+        [sys.executable, "-c", read, tmp_path / "packed"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.stdout.strip() == "{'width': 3}", done.stderr
+
+
+def test_what_cannot_travel_is_said() -> None:
+    lock = threading.Lock()
+    with pytest.raises(JobError, match="cannot be sent to the workers"):
+        pack(job(model=lambda: lock))
+
+
+def test_the_same_job_is_described_alike_and_a_changed_one_is_not() -> None:
+    assert not changes(describe(job()), describe(job(workers=7, keep=9, storage="elsewhere")))
+    (line,) = changes(describe(job(batch_size=1)), describe(job(batch_size=2)))
+    assert line == "batch_size: 1 -> 2"
+    assert changes(describe(job()), describe(job(model=lambda: build(4))))
+    assert changes(describe(job(model=lambda: 1)), describe(job(model=lambda: 2)))
+
+
+def test_closures_and_partials_are_told_apart_by_what_they_hold() -> None:
+    def wide(width: int) -> Any:
+        return lambda: build(width)
+
+    assert describe(job(model=wide(1))) == describe(job(model=wide(1)))
+    assert changes(describe(job(model=wide(1))), describe(job(model=wide(2))))
+    one, two = (describe(job(model=functools.partial(build, width=width))) for width in (1, 2))
+    assert changes(one, two) and not changes(one, describe(job(model=functools.partial(build, width=1))))

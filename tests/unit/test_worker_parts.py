@@ -1,0 +1,79 @@
+"""Small parts of worker and driver: records of steps, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from trainwright.core.data import StepReport
+from trainwright.core.events import Noted, Steps, from_json
+from trainwright.records import StepRecords
+from trainwright.signals import stopping
+
+
+def filled(*steps: int) -> StepRecords:
+    records = StepRecords()
+    for step in steps:
+        report = StepReport(step=step, loss=float(step), weight=1.0, learning_rate=0.1)
+        records.add(report, samples=8, step_s=0.5, wait_s=0.1)
+    return records
+
+
+def test_news_are_told_once_and_kept_until_then() -> None:
+    records = filled(1, 2, 3)
+    assert records.since(0, 0).step == [1, 2, 3]
+    assert records.since(1, 0).step == [2, 3]
+    assert records.since(3, 0).step == []
+
+
+def test_steps_that_will_be_done_again_are_forgotten() -> None:
+    records = filled(1, 2, 3, 4)
+    records.begin(generation=2, step=2)
+    news = records.since(0, 0)
+    assert news.step == [1, 2] and news.generation == 2 and news.samples == [8, 8]
+
+
+def test_a_watcher_wakes_up_at_the_first_step() -> None:
+    records, told = filled(), threading.Event()
+    thread = threading.Thread(target=lambda: told.set() if records.since(0, 30).step == [1] else None)
+    thread.start()
+    records.add(StepReport(step=1, loss=1.0, weight=1.0, learning_rate=0.1), samples=1, step_s=1, wait_s=0)
+    thread.join(20)
+    assert told.is_set()
+
+
+def test_steps_after_a_step() -> None:
+    steps = Steps(step=[3, 4, 5], loss=[3.0, 4.0, 5.0], step_s=[1.0] * 3)
+    assert steps.after(3) == Steps(step=[4, 5], loss=[4.0, 5.0], step_s=[1.0] * 2)
+    assert from_json(steps.to_json()) == steps and from_json(Noted(text="ü").to_json()) == Noted(text="ü")
+
+
+class Stops:
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def stop(self, now: bool = False) -> None:
+        self.asked.append(now)
+
+
+def test_the_first_signal_asks_for_a_checkpoint_and_the_second_does_not_wait() -> None:
+    run, before = Stops(), signal.getsignal(signal.SIGTERM)
+    with stopping(run) as stops:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert run.asked == [False, True] and stops.last == signal.SIGINT
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    seen = []
+
+    def within() -> None:
+        with stopping(Stops()):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=within)
+    thread.start()
+    thread.join(10)
+    assert seen == [signal.getsignal(signal.SIGTERM)]
