@@ -47,13 +47,17 @@ class WorkerProcess:
         self._where = f"worker {worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
         self._worker: Worker | None = None
+        self._broken: Failure | None = None
 
-    def hello(self) -> Hello | Failure:
-        """Build the worker, framework imports included, and say who and where this process is."""
+    def hello(self) -> Hello:
+        """Build the worker, framework imports included, and say who and where this process is.
+
+        What goes wrong with that is the answer to every verb, so that it is told as it is and not as a lost worker.
+        """
         try:
             self._worker = Worker(self._order)
         except Exception as error:
-            return _failure(error, self._where)
+            self._broken = _failure(error, self._where)
         return Hello(node=socket.gethostname(), pid=os.getpid())
 
     def call(self, verb: str, argument: Any) -> Any:
@@ -83,14 +87,24 @@ class WorkerProcess:
         threading.Event().wait()
 
     def _answer(self, verb: str, argument: Any) -> Any:
+        if self._broken is not None:
+            return self._broken
         assert self._worker is not None, "hello comes first"
         method = getattr(self._worker, verb)
         try:
             return method() if argument is None else method(argument)
         except Exception as error:
-            if isinstance(error, PeerLost | UserCodeError | NonFiniteLoss):
-                self._worker.leave()  # the other ranks notice at once instead of at their deadline
-            return _failure(error, self._where)
+            failure = _failure(error, self._where)
+        if verb != "upload":
+            self._let_go(self._worker, failure)
+        return failure
+
+    def _let_go(self, worker: Worker, failure: Failure) -> None:
+        """Leave the group, so that the other ranks notice at once instead of at their deadline."""
+        try:
+            worker.leave()
+        except Exception:  # told below the failure that came first
+            failure.error.detail += f"\nwhile leaving the group:\n{traceback.format_exc()}"
 
 
 _OPTIONS: dict[str, Any] = {

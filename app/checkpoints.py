@@ -22,13 +22,8 @@ from trainwright.store import MissingFile, Store
 
 MANIFEST = "MANIFEST.json"
 _FORMAT = 1
-_FOLDER = re.compile(r"(\d{8,})-(\d+)")
+_FOLDER = re.compile(r"(\d{8,})-(\d+)(?:\.(\d+))?")
 _REMEDY = "training goes on from the checkpoint before it; to use this one, restore the file from a copy"
-
-
-def checkpoint_path(step: int, token: int) -> str:
-    """The folder, within the run, of the checkpoint that a driver takes after `step` completed steps."""
-    return f"checkpoints/{step:08d}-{token}"
 
 
 class CheckpointWriter:
@@ -215,12 +210,12 @@ def retain(store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Co
     return tuple(doomed)
 
 
-def _age(path: str) -> tuple[int, int]:
-    """Token and step of a checkpoint's folder."""
+def _age(path: str) -> tuple[int, int, int]:
+    """Token, step and try of a checkpoint's folder."""
     found = _FOLDER.fullmatch(path.rpartition("/")[2])
     if not found:
         raise ValueError(f"{path!r} is no checkpoint's folder")
-    return int(found.group(2)), int(found.group(1))
+    return int(found.group(2)), int(found.group(1)), int(found.group(3) or 0)
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------

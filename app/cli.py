@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -51,7 +51,7 @@ def fit(
     run = api.fit(_job(file, overrides, strategy, workers), resume=resume, fresh=fresh, verbose=verbose)
     if run.state == "stopped":
         raise typer.Exit(128 + (run.signal or signal.SIGINT))
-    _tell_where(run, file)
+    _tell_where(run, file, overrides or [])
 
 
 @app.command()
@@ -142,8 +142,8 @@ def _die(error: TrainwrightError, code: int) -> None:
 def _job(file: str, overrides: list[str] | None, strategy: str | None, workers: int | None) -> Any:
     from trainwright.jobfile import load_job
 
-    pinned = [f"strategy={strategy}"] if strategy else []
-    pinned += [f"workers={workers}"] if workers else []
+    pinned = [f"strategy={strategy}"] if strategy is not None else []
+    pinned += [f"workers={workers}"] if workers is not None else []
     return load_job(file, [*(overrides or []), *pinned])
 
 
@@ -160,8 +160,11 @@ def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str))
 
 
-def _tell_where(run: Any, file: str) -> None:
+def _tell_where(run: Any, file: str, overrides: list[str]) -> None:
     """Where everything is, and how to use the model."""
+    from trainwright.use import how_to_load
+
+    again = "".join(f" --set {shlex.quote(item)}" for item in overrides)
     folder = run.folder
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
     lines = [
@@ -169,7 +172,7 @@ def _tell_where(run: Any, file: str) -> None:
         f"report       {run.report}",
         f"checkpoints  {folder}/checkpoints",
         f"tensorboard  {folder}/tensorboard",
-        f"model        import trainwright as tw; model = tw.load_model({file!r})",
-        f"again        trainwright evaluate {Path(file)}",
+        f"model        {how_to_load(file, overrides)}",
+        f"evaluate     trainwright evaluate {shlex.quote(file)}{again}",
     ]
     print("\n".join(lines))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -16,47 +17,87 @@ from trainwright.core.job import Job
 _FREE = frozenset(
     {
         "storage", "workers", "strategy", "accelerator", "checkpoint_steps", "keep", "failures",
-        "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "epochs",
+        "place_deadline_s", "hang_deadline_s", "evaluate_epochs",
     }
 )  # fmt: skip
+_PLACE = re.compile(r" at 0x[0-9a-f]+")  # where an object without a repr of its own lies in memory
 
 
-def describe(job: Job) -> dict[str, str]:
-    """Every field of the job as text; the same job gives the same text in another process."""
-    return {name: _text(getattr(job, name)) for name in type(job).model_fields}
+def describe(job: Job, *, train: str = "", evaluate: str = "") -> dict[str, str]:
+    """Every field of the job as text; the same job gives the same text in another process.
+
+    Args:
+        train: hash of the training set's index.
+        evaluate: hash of the evaluation set's index.
+    """
+    words = {name: _text(getattr(job, name)) for name in type(job).model_fields}
+    for name, digest in (("train", train), ("evaluate", evaluate)):
+        dataset = getattr(job, name)
+        if dataset is not None:
+            parts = [digest, *(_fingerprint(step.function) for step in dataset.transforms)]
+            words[name] = f"{dataset!r} [{_digest(parts)[:8]}]"
+    return words
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Lines that say which fields that matter to the result differ."""
-    names = [name for name in new if name not in _FREE and old.get(name) != new[name]]
+    """Lines that say which fields that matter to the result differ.
+
+    A data set is the same wherever it lies; more epochs are another result only where a schedule looks at the end.
+    """
+    free = _FREE if new["schedule"] != "None" else _FREE | {"epochs"}
+    names = [
+        name for name in new if name not in free and _essence(name, old.get(name, "")) != _essence(name, new[name])
+    ]
     return [f"{name}: {old.get(name, 'absent')} -> {new[name]}" for name in names]
 
 
-def _text(value: Any) -> str:
+def _essence(name: str, words: str) -> str:
+    return words[-10:] if name in ("train", "evaluate") else words
+
+
+def _text(value: Any, above: tuple[int, ...] = ()) -> str:
+    if id(value) in above:
+        return "..."  # a function that closes over itself
+    above = (*above, id(value))
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.items()))
+        return ", ".join(f"{_text(key, above)}={_text(item, above)}" for key, item in sorted(value.items(), key=str))
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_text(item, above) for item in value)})" if value else "()"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(_text(item, above) for item in value))}}}"
     if callable(value) and not inspect.isclass(value):
-        return f"{_name(value)} [{_fingerprint(value)[:8]}]"
-    return str(value)
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{str(name).replace('<locals>.', '')} [{_fingerprint(value, above)[:8]}]"
+    return _PLACE.sub("", str(value))
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__)).removeprefix("<locals>.")
-
-
-def _fingerprint(function: Any) -> str:
+def _fingerprint(function: Any, above: tuple[int, ...] = ()) -> str:
     """Changes with the code, its defaults and what it closes over, not with comments or position."""
     code = getattr(function, "__code__", None)
     if code is None:
-        facts = [f"{name}={_text(value)}" for name, value in sorted(getattr(function, "__dict__", {}).items())]
-        facts += [_text(getattr(function, part, "")) for part in ("func", "args", "keywords")]  # of a partial
+        facts = [_text(getattr(function, "__dict__", {}), above)]
+        facts += [_text(getattr(function, part, ""), above) for part in ("func", "args", "keywords")]  # of a partial
     else:
-        cells = [_text(cell.cell_contents) for cell in function.__closure__ or ()]
-        facts = [_source(function) or _code(code), repr(function.__defaults__), *cells]
+        cells = [_text(value, above) for value in _closed_over(function)]
+        facts = [_source(function) or _code(code), _text(function.__defaults__, above), *cells]
+    return _digest(facts)
+
+
+def _digest(facts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
-def _source(function: Callable[..., Any]) -> str:
+def _closed_over(function: Any) -> list[Any]:
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            values.append(None)
+    return values
+
+
+def _source(function: Any) -> str:
     """The function's syntax tree as text; empty where there is no source or it is a part of a line (a lambda)."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -66,5 +107,5 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 def _code(code: CodeType) -> str:
-    constants = [_code(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
+    constants = [_code(item) if isinstance(item, CodeType) else _text(item) for item in code.co_consts]
     return "\0".join([code.co_code.hex(), *code.co_names, *constants])

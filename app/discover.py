@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -22,15 +23,17 @@ def connect(verbose: bool = False) -> bool:
     address = os.environ.get("RAY_ADDRESS") or "local"
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": "ERROR"}
+    if not verbose:
+        logging.getLogger("ray").setLevel(logging.ERROR)  # some of it is said before init has read its options
     if address == "local":
         quiet["include_dashboard"] = False
     try:
         ray.init(address=address, **quiet)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError, RuntimeError) as error:
         raise ResourceError(
-            "the Ray cluster does not answer",
+            f"the Ray cluster cannot be reached: {error}",
             where=address,
-            remedy="start it, or unset RAY_ADDRESS to use this machine",
+            remedy="start it, or unset RAY_ADDRESS to use this machine; http:// addresses are for ray job submit only",
         ) from error
     return address == "local"
 

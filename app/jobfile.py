@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainwright.core.errors import JobError, UserCodeError, nearest
+from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, nearest
 from trainwright.core.job import Job
+
+_TEXTS = ("name", "storage")  # a run may be called 2024
 
 
 def load_job(path: str, overrides: Iterable[str] = ()) -> Job:
@@ -39,11 +42,20 @@ def _run(file: Path) -> ModuleType:
     sys.path.insert(0, str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except JobError:
+    except TrainwrightError:
         raise
     except Exception as error:
-        raise UserCodeError(f"the job file raised {type(error).__name__}: {error}", where=str(file)) from error
+        what = f"the job file raised {type(error).__name__}: {error}"
+        raise UserCodeError(what, where=str(file), detail=_own_frames(error)) from error
     return module
+
+
+def _own_frames(error: Exception) -> str:
+    """The traceback from the job file on."""
+    below = error.__traceback__.tb_next if error.__traceback__ else None
+    while below is not None and "importlib" in below.tb_frame.f_code.co_filename:
+        below = below.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(below)))
 
 
 def _job_of(module: ModuleType, path: str) -> Job:
@@ -66,7 +78,7 @@ def _parse(overrides: Iterable[str]) -> dict[str, Any]:
         elif name not in Job.model_fields:
             problems.append(f"--set {item}: {name!r} is no field of Job: {nearest(name, Job.model_fields)}")
         else:
-            fields[name] = _value(text)
+            fields[name] = text if name in _TEXTS else _value(text)
     if problems:
         raise JobError(problems)
     return fields

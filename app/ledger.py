@@ -8,7 +8,7 @@ from typing import Any
 from trainwright.checkpoints import newest_good, retain, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest
 from trainwright.core.data import Cursor
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.driver import messages as m
 from trainwright.log import Heartbeat, Owner, RunLog
 from trainwright.store import Store
@@ -23,6 +23,7 @@ class RunLedger:
         fresh: begin again, naming none of the checkpoints that are there.
         cursor: the data position after so many steps.
         facts: small values kept in every manifest.
+        note: takes a line for the user; from the storage thread.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class RunLedger:
         fresh: bool,
         cursor: Callable[[int], Cursor],
         facts: Mapping[str, Any],
+        note: Callable[[str], object],
     ) -> None:
         self._store, self._run = store, run
         self._log = RunLog(store, run)
@@ -42,10 +44,10 @@ class RunLedger:
         self._cursor, self._facts = cursor, dict(facts)
         self._heartbeat: Heartbeat | None = None
         self._token = 0
-        self.notes: list[str] = []
+        self._note = note
 
     def acquire(self) -> m.Acquired:
-        """Take the run and find its newest whole checkpoint; what was passed over is said in `notes`.
+        """Take the run and find its newest whole checkpoint; what was passed over is noted.
 
         Raises:
             CheckpointError: there are checkpoints and none is whole; nothing was changed.
@@ -54,14 +56,16 @@ class RunLedger:
         self._token = entry.token
         self._heartbeat = Heartbeat(self._store, self._run, entry.token)
         self._heartbeat.start()
-        head, self.notes = newest_good(self._store, self._run, entry.checkpoints)
+        head, notes = newest_good(self._store, self._run, entry.checkpoints)
         if entry.checkpoints and head is None:
             self.release(m.Release(outcome="failed", step=0))
             raise CheckpointError(
-                "no checkpoint of the run is whole: " + "; ".join(self.notes),
+                "no checkpoint of the run is whole: " + "; ".join(notes),
                 where=self._store.uri_of(f"{self._run}/checkpoints"),
                 remedy="restore the files from a copy, or begin again with --fresh",
             )
+        for text in notes:
+            self._note(text)
         return m.Acquired(token=entry.token, head=head)
 
     def commit(self, commit: m.Commit) -> m.Committed:
@@ -73,16 +77,36 @@ class RunLedger:
             layout=commit.layout,
             facts=self._facts,
         )
+        self._see(commit)
         digest = write_manifest(self._store, self._run, commit.path, manifest)
         checkpoint = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=digest, parent=commit.parent)
         entry = self._log.commit(self._token, checkpoint, self._keep)
-        retain(self._store, self._run, entry.checkpoints)
+        try:
+            retain(self._store, self._run, entry.checkpoints)
+        except StorageError as error:  # the new checkpoint exists all the same
+            self._note(f"older checkpoints could not be deleted: {error.what}")
         return m.Committed(checkpoint=checkpoint)
+
+    def _see(self, commit: m.Commit) -> None:
+        """Make sure that what the workers wrote is in the driver's store, and not on a disk of theirs."""
+        sizes = dict(self._store.list(f"{self._run}/{commit.path}"))
+        for file in commit.files:
+            if sizes.get(f"{self._run}/{commit.path}/{file.name}") != file.size_bytes:
+                raise StorageError(
+                    f"the driver does not see the file {file.name} that a worker wrote",
+                    where=self._store.uri_of(f"{self._run}/{commit.path}"),
+                    remedy="give a storage= that all nodes share: s3://, gs://, az:// or a network folder",
+                )
 
     def release(self, release: m.Release) -> None:
         """Give the run back; the next driver may take it at once."""
         self._log.release(self._token, release.outcome)
         self.close()
+
+    def give_up(self) -> None:
+        """The driver broke: let the next one have the run."""
+        if self._heartbeat is not None:
+            self.release(m.Release(outcome="failed", step=0))
 
     def close(self) -> None:
         """Stop the heartbeat."""

@@ -14,7 +14,7 @@ from trainwright.strategies import STRATEGIES
 from trainwright.strategies.costs import CPU_WORKERS_PER_CPU
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Decision:
     """The chosen plan and the others, with reasons. Prints as a table, shows as HTML in a notebook."""
 
@@ -24,7 +24,7 @@ class Decision:
     profile: ModelProfile
     cluster: Cluster
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return plan_text(self)
 
     def _repr_html_(self) -> str:
@@ -74,6 +74,8 @@ def _usable(cluster: Cluster, job: Job) -> Cluster:
             )
     elif wanted == "CPU":
         cluster = cluster.without_accelerators()
+    elif cluster.accelerators:
+        cluster = cluster.only(cluster.accelerator)  # a head without any is no place for a worker
     room = cluster.accelerators or int(cluster.cpus * CPU_WORKERS_PER_CPU)
     if job.workers and job.workers > room:
         what = cluster.accelerator or "CPU slots"

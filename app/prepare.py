@@ -60,8 +60,9 @@ def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
     if not steps:
         raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {train.rows} rows"])
     prepared = Prepared(
-        job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps, description=describe(job)
-    )
+        job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
+        description=describe(job, train=train.hash, evaluate=evaluate.hash if evaluate else ""),
+    )  # fmt: skip
     if not fresh:
         _check_past(prepared, resume)
     return prepared
@@ -79,9 +80,9 @@ def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
 
 
 def _check_columns(job: Job, train: Index, evaluate: Index | None) -> None:
-    problems = list(_missing(job, "train", train.schema))
+    problems = list(_missing(job, "train", job.train.fields(train)))
     if evaluate is not None:
-        problems += _missing(job, "evaluate", evaluate.schema)
+        problems += _missing(job, "evaluate", job.evaluate.fields(evaluate))
     if problems:
         raise JobError(problems)
 

@@ -29,9 +29,9 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
         UserCodeError: `model()` raised.
         JobError: `model()` returned something that no engine knows.
     """
-    sample = dataset.read(index, [0], job.input_columns) if job.inputs else {}
+    sample = dataset.read(index, [0], job.columns)
     model = _build(job)
-    profile: ModelProfile = profiler_of(model).profile_model(model, sample, job.input_columns)
+    profile: ModelProfile = profiler_of(model).profile_model(model, sample, job.input_columns, step=job.step)
     return profile
 
 

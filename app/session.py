@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import asdict
 from typing import Any
@@ -26,7 +27,7 @@ from trainwright.travel import by_value, pack
 from trainwright.versions import versions
 from trainwright.worker import WorkOrder
 
-CALL_DEADLINE_S = 180.0  # to form a group, to load a checkpoint
+CALL_DEADLINE_S = 180.0  # to form a group and to load a checkpoint, at least
 
 
 class Session:
@@ -35,6 +36,7 @@ class Session:
     def __init__(self, prepared: Prepared, decision: Decision, *, fresh: bool = False) -> None:
         self._prepared, self._decision, self._fresh = prepared, decision, fresh
         job = prepared.job
+        self._journal = Journal(prepared.store, job.name)
         self._ledger = RunLedger(
             prepared.store,
             job.name,
@@ -43,9 +45,9 @@ class Session:
             fresh=fresh,
             cursor=_schedule(prepared).cursor,
             facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
+            note=lambda text: self._journal.write(events.Noted(text=text)),
         )
         self._feeders: list[Any] = []
-        self._journal = Journal(prepared.store, job.name)
         self._world = World(self._order(), self._ledger, self._journal.write)
 
     @property
@@ -67,14 +69,17 @@ class Session:
 
     def run(self) -> m.Finish:
         """Decide and carry out until the end; workers, files and timers are gone when it returns."""
-        try:
-            return self._drive()
-        finally:
-            self._world.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._journal.close)
+            stack.callback(self._ledger.close)
             for feeder in self._feeders:
-                feeder.close()
-            self._ledger.close()
-            self._journal.close()
+                stack.callback(feeder.close)
+            stack.callback(self._world.close)
+            try:
+                return self._drive()
+            except BaseException:
+                self._ledger.give_up()
+                raise
 
     def _drive(self) -> m.Finish:
         state, effects = begin(self._settings(), time.monotonic())
@@ -103,7 +108,7 @@ class Session:
             evaluate_steps=per_epoch * job.evaluate_epochs if job.evaluate is not None else None,
             failures=job.failures,
             place_deadline_s=job.place_deadline_s,
-            call_deadline_s=CALL_DEADLINE_S,
+            call_deadline_s=max(CALL_DEADLINE_S, job.hang_deadline_s),
             hang_deadline_s=job.hang_deadline_s,
             threads=plan.placement.threads,
             devices=_devices(plan),
@@ -159,8 +164,6 @@ class Session:
                 fresh=self._fresh,
             )
         )
-        for note in self._ledger.notes:
-            self._journal.write(events.Noted(text=note))
 
 
 def _schedule(prepared: Prepared) -> Schedule:

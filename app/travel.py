@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import site
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -15,9 +16,13 @@ import cloudpickle
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 
-_PREFIXES = {sys.prefix, sys.base_prefix, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
-_OWN = os.path.dirname(os.path.abspath(__file__))
-_FOREIGN = tuple(f"{folder}{os.sep}" for prefix in (*_PREFIXES, _OWN) for folder in {prefix, os.path.realpath(prefix)})
+_INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    os.path.dirname(os.path.abspath(__file__)),
+)
+_FOREIGN = tuple({f"{folder}{os.sep}" for path in _INSTALLED for folder in (path, os.path.realpath(path))})
 
 
 def pack(job: Job) -> bytes:

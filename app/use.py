@@ -33,6 +33,16 @@ def load_model(job: Job, step: int | None = None) -> Any:
     return model
 
 
+def how_to_load(file: str, overrides: list[str]) -> str:
+    """The Python that loads the model of a run that was started from a job file."""
+    if not overrides:
+        return f"import trainwright as tw; model = tw.load_model({file!r})"
+    return (
+        "import trainwright as tw; from trainwright.jobfile import load_job; "
+        f"model = tw.load_model(load_job({file!r}, {overrides!r}))"
+    )
+
+
 def evaluate(job: Job, step: int | None = None) -> dict[str, float]:
     """Loss and metrics of a checkpoint over the job's evaluation set, in this process on one device.
 

@@ -22,6 +22,11 @@ RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
 CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
 
 
+def no_engine(profile: ModelProfile, cluster: Cluster) -> str:
+    """Why a framework cannot be run on a cluster yet."""
+    return f"there is no engine for {profile.framework} on {cluster.accelerator or 'CPU'} yet"
+
+
 def place(cluster: Cluster, workers: int) -> Placement:
     """What each of `workers` actors reserves, leaving CPU on every node for Ray Data."""
     nodes = len(cluster.nodes)

@@ -36,8 +36,8 @@ def propose(profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasi
 
 def _refusal(profile: ModelProfile, cluster: Cluster, job: Job, workers: int) -> tuple[str, str] | None:
     """Why it cannot be, and what would make it possible."""
-    if profile.framework not in ENGINES:
-        return f"no engine for {profile.framework} yet", "use torch"
+    if profile.framework not in ENGINES or cluster.accelerator == "TPU":
+        return costs.no_engine(profile, cluster), "use torch on GPU or CPU"
     if workers == 1:
         why = "workers=1 is pinned" if job.workers else "there is room for one worker only"
         return why, "give the job two workers or more"

@@ -20,8 +20,9 @@ def propose(profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasi
         return Infeasible(
             strategy="one_device", reason=f"workers={job.workers} is pinned", hint="set workers=1 or leave it out"
         )
-    if profile.framework not in ENGINES:
-        return Infeasible(strategy="one_device", reason=f"no engine for {profile.framework} yet", hint="use torch")
+    if profile.framework not in ENGINES or cluster.accelerator == "TPU":
+        reason = costs.no_engine(profile, cluster)
+        return Infeasible(strategy="one_device", reason=reason, hint="use torch on GPU or CPU")
     placement = costs.place(cluster, 1)
     return Plan(
         strategy="one_device",

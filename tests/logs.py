@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.checkpoints import checkpoint_path
-from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.checkpoint import CheckpointRef, checkpoint_path
 from trainwright.log import Owner, RunLog
 from trainwright.store import Store, open_store
 

@@ -9,6 +9,15 @@ from typing import Any, Protocol
 from trainwright.core.data import Cursor
 
 
+def checkpoint_path(step: int, token: int, again: int = 0) -> str:
+    """The folder, within the run, of the checkpoint that the driver `token` takes after `step` completed steps.
+
+    `again` tells a further try at the same step from the first, so that a late write of an uploader given up cannot
+    touch it.
+    """
+    return f"checkpoints/{step:08d}-{token}" + (f".{again}" if again else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """One file of a checkpoint: name within it, size and SHA-256 (hexadecimal)."""

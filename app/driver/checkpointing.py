@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trainwright.core.checkpoint import checkpoint_path
 from trainwright.core.errors import StorageError, WorkerLost
 from trainwright.core.events import Checkpointed, CheckpointSkipped
 from trainwright.driver import messages as m
-from trainwright.driver.milestones import checkpoint_due, checkpoint_path
+from trainwright.driver.milestones import checkpoint_due
 from trainwright.driver.state import Phase, State, Upload
 from trainwright.driver.turn import Turn
 

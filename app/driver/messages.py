@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from trainwright.core import events
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
+from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Generation, Move, StateTag
 
 Verb = Literal["reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "stop", "leave"]
@@ -64,7 +65,7 @@ class Failure:
     """Why a call raised. `error` is the original, picklable."""
 
     kind: FailureKind
-    error: Exception
+    error: TrainwrightError
 
 
 # --- events -----------------------------------------------------------------------------------------------

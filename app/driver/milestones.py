@@ -24,11 +24,5 @@ def next_milestone(settings: Settings, step: int) -> int:
     return min(settings.total_steps, *(step - step % every + every for every in intervals))
 
 
-def checkpoint_path(step: int, token: int, again: int = 0) -> str:
-    """Folder of a checkpoint within the run. `again` tells a second try at the same step from the first,
-    so that a late write of an uploader given up cannot touch it."""
-    return f"checkpoints/{step:08d}-{token}" + (f".{again}" if again else "")
-
-
 def _checkpoint_steps(settings: Settings) -> int:
     return settings.checkpoint_steps or settings.steps_per_epoch

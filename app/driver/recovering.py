@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from trainwright.core.errors import HangError, ResourceError, StorageError, TrainwrightError, WorkerLost
+from trainwright.core.errors import (
+    CheckpointError,
+    HangError,
+    ResourceError,
+    StorageError,
+    TrainwrightError,
+    WorkerLost,
+)
 from trainwright.core.events import Failed, Placed, Waiting
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
@@ -87,7 +94,7 @@ def raised(turn: Turn, event: m.Raised) -> None:
     rank, error, kind = state.rank_of[event.worker], event.failure.error, event.failure.kind
     detail = error.detail if isinstance(error, TrainwrightError) else ""
     failed = _failed(turn, event.worker, rank, _text(error), detail)
-    if kind in ("user", "data"):
+    if kind in ("user", "data") or isinstance(error, CheckpointError):
         turn.emit(failed)
         close(turn, "failed", error)
     elif kind == "internal" or event.verb in ("leave", "upload"):

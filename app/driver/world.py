@@ -6,6 +6,7 @@ import heapq
 import itertools
 import queue
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trainwright.actors import WORKER, Hello
+from trainwright.actors import WORKER
 from trainwright.core import events
 from trainwright.core.errors import FencedError, TrainwrightError
 from trainwright.core.group import Generation
@@ -24,6 +25,7 @@ from trainwright.worker import WorkOrder
 
 NEWS_EVERY_S = 0.2
 WATCH_S = 5.0
+_STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
 
 
 class Ledger(Protocol):
@@ -130,13 +132,14 @@ class World:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
-        self._storage.shutdown(wait=True)
+        self._storage.shutdown(wait=False, cancel_futures=True)
 
     # --- workers ------------------------------------------------------------------------------------------
 
     def _place(self, effect: m.Place) -> None:
         if self._group is None:
-            self._group = placement_group([_bundle(self._plan.placement)] * self._plan.workers, strategy="PACK")
+            bundles = [_bundle(self._plan.placement)] * self._plan.workers
+            self._group = placement_group(bundles, strategy=_STRATEGY[bool(self._plan.placement.accelerators)])
         placement = self._plan.placement
         options: dict[str, Any] = {"num_cpus": placement.cpus}
         if placement.accelerator == "GPU":
@@ -152,13 +155,10 @@ class World:
         if done.exception() is not None:
             self._died(worker, done.exception())
             return
-        actor = self._actors.get(worker)
-        match done.result():
-            case Hello() as hello if actor is not None:
-                self.put(m.Started(worker=worker, node=hello.node, pid=hello.pid))
-                self._then(actor.live.remote(), lambda end: self._died(worker, end.exception()))
-            case m.Failure() as failure:
-                self._died(worker, failure.error)
+        actor, hello = self._actors.get(worker), done.result()
+        if actor is not None:
+            self.put(m.Started(worker=worker, node=hello.node, pid=hello.pid))
+            self._then(actor.live.remote(), lambda end: self._died(worker, end.exception()))
 
     def _kill(self, worker: int) -> None:
         self._died(worker, None)
@@ -175,7 +175,7 @@ class World:
         if actor is None:
             return  # its death has been told
         if effect.verb == "heal":
-            self._told = min(self._told, effect.argument.step)
+            self._told, self._watched = min(self._told, effect.argument.step), None
         if effect.verb == "run":
             self._watch(effect)
         if effect.verb == "stop":
@@ -190,12 +190,12 @@ class World:
             return
         value = done.result()
         about: dict[str, Any] = {"worker": call.worker, "generation": call.generation, "verb": call.verb}
-        if isinstance(value, m.Failure):
-            self.put(m.Raised(**about, failure=value))
-        elif call.verb == "run" and self._watched == (call.worker, call.generation):
-            self._tell_rest(m.Returned(**about, value=value))
+        failed = isinstance(value, m.Failure)
+        event = m.Raised(**about, failure=value) if failed else m.Returned(**about, value=value)
+        if call.verb == "run" and self._watched == (call.worker, call.generation):
+            self._tell_rest(event)
         else:
-            self.put(m.Returned(**about, value=value))
+            self.put(event)
 
     # --- news ---------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class World:
             self._tell(watched[1], done.result())
             self._later(NEWS_EVERY_S, lambda: self._ask(watched))
 
-    def _tell_rest(self, event: m.Returned) -> None:
+    def _tell_rest(self, event: m.Returned | m.Raised) -> None:
         """Tell the last steps of a segment before its end."""
 
         def told(done: Future[Any]) -> None:
@@ -248,6 +248,9 @@ class World:
                 self.put(action())
             except TrainwrightError as error:
                 self.put(m.Lost(error=error))
+            except Exception as error:  # nobody else would hear of it, and the driver would wait for ever
+                told = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
+                self.put(m.Lost(error=told))
 
         self._storage.submit(run)
 

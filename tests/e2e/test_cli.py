@@ -26,7 +26,7 @@ job = tw.Job(
     optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
     train=tw.datasets.table({{"x": x, "y": y}}),
     evaluate=tw.datasets.table({{"x": x[:100], "y": y[:100]}}),
-    inputs="x", targets="y", batch_size=50, epochs=4,
+    inputs="x", targets="y", batch_size=50, epochs=4, workers=2,
     metrics={{"accuracy": lambda logits, labels: logits.argmax(1) == labels}},
     storage={storage!r},
 )
@@ -79,7 +79,7 @@ def test_plan_as_json(trained: tuple[Path, str, str]) -> None:
     assert code == 0, err
     decision = json.loads(out)
     assert decision["chosen"]["strategy"] == "data_parallel"
-    assert [item["plan"]["strategy"] for item in decision["rejected"]] == ["one_device"]
+    assert [item["strategy"] for item in decision["infeasible"]] == ["one_device"]
 
 
 def test_all_wrong_overrides_are_said_at_once(trained: tuple[Path, str, str]) -> None:

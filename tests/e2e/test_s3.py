@@ -15,8 +15,8 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from tests.s3 import KEY, SECRET, S3Bucket
-from trainwright.checkpoints import CheckpointWriter, checkpoint_path, newest_good, retain, write_manifest
-from trainwright.core.checkpoint import CheckpointRef, Manifest
+from trainwright.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
+from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.errors import StorageError
 from trainwright.log import Owner, RunLog

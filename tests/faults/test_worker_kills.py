@@ -82,3 +82,19 @@ def test_a_worker_that_always_dies_ends_the_run(folder: Path) -> None:
     with pytest.raises(WorkerLost) as caught:
         tw.fit(jobs.job(folder, step=suicide, failures=1))
     assert "rank 1" in str(caught.value)
+
+
+def test_heavy_transforms_are_computed_again_for_the_newcomer(folder: Path, ray_cluster: None) -> None:
+    """Ray Data delivers; the recovered run is bitwise that of an unbroken one."""
+
+    def heavy(columns: Any) -> Any:
+        return {**columns, "x": columns["x"] * 2}
+
+    data = tw.datasets.table(jobs.data()).map_batches(heavy, cpus=0.5)
+    kill = jobs.Kill(rank=1, step=12, folder=str(folder.parent))
+    tw.fit(jobs.job(folder, (kill,), train=data))
+    assert kill.mark.exists()
+    tw.fit(jobs.job(folder.parent / "unbroken", train=data))
+    state = state_of(folder, "faulty")
+    assert state == state_of(folder.parent / "unbroken", "faulty")
+    check_samples(state)

@@ -17,7 +17,6 @@ from trainwright.checkpoints import (
     MANIFEST,
     CheckpointReader,
     CheckpointWriter,
-    checkpoint_path,
     decode_manifest,
     encode_manifest,
     newest_good,
@@ -26,7 +25,7 @@ from trainwright.checkpoints import (
     verify,
     write_manifest,
 )
-from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest
+from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.store import Store, open_store

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.driver.milestones import checkpoint_due, checkpoint_path, evaluation_due, next_milestone
+from trainwright.core.checkpoint import checkpoint_path
+from trainwright.driver.milestones import checkpoint_due, evaluation_due, next_milestone
 from trainwright.driver.state import Settings
 
 

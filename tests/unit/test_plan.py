@@ -41,7 +41,7 @@ def test_every_data_rank_is_fed_once_for_each_stage_and_tensor_rank(p: int, d: i
     plan = Plan(strategy="x", engine="m:C", mesh=mesh, batch_size=1, placement=Placement(cpus=1))
     feedings = [plan.feed_of(rank) for rank in range(mesh.size)]
     for stage in range(p):
-        fed = [list(f.data_ranks)[0] for rank, f in enumerate(feedings) if mesh.stage_of(rank) == stage]
+        fed = [next(iter(f.data_ranks)) for rank, f in enumerate(feedings) if mesh.stage_of(rank) == stage]
         assert sorted(fed) == sorted(list(range(d * s)) * t)
     assert all(f.inputs == (mesh.stage_of(r) == 0) for r, f in enumerate(feedings))
     assert all(f.targets == (mesh.stage_of(r) == p - 1) for r, f in enumerate(feedings))

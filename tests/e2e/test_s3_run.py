@@ -1,0 +1,40 @@
+"""A whole run on a real object store: train, read, evaluate, and refuse what it must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_cli import JOB
+from tests.processes import finish
+from tests.s3 import S3Bucket
+from trainwright.store import open_store
+
+
+def test_train_show_and_evaluate_on_s3(s3_bucket: S3Bucket, tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(JOB.format(storage=s3_bucket.uri))
+    code, out, err = finish("fit", file)
+    assert code == 0, err
+    assert f"{s3_bucket.uri}/little/report.html" in out
+    shown = json.loads(finish("show", "little", "--storage", s3_bucket.uri, "--json")[1])
+    assert shown["state"] == "done" and shown["step"] == 40 and len(shown["checkpoints"]) == 3
+    assert shown["metrics"]["accuracy"] > 0.8
+    assert b"<svg" in open_store(s3_bucket.uri).get("little/report.html")
+    code, out, err = finish("evaluate", file, "--json")
+    assert code == 0, err
+    assert json.loads(out)["accuracy"] == pytest.approx(shown["metrics"]["accuracy"])
+    assert s3_bucket.env["AWS_SECRET_ACCESS_KEY"] not in json.dumps(shown)
+
+
+def test_wrong_credentials_are_said_before_anything_starts(
+    s3_bucket: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(JOB.format(storage=s3_bucket.uri))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    code, _, err = finish("fit", file)
+    assert code == 1 and "credentials" in err and "not-the-secret" not in err
+    assert "waiting for" not in err, "nothing was placed"
