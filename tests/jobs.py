@@ -29,7 +29,10 @@ ROWS, WIDTH, CLASSES = 203, 64, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """SIGKILL of `rank` when it reaches `point` of step `step` (from 0), once in the life of `folder`."""
+    """SIGKILL of `rank` when it reaches `point` of step `step` (from 0), once in the life of `folder`.
+
+    For `upload`, `step` is that of the checkpoint: the number of steps completed before it.
+    """
 
     rank: int
     step: int
@@ -112,7 +115,7 @@ def _arm_upload(kills: list[Kill]) -> None:
     def torn(self: Any, name: str, payload: Any) -> None:
         write(self, name, payload)
         for kill in kills:
-            if rank() == kill.rank:
+            if rank() == kill.rank and f"/{kill.step:08d}-" in self._folder:
                 kill.strike()
 
     CheckpointWriter.write = torn
@@ -120,10 +123,11 @@ def _arm_upload(kills: list[Kill]) -> None:
 
 def keep_pace(storage: str, step: int, every: int = 5) -> None:
     """Wait until the checkpoint that was due before `step` is committed, so that tests know which ones there are."""
-    due = (step // every) * every
-    tick = threading.Event()
-    while due and step % every == 0 and not _committed(storage, due):
+    tick, patience = threading.Event(), 3000
+    while step and step % every == 0 and not _committed(storage, step):
         tick.wait(0.02)
+        patience -= 1
+        assert patience, f"the checkpoint of step {step} was not committed within a minute"
 
 
 def _committed(storage: str, step: int) -> bool:

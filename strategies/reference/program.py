@@ -91,7 +91,7 @@ class Program:
         mean = {name: value / totals.weight for name, value in totals.gradients.items()}
         norm = float(np.sqrt(sum(float(np.vdot(value, value)) for value in mean.values())))
         if not np.isfinite(norm):
-            raise NonFiniteLoss(f"the gradient of step {step} is not finite, nothing was applied", where=self.where)
+            raise NonFiniteLoss(f"the gradient of step {step + 1} is not finite, nothing was applied", where=self.where)
         limit = self.spec.clip_norm
         if limit is not None and norm > limit:
             mean = {name: value * (limit / norm) for name, value in mean.items()}
@@ -199,7 +199,7 @@ class Program:
         if bad.any():
             samples = batch.samples[bad].tolist()
             raise NonFiniteLoss(
-                f"the loss of step {step} is not finite at samples {samples[:10]}, nothing was applied",
+                f"the loss of step {step + 1} is not finite at samples {samples[:10]}, nothing was applied",
                 where=self.where,
                 remedy="look at these rows, lower the learning rate or set clip_norm=",
             )

@@ -164,15 +164,15 @@ def _check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
     if math.isfinite(totals.loss) and math.isfinite(totals.weight):
         if totals.norm is None or math.isfinite(totals.norm):
             return
-        raise _non_finite(f"the gradient's norm became {totals.norm} at step {feed.step}", runner.where)
+        raise _non_finite(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
     for share, losses in runner.objective.tallies:
         bad = ~torch.isfinite(losses)
         if bool(bad.any()):
             rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
             samples = ", ".join(str(sample) for sample in share.batch.samples[rows][:_SHOWN])
             where = f"{runner.where}, data rank {share.data_rank}"
-            raise _non_finite(f"the loss became {totals.loss} at step {feed.step}, in samples {samples}", where)
-    raise _non_finite(f"the loss became {totals.loss} at step {feed.step}, on another data rank", runner.where)
+            raise _non_finite(f"the loss became {totals.loss} in step {feed.step + 1}, in samples {samples}", where)
+    raise _non_finite(f"the loss became {totals.loss} in step {feed.step + 1}, on another data rank", runner.where)
 
 
 def _non_finite(what: str, where: str) -> NonFiniteLoss:

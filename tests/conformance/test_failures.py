@@ -15,7 +15,7 @@ from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, Trainwrig
 SOON_S = 15.0  # on a loaded machine; the group's own deadline is twice that
 FAULTS = {
     "error": (UserCodeError, "ZeroDivisionError"),
-    "nan": (NonFiniteLoss, f"step {PART}"),
+    "nan": (NonFiniteLoss, f"step {PART + 1}"),
     "reduced": (JobError, "per sample"),
     "short": (JobError, "shape"),
 }

@@ -67,7 +67,8 @@ def test_a_loss_that_becomes_nan_stops_with_the_last_good_checkpoint(folder: Pat
 
     with pytest.raises(NonFiniteLoss) as caught:
         tw.fit(jobs.job(folder, step=poisoned))
-    assert "step 1" in str(caught.value) and "sample" in str(caught.value)
+    assert "step 13" in str(caught.value) and "sample" in str(caught.value)
+    assert [step for event in told(folder, "faulty", events.Steps) for step in event.step] == list(range(1, 13))
     assert final_state(folder, "faulty").step == 10
 
 

@@ -40,13 +40,13 @@ def check_samples(state: State) -> None:
 def test_a_killed_worker_costs_nothing(
     point: str, workers: int, folder: Path, unbroken: Callable[[int], State]
 ) -> None:
-    victim = 0 if point == "upload" else 1
-    kill = jobs.Kill(rank=victim, step=12, point=point, folder=str(folder.parent))
+    victim, step = (0, 10) if point == "upload" else (1, 12)
+    kill = jobs.Kill(rank=victim, step=step, point=point, folder=str(folder.parent))
     run = tw.fit(jobs.job(folder, (kill,), workers=workers))
     assert run.state == "done"
     pid = int(kill.mark.read_text())
     failed = told(folder, "faulty", events.Failed)
-    assert [event.rank for event in failed][:1] == [victim]
+    assert [event.rank for event in failed] == [victim] and failed[0].step >= step
     assert not Path(f"/proc/{pid}").exists()
     assert state_of(folder, "faulty") == unbroken(workers)
     check_samples(state_of(folder, "faulty"))
@@ -55,6 +55,13 @@ def test_a_killed_worker_costs_nothing(
     formed = told(folder, "faulty", events.Formed)
     assert [event.source for event in formed] == ["initial", "replica"]
     assert formed[-1].survivors == workers - 1 and formed[-1].steps_lost == 0
+
+
+def test_the_writer_dies_in_the_upload_of_the_last_step(folder: Path, unbroken: Callable[[int], State]) -> None:
+    kill = jobs.Kill(rank=0, step=TOTAL, point="upload", folder=str(folder.parent))
+    assert tw.fit(jobs.job(folder, (kill,))).state == "done"
+    assert kill.mark.exists()
+    assert state_of(folder, "faulty") == unbroken(2)
 
 
 def test_rank_zero_dies_in_the_middle_of_a_reduction(folder: Path, unbroken: Callable[[int], State]) -> None:

@@ -123,3 +123,18 @@ def test_folds_are_seeds_and_differ(left: list[int], right: list[int]) -> None:
     if left != right and all(0 <= n < 2**64 for n in left):
         assert fold(*left) != fold(*right)
     assert fold(1, 2, 3) == 2623250113353451629
+
+
+def test_a_head_without_accelerators_is_no_place_for_a_worker() -> None:
+    head = Node(name="head", cpus=8, memory_bytes=0)
+    nodes = tuple(Node(name=n, cpus=8, memory_bytes=0, accelerators=4, accelerator="GPU") for n in "ab")
+    heavy = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e12),))
+    chosen = decide(Cluster(nodes=(head, *nodes)), profile=heavy).chosen
+    assert chosen.workers == 8 and 4 * chosen.placement.cpus <= 7
+
+
+def test_tpus_are_not_taken_and_then_left_idle() -> None:
+    cluster = Cluster(nodes=(Node(name="t", cpus=8, memory_bytes=0, accelerators=4, accelerator="TPU"),))
+    with pytest.raises(PlanError, match="no plan") as caught:
+        decide(cluster)
+    assert "no engine for torch on TPU yet" in str(caught.value)

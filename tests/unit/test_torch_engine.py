@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_names_step_and_samples_and_changes_nothing() 
     before = saved(engine).files
     given = batch(first=40)
     given.columns["y"][[3, 5]] = 7
-    with pytest.raises(NonFiniteLoss, match=r"step 1, in samples 43, 45 .*data rank 0") as raised:
+    with pytest.raises(NonFiniteLoss, match=r"step 2, in samples 43, 45 .*data rank 0") as raised:
         engine.train_step(feed(given, step=1))
     assert "nothing of this step was applied" in raised.value.remedy
     assert saved(engine).files == before

@@ -187,8 +187,8 @@ def _not_finite(rank: int, world: int, exchange: Exchange) -> Any:
 
 def test_every_rank_hears_of_a_loss_that_is_not_finite_in_the_same_step() -> None:
     (healthy, kept, loss_0), (ill, also_kept, loss_1) = run_ranks(_not_finite, 2)
-    assert "step 0, on another data rank" in healthy
-    assert "step 0, in samples 5 (rank 1, data rank 1)" in ill
+    assert "step 1, on another data rank" in healthy
+    assert "step 1, in samples 5 (rank 1, data rank 1)" in ill
     assert kept
     assert also_kept
     assert loss_0 == loss_1

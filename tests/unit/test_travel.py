@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import threading
@@ -60,3 +61,48 @@ def test_closures_and_partials_are_told_apart_by_what_they_hold() -> None:
     assert changes(describe(job(model=wide(1))), describe(job(model=wide(2))))
     one, two = (describe(job(model=functools.partial(build, width=width))) for width in (1, 2))
     assert changes(one, two) and not changes(one, describe(job(model=functools.partial(build, width=1))))
+
+
+STRANGE = """
+import sys
+sys.path.insert(0, {here!r})
+from test_travel import job
+from trainwright.describe import describe
+
+class Plain: ...
+thing = Plain()
+
+def local():
+    def again(n=0, other=thing):
+        return again(n - 1) if n in {{"a", "b", "c"}} else thing
+    return again
+
+print(describe(job(model=local())))
+"""
+
+
+def test_the_description_is_the_same_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "strange.py").write_text(STRANGE.format(here=str(Path(__file__).parent)))
+    told = {
+        subprocess.run(
+            [sys.executable, tmp_path / "strange.py"],
+            capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(told) == 1 and "0x" not in told.pop()
+
+
+def test_changed_data_and_transforms_are_another_job_and_another_place_is_not() -> None:
+    data = tw.datasets.table({"x": [[1.0]]})
+    plain = describe(job(train=data), train="a")
+    assert not changes(plain, describe(job(train=data), train="a"))
+    assert changes(plain, describe(job(train=data), train="b"))
+    one, two = (data.map_batches(lambda columns: columns), data.map_batches(lambda columns: {**columns}))
+    assert changes(describe(job(train=one)), describe(job(train=two)))
+
+
+def test_more_epochs_matter_where_a_schedule_looks_at_the_end() -> None:
+    assert not changes(describe(job(epochs=1)), describe(job(epochs=2)))
+    scheduled = [describe(job(epochs=epochs, schedule=tw.schedules.cosine)) for epochs in (1, 2)]
+    assert changes(*scheduled)

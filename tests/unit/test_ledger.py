@@ -1,0 +1,73 @@
+"""The driver's log and checkpoints behind three words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainwright.checkpoints import CheckpointWriter
+from trainwright.core.checkpoint import FileEntry, checkpoint_path
+from trainwright.core.data import Cursor
+from trainwright.core.errors import CheckpointError, StorageError
+from trainwright.driver import messages as m
+from trainwright.ledger import RunLedger
+from trainwright.log import RunLog
+from trainwright.store import open_store
+
+
+def ledger(folder: Path, notes: list[str], *, fresh: bool = False) -> RunLedger:
+    return RunLedger(
+        open_store(str(folder)), "run", job={}, keep=2, fresh=fresh, cursor=lambda step: Cursor(position=step),
+        facts={}, note=notes.append,
+    )  # fmt: skip
+
+
+def commit(folder: Path, step: int, parent: str = "", again: int = 0) -> m.Commit:
+    writer = CheckpointWriter(open_store(str(folder)), "run", checkpoint_path(step, 1, again))
+    writer.write("state", b"x" * step)
+    path = checkpoint_path(step, 1, again)
+    return m.Commit(step=step, path=path, files=writer.entries, parent=parent, layout="replicated")
+
+
+def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
+    owner = ledger(tmp_path, [])
+    assert owner.acquire().head is None
+    first = owner.commit(commit(tmp_path, 5)).checkpoint
+    commit(tmp_path, 10)  # given up before it was named
+    again = owner.commit(commit(tmp_path, 10, first.path, again=1)).checkpoint
+    last = owner.commit(commit(tmp_path, 15, again.path)).checkpoint
+    owner.release(m.Release(outcome="stopped", step=15))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["00000010-1.1", "00000015-1"]
+    taken = ledger(tmp_path, [])
+    assert taken.acquire().head == last
+    taken.give_up()
+
+
+def test_files_that_the_driver_cannot_see_are_no_checkpoint(tmp_path: Path) -> None:
+    owner = ledger(tmp_path, [])
+    owner.acquire()
+    elsewhere = FileEntry(name="state", size_bytes=3, sha256="0" * 64)
+    wanted = m.Commit(step=5, path=checkpoint_path(5, 1), files=(elsewhere,), parent="", layout="replicated")
+    with pytest.raises(StorageError, match="does not see the file state") as caught:
+        owner.commit(wanted)
+    assert "all nodes share" in str(caught.value)
+    owner.give_up()
+    head = RunLog(open_store(str(tmp_path)), "run").head()
+    assert head is not None and head.outcome == "failed" and not head.checkpoints
+
+
+def test_a_run_with_no_whole_checkpoint_is_not_begun_again_by_itself(tmp_path: Path) -> None:
+    owner, notes = ledger(tmp_path, []), []
+    owner.acquire()
+    path = owner.commit(commit(tmp_path, 5)).checkpoint.path
+    owner.release(m.Release(outcome="stopped", step=5))
+    shard = tmp_path / "run" / path / "state"
+    shard.write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="no checkpoint of the run is whole"):
+        ledger(tmp_path, notes).acquire()
+    assert shard.read_bytes() == b"torn", "nothing was changed"
+    fresh = ledger(tmp_path, notes, fresh=True)
+    assert fresh.acquire().head is None
+    fresh.give_up()
