@@ -16,6 +16,8 @@ def connect(verbose: bool = False) -> bool:
 
     A cluster is found by `RAY_ADDRESS` (as set by `ray job submit`) or an earlier `ray.init`.
     """
+    if not verbose:
+        logging.getLogger("ray.widgets.util").setLevel(logging.ERROR)  # speaks up while Ray is imported
     import ray
 
     if ray.is_initialized():
@@ -23,8 +25,6 @@ def connect(verbose: bool = False) -> bool:
     address = os.environ.get("RAY_ADDRESS") or "local"
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": "ERROR"}
-    if not verbose:
-        logging.getLogger("ray").setLevel(logging.ERROR)  # some of it is said before init has read its options
     if address == "local":
         quiet["include_dashboard"] = False
     try:

@@ -53,7 +53,9 @@ def plan_table(decision: Decision) -> RenderableType:
 def plan_text(decision: Decision, *, width: int = 110) -> str:
     """The table of `plan_table` as plain text without colours."""
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(plan_table(decision))
+    Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(
+        plan_table(decision)
+    )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

@@ -57,6 +57,7 @@ class Worker:
         self._order = order
         self._engine: Engine = engine_class(order.plan)()
         self._store = open_store(order.storage)
+        self._store.exists(f"{order.run}/log/HINT")  # credentials that this node lacks are told now, not at an upload
         self._records = StepRecords()
         self._wish = threading.Event()
         self._built = False

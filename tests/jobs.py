@@ -29,7 +29,7 @@ ROWS, WIDTH, CLASSES = 203, 64, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """SIGKILL of `rank` when it reaches `point` of step `step` (from 0), once in the life of `folder`.
+    """A signal to `rank` when it reaches `point` of step `step` (from 0), once in the life of `folder`.
 
     For `upload`, `step` is that of the checkpoint: the number of steps completed before it.
     """
@@ -38,6 +38,7 @@ class Kill:
     step: int
     point: str = "forward"  # forward | synchronisation | optimizer | upload
     folder: str = ""
+    number: int = signal.SIGKILL
 
     @property
     def mark(self) -> Path:
@@ -51,7 +52,7 @@ class Kill:
                 proof.write(str(os.getpid()))
         except FileExistsError:
             return
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), self.number)
 
 
 class Net(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ def test_all_workers_die_at_once(folder: Path, unbroken: Callable[[int], State])
     assert state_of(folder, "faulty") == unbroken(2)
     formed = told(folder, "faulty", events.Formed)
     assert formed[-1].source == "checkpoint" and formed[-1].step == 10
+
+
+def test_a_frozen_worker_is_replaced_after_the_hang_deadline(folder: Path, unbroken: Callable[[int], State]) -> None:
+    kill = jobs.Kill(rank=1, step=13, folder=str(folder.parent), number=signal.SIGSTOP)
+    tw.fit(jobs.job(folder, (kill,), paced=True, hang_deadline_s=5.0))
+    pid = int(kill.mark.read_text())
+    assert not Path(f"/proc/{pid}").exists(), "the frozen process is gone"
+    assert "did not move for 5 s" in told(folder, "faulty", events.Failed)[0].cause
+    assert state_of(folder, "faulty") == unbroken(2)
 
 
 def test_a_worker_that_always_dies_ends_the_run(folder: Path) -> None:

@@ -1,0 +1,78 @@
+"""What is wrong with a job and shows in the workers: its own error, from `fit`, at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import trainwright as tw
+from trainwright.core.errors import DataError, JobError, UserCodeError
+
+ROWS = 40
+
+
+def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs[:, 0] - targets) ** 2
+
+
+def job(folder: Path, **fields: Any) -> tw.Job:
+    data = {"x": np.ones((ROWS, 3), np.float32), "y": np.ones(ROWS, np.float32)}
+    given: dict[str, Any] = {
+        "name": "wrong", "model": lambda: nn.Linear(3, 1), "loss": squared, "train": tw.datasets.table(data),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "inputs": "x", "targets": "y",
+        "batch_size": 10, "workers": 2, "storage": str(folder / "runs"),
+    }  # fmt: skip
+    return tw.Job(**{**given, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"loss": lambda outputs, targets: squared(outputs, targets).mean()}, JobError, "one loss per sample"),
+        ({"loss": lambda outputs, targets: squared(outputs, targets)[:-1]}, JobError, "samples|rows"),
+        ({"model": lambda: nn.Linear(4, 1)}, UserCodeError, "shapes cannot be multiplied"),
+        ({"metrics": {"bad": lambda outputs, targets: 1 / 0}, "evaluate": True}, UserCodeError, "ZeroDivisionError"),
+        ({"optimizer": lambda parameters: None}, (JobError, UserCodeError), "optimizer"),
+    ],
+    ids=["reduced loss", "short loss", "wrong shape", "metric", "optimizer"],
+)
+def test_the_workers_own_error_ends_the_run(
+    fields: dict[str, Any], kind: Any, message: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    wrong = job(tmp_path)
+    if "evaluate" in fields:
+        fields = {**fields, "evaluate": wrong.train}
+    with pytest.raises(kind, match=message) as caught:
+        tw.fit(wrong.replace(**fields))
+    assert "Connection closed" not in str(caught.value) and "rank" in caught.value.where
+
+
+def test_transforms_make_columns_and_their_errors_name_the_row(tmp_path: Path, ray_cluster: None) -> None:
+    raw = tw.datasets.table({"i": np.arange(ROWS)})
+
+    def make(row: dict[str, Any], rng: Any) -> dict[str, Any]:
+        return {"x": np.full(3, row["i"] / ROWS, np.float32), "y": np.float32(1)}
+
+    assert tw.fit(job(tmp_path, train=raw.map(make))).state == "done"
+
+    def torn(row: dict[str, Any], rng: Any) -> dict[str, Any]:
+        if row["i"] == 17:
+            raise ValueError("no such word")
+        return make(row, rng)
+
+    with pytest.raises(UserCodeError, match="no such word") as caught:
+        tw.fit(job(tmp_path, train=raw.map(torn), name="torn"))
+    assert "17" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["none", "empty"])
+def test_data_that_is_not_there_is_said_before_anything_starts(path: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError) as caught:
+        tw.fit(job(tmp_path, train=tw.datasets.parquet(str(tmp_path / path))))
+    assert str(tmp_path / path) in str(caught.value)
