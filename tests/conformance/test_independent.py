@@ -145,7 +145,7 @@ def test_a_killed_worker_disturbs_nobody_and_another_joins(pool: Pool) -> None:
 
 def test_workers_converge_on_a_convex_problem(pool: Pool) -> None:
     """Least squares with a linear model: pushes in any order end at the one minimum."""
-    problem = replace(PROBLEM, loss="tokens", batch_size=60, rows=60, steps=300)
+    problem = replace(PROBLEM, loss="tokens", batch_size=60, rows=60, steps=1000)
     data = problems.columns(problem)
     with cluster(pool, 2, problem, model=functools.partial(Mlp, (problems.FEATURES, problems.CLASSES))) as own:
         own.plan = problems.plan_of(problem, ENGINE, 1, 1, "independent")
