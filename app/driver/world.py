@@ -192,8 +192,8 @@ class World:
         about: dict[str, Any] = {"worker": call.worker, "generation": call.generation, "verb": call.verb}
         failed = isinstance(value, m.Failure)
         event = m.Raised(**about, failure=value) if failed else m.Returned(**about, value=value)
-        if call.verb == "run" and self._watched == (call.worker, call.generation):
-            self._tell_rest(event)
+        if call.verb == "run" and (failed or self._watched == (call.worker, call.generation)):
+            self._tell_rest(event)  # every rank knows every step
         else:
             self.put(event)
 
