@@ -176,7 +176,7 @@ def _let_idle_go(turn: Turn, gone: frozenset[int]) -> None:
     since_s = state.since_s if state.phase in RECOVERING else turn.now_s
     turn.enter(Phase.GATHERING, since_s=since_s)
     _let_go(turn, frozenset(state.rank_of) - state.awaiting - gone)
-    turn.arm("leave", turn.settings.call_deadline_s)
+    turn.arm("leave", turn.settings.leave_deadline_s)
 
 
 def _let_go(turn: Turn, workers: frozenset[int]) -> None:
@@ -204,10 +204,18 @@ def returned(turn: Turn, event: m.Returned) -> None:
 
 
 def leave_expired(turn: Turn) -> None:
-    """Survivors that neither answer nor leave are replaced; they are part of the same failure."""
+    """Survivors that neither answer nor leave are replaced; they are part of the same failure.
+
+    A collective that waits for a rank which has let go may wait for its own long deadline. Where none has let go yet,
+    all may be in the middle of a long step, and their state is worth more patience.
+    """
     state = turn.state
+    loose = frozenset(state.rank_of) - state.awaiting - state.starting
+    if not loose and turn.now_s - state.phase_s < state.settings.call_deadline_s:
+        turn.arm("leave", state.settings.call_deadline_s)
+        return
     ranks = _ranks([state.rank_of[worker] for worker in state.awaiting])
-    turn.emit(_failed(turn, -1, -1, f"{ranks} did not let go of the group in {state.settings.call_deadline_s:g} s"))
+    turn.emit(_failed(turn, -1, -1, f"{ranks} did not let go of the group in time"))
     _replace(turn, state.awaiting, kill=True)
 
 

@@ -53,7 +53,8 @@ class Settings:
         evaluate_steps: steps between evaluations, one more at the end; None never evaluates.
         failures: failures in a row, without a new completed step in between, that are recovered from.
         place_deadline_s: for all missing processes to start.
-        call_deadline_s: for reserve, form, heal, leave and snapshot.
+        call_deadline_s: for reserve, form, heal and snapshot.
+        leave_deadline_s: for survivors to let go of a broken group, once one of them has.
         hang_deadline_s: without a completed step while running; also for an evaluation.
         upload_deadline_s: for an upload, once nothing but it is waited for.
         storage_attempts: uploads of the last step that may fail before the run does.
@@ -72,6 +73,7 @@ class Settings:
     failures: int = 3
     place_deadline_s: float = 300.0
     call_deadline_s: float = 90.0
+    leave_deadline_s: float = 15.0
     hang_deadline_s: float = 300.0
     upload_deadline_s: float = 600.0
     storage_attempts: int = 4

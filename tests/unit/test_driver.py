@@ -256,8 +256,16 @@ def test_a_hang_ends_all_who_owe_an_answer() -> None:
 
 
 def test_silent_survivors_are_replaced_as_part_of_the_same_failure() -> None:
+    story = Story(failures=1, workers=3).running().tell(m.Died(worker=0, cause="x"))
+    story.raises(1, "run", "peer", PeerLost("gone")).expires("leave")
+    assert (story.all(m.Kill), story.state.failures) == ([m.Kill(worker=2)], 1)
+
+
+def test_survivors_in_a_long_step_have_time_while_none_has_let_go() -> None:
     story = Story(failures=1).running().tell(m.Died(worker=0, cause="x")).expires("leave")
-    assert (story.all(m.Kill), story.state.failures) == ([m.Kill(worker=1)], 1)
+    assert story.all(m.Kill) == [] and "leave" in story.state.timers
+    story.now_s += story.state.settings.call_deadline_s
+    assert story.expires("leave").all(m.Kill) == [m.Kill(worker=1)]
 
 
 def test_workers_that_never_start_end_the_run() -> None:

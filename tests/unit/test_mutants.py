@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         name="recovers from the user's errors",
         module="recovering",
-        fragment='if kind in ("user", "data"):',
-        replacement='if kind == "data":',
+        fragment='if kind in ("user", "data") or',
+        replacement='if kind == "data" or',
     ),
     Mutant(
         name="does not tell idle ranks to leave",
