@@ -27,15 +27,18 @@ def committed(folder: Path) -> int:
     return entry.checkpoints[-1].step if entry and entry.checkpoints else 0
 
 
-def test_a_killed_driver_is_started_again(folder: Path, tmp_path: Path, unbroken: Callable[[int], State]) -> None:
-    file = processes.write_job(tmp_path, folder)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_killed_driver_is_started_again(
+    workers: int, folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
+) -> None:
+    file = processes.write_job(tmp_path, folder, workers=workers)
     with processes.trainwright("fit", file, step_s=STEP_S) as driver:
         processes.wait_until(lambda: committed(folder) >= 10, driver)
         processes.kill(driver)
     code, _, err = processes.finish("fit", file)
     assert code == 0, err
     assert re.search(r"resuming step 1[05]", err), err
-    assert final_state(folder, "faulty") == unbroken(2)
+    assert final_state(folder, "faulty") == unbroken(workers)
 
 
 def test_ctrl_c_takes_a_checkpoint_and_the_same_command_goes_on(
