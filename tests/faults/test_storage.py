@@ -16,7 +16,7 @@ from trainwright.core import events
 from trainwright.core.errors import JobError, NonFiniteLoss, RunConflict, StorageError, UserCodeError
 
 
-def stop_at(folder: Path, step: int) -> None:
+def stop_at(folder: Path, step: int, workers: int = 2) -> None:
     """A run that failed after `step`, its checkpoints at 5, 10, … kept."""
 
     def failing(model: Any, batch: Any) -> Any:
@@ -26,7 +26,7 @@ def stop_at(folder: Path, step: int) -> None:
         return jobs.make_step((), str(folder))(model, batch)
 
     with pytest.raises(UserCodeError, match="enough"):
-        tw.fit(jobs.job(folder, step=failing))
+        tw.fit(jobs.job(folder, step=failing, workers=workers))
 
 
 def newest(folder: Path) -> Path:
@@ -57,6 +57,16 @@ def test_a_damaged_checkpoint_falls_back_to_its_parent(
     assert any("00000010" in event.text for event in told(folder, "faulty", events.Noted))
     formed = told(folder, "faulty", events.Formed)
     assert formed[-1].source == "checkpoint" and formed[-1].step == 5
+
+
+def test_a_torn_manifest_and_an_altered_shard_with_3_workers(folder: Path, unbroken: Callable[[int], State]) -> None:
+    stop_at(folder, 17, workers=3)
+    fifteen, ten = sorted((folder / "faulty" / "checkpoints").iterdir(), reverse=True)[:2]
+    tear(fifteen / "MANIFEST.json")
+    alter(ten / "model.safetensors")
+    tw.fit(jobs.job(folder, workers=3), resume=True)
+    assert final_state(folder, "faulty") == unbroken(3)
+    assert told(folder, "faulty", events.Formed)[-1].step == 5
 
 
 def test_a_loss_that_becomes_nan_stops_with_the_last_good_checkpoint(folder: Path, ray_cluster: None) -> None:
