@@ -81,6 +81,11 @@ class WorkerProcess:
         assert self._worker is not None, "hello comes first"
         self._worker.stop()
 
+    @ray.method(concurrency_group="watch")
+    def interrupt(self, generation: int) -> bool:
+        """Free the stepping thread from a collective of that generation."""
+        return self._worker is not None and self._worker.interrupt(generation)
+
     @ray.method(concurrency_group="life")
     def live(self) -> None:
         """Never returns: its future ends with the process, which is how a death is told at once."""

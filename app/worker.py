@@ -27,6 +27,8 @@ from trainwright.store import open_store
 from trainwright.strategies import engine_class
 from trainwright.travel import unpack
 
+INTERRUPT_DEADLINE_S = 5.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkOrder:
@@ -51,7 +53,7 @@ class WorkOrder:
 
 
 class Worker:
-    """The methods named after verbs run on one thread, `upload`, `watch` and `stop` on others."""
+    """The methods named after verbs run on one thread, `upload`, `watch`, `stop` and `interrupt` on others."""
 
     def __init__(self, order: WorkOrder) -> None:
         self._order = order
@@ -62,6 +64,7 @@ class Worker:
         self._wish = threading.Event()
         self._built = False
         self._generation = 0
+        self._turnover = threading.Lock()  # an interrupt that comes late must not hit the next generation
         self._step = 0
         self._stream: Stream | None = None
         self._evaluation: Stream | None = None
@@ -74,7 +77,8 @@ class Worker:
 
     def form(self, group: Group) -> StateTag:
         """Join the group; build model, optimizer and streams the first time."""
-        self._generation = group.generation.number
+        with self._turnover:
+            self._generation = group.generation.number
         tag = self._engine.form(group)
         if not self._built:
             tag = self._build(group.rank)
@@ -157,6 +161,11 @@ class Worker:
     def stop(self) -> None:
         """Wish to stop; it travels with the next reduction, so that all ranks leave after the same step."""
         self._wish.set()
+
+    def interrupt(self, generation: int) -> bool:
+        """Make a blocked collective of that generation raise PeerLost. False: it is over, or the engine cannot."""
+        with self._turnover:
+            return generation == self._generation and self._engine.interrupt(INTERRUPT_DEADLINE_S)
 
     def leave(self) -> StateTag:
         """End the group; the process and its state live on."""

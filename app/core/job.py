@@ -49,7 +49,7 @@ class Job(BaseModel):
         inexact: what may differ between one device and many, such as `("batch_norm",)`.
         failures: failures in a row without a completed step in between after which the run ends.
         place_deadline_s: seconds to wait for the cluster to start the workers.
-        hang_deadline_s: seconds without a completed step after which the workers are restarted.
+        hang_deadline_s: seconds without a completed step after which the workers that hang are replaced.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())

@@ -97,8 +97,8 @@ def is_stale(state: State, event: m.Happening) -> bool:
             return event.worker not in state.starting
         case m.Died():
             return event.worker not in state.rank_of
-        case m.Returned(verb="stop") | m.Raised(verb="stop"):
-            return True  # a wish that was not heard is followed at the next milestone
+        case m.Returned(verb="stop" | "interrupt") | m.Raised(verb="stop" | "interrupt"):
+            return True  # what counts is the answer of the thread of steps
         case m.Returned(verb="upload") | m.Raised(verb="upload"):
             return state.upload is None or event.worker not in state.upload.owing
         case m.Returned() | m.Raised():

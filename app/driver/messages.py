@@ -12,6 +12,7 @@ Verbs of `Call`, in the order of a run (the worker's methods of the same names):
 | snapshot   | step: int           | Snapshot                 | steps  |
 | upload     | checkpoint path     | tuple[FileEntry, ...]    | upload |
 | stop       | None                | None                     | watch  |
+| interrupt  | None                | bool                     | watch  |
 | leave      | None                | StateTag                 | steps  |
 
 A verb that meets a lost peer raises PeerLost after it has left the group, so that the others notice too.
@@ -27,7 +28,7 @@ from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Generation, Move, StateTag
 
-Verb = Literal["reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "stop", "leave"]
+Verb = Literal["reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "stop", "interrupt", "leave"]
 FailureKind = Literal["user", "peer", "data", "storage", "internal"]
 Outcome = Literal["done", "stopped", "failed"]
 

@@ -1,8 +1,8 @@
 """From a failure to a full house: whom to blame, who lets go, who is replaced, and when to give up.
 
 GATHERING is entered at the start and after every failure. Calls under way are awaited until each rank has answered, so
-that the first cause is known before a failure is counted as the cluster's; idle ranks are told to leave, so that
-their group closes and the others notice. A new process takes a lost one's slot and rank at once.
+that the first cause is known before a failure is counted as the cluster's; ranks that wait in a collective are
+interrupted, idle ones are told to leave. A new process takes a lost one's slot and rank at once.
 """
 
 from __future__ import annotations
@@ -108,15 +108,16 @@ def raised(turn: Turn, event: m.Raised) -> None:
 
 
 def silent(turn: Turn, deadline_s: float) -> None:
-    """Workers that owe an answer did not move in time: end them."""
+    """Workers that owe an answer did not move in time: those that only wait for others can be interrupted."""
     state = turn.state
     ranks = [state.rank_of[worker] for worker in state.awaiting]
     error = HangError(
         f"{_ranks(ranks)} did not move for {deadline_s:g} s while {state.phase.value}",
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
     )
-    blame = Blame(error=error, event=_failed(turn, -1, -1, error.what))
-    gather(turn, blame, lost=state.awaiting, kill=True)
+    gather(turn, Blame(error=error, event=_failed(turn, -1, -1, error.what)))
+    if turn.state.phase is Phase.GATHERING:
+        turn.arm("leave", state.settings.interrupt_deadline_s)
 
 
 def upload_silent(turn: Turn) -> None:
@@ -175,6 +176,7 @@ def _let_idle_go(turn: Turn, gone: frozenset[int]) -> None:
     turn.disarm()
     since_s = state.since_s if state.phase in RECOVERING else turn.now_s
     turn.enter(Phase.GATHERING, since_s=since_s)
+    turn.call(sorted(state.awaiting - gone), "interrupt")
     _let_go(turn, frozenset(state.rank_of) - state.awaiting - gone)
     turn.arm("leave", turn.settings.leave_deadline_s)
 
@@ -204,18 +206,28 @@ def returned(turn: Turn, event: m.Returned) -> None:
 
 
 def leave_expired(turn: Turn) -> None:
-    """Survivors that neither answer nor leave are replaced; they are part of the same failure.
+    """Survivors that neither answer nor leave hang: they are replaced, as part of the same failure.
 
-    A collective that waits for a rank which has let go may wait for its own long deadline. Where none has let go yet,
-    all may be in the middle of a long step, and their state is worth more patience.
+    Where none has let go yet, and none is known to hang, all may be in the middle of a long step, and their state is
+    worth more patience.
     """
     state = turn.state
+    hanging = state.blame is not None and isinstance(state.blame.error, HangError)
     loose = frozenset(state.rank_of) - state.awaiting - state.starting
-    if not loose and turn.now_s - state.phase_s < state.settings.call_deadline_s:
+    if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.call_deadline_s:
         turn.arm("leave", state.settings.call_deadline_s)
         return
-    ranks = _ranks([state.rank_of[worker] for worker in state.awaiting])
-    turn.emit(_failed(turn, -1, -1, f"{ranks} did not let go of the group in time"))
+    ranks = [state.rank_of[worker] for worker in state.awaiting]
+    error = HangError(
+        f"{_ranks(ranks)} hung: no answer {turn.now_s - state.phase_s:.0f} s after being interrupted",
+        where=", ".join(sorted({f"node {state.members[rank].node}" for rank in ranks})[:SHOWN_RANKS]),
+        remedy="look at what they wait for; if a step or an evaluation takes that long, raise hang_deadline_s",
+    )
+    alone = ranks[0] if len(ranks) == 1 else -1
+    failed = _failed(turn, state.members[alone].worker if alone >= 0 else -1, alone, error.what)
+    turn.emit(failed)
+    if hanging:
+        turn.change(blame=Blame(error=error, event=failed))
     _replace(turn, state.awaiting, kill=True)
 
 

@@ -55,6 +55,7 @@ class Settings:
         place_deadline_s: for all missing processes to start.
         call_deadline_s: for reserve, form, heal and snapshot.
         leave_deadline_s: for survivors to let go of a broken group, once one of them has.
+        interrupt_deadline_s: for ranks that did not move in time to answer when they are interrupted.
         hang_deadline_s: without a completed step while running; also for an evaluation.
         upload_deadline_s: for an upload, once nothing but it is waited for.
         storage_attempts: uploads of the last step that may fail before the run does.
@@ -74,6 +75,7 @@ class Settings:
     place_deadline_s: float = 300.0
     call_deadline_s: float = 90.0
     leave_deadline_s: float = 15.0
+    interrupt_deadline_s: float = 5.0
     hang_deadline_s: float = 300.0
     upload_deadline_s: float = 600.0
     storage_attempts: int = 4

@@ -180,6 +180,8 @@ class World:
             self._watch(effect)
         if effect.verb == "stop":
             ref = actor.stop.remote()
+        elif effect.verb == "interrupt":
+            ref = actor.interrupt.remote(effect.generation.number)
         else:
             ref = (actor.upload if effect.verb == "upload" else actor.call).remote(effect.verb, effect.argument)
         self._then(ref, lambda done: self._answered(effect, done))

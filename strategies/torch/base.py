@@ -55,10 +55,7 @@ class TorchEngine:
         self._runner = None
 
     def interrupt(self, deadline_s: float) -> bool:
-        """False: a blocked call of torch cannot be made to raise from another thread, so kill the process.
-
-        gloo's abort and shutdown return and do nothing; a peer that closes its group, or the deadline, does it.
-        """
+        """False: nothing that one rank does by itself can be made to raise from another thread."""
         return False
 
     def serve(self) -> None:

@@ -44,6 +44,10 @@ class DataParallel(TorchEngine):
         super().leave()
         self._membership.leave()
 
+    def interrupt(self, deadline_s: float) -> bool:
+        """Shut the group's connections: a blocked collective raises PeerLost at once. False over NCCL."""
+        return self._membership.interrupt()
+
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Make every rank equal to the first move's source, bit by bit. Raises PeerLost."""
         if moves:

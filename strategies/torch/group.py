@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Group
+from trainwright.strategies.torch import gloo
 from trainwright.strategies.torch.failures import let_go
 
 _LOOPBACK = "127.0.0.1"
@@ -35,6 +37,10 @@ class Membership:
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._store: TCPStore | None = None
+        self._lock = threading.Lock()  # guards what `interrupt` reads
+        self._port: int | None = None  # of the store, while this process is in a group or joins one
+        self._before: frozenset[int] = frozenset()  # epoll instances that are not the group's
+        self._by_gloo = True
 
     def reserve(self) -> Address:
         """Bind and listen on a port that the system chooses, at every interface; the host is this node's address."""
@@ -70,7 +76,22 @@ class Membership:
         self._close_socket()
         self._end()
 
+    def interrupt(self) -> bool:
+        """Shut the group's connections, from any thread: whoever waits in a collective raises, here and at the peers.
+
+        False where there was nothing to shut, or what blocks is not to be found there (NCCL, not Linux).
+        """
+        with self._lock:
+            if self._port is None:
+                return False
+            shut = gloo.shut(gloo.loops() - self._before) + gloo.shut_port(self._port)
+            return self._by_gloo and shut > 0
+
     def _end(self) -> None:
+        """A collective still under way, as of a bucket behind the one that broke, would keep the sockets open."""
+        self.interrupt()
+        with self._lock:
+            self._port = None
         if self._store is None:
             return
         gc.collect()
@@ -80,9 +101,12 @@ class Membership:
 
     def _join(self, group: Group, device: torch.device) -> None:
         deadline = timedelta(seconds=group.deadline_s)
+        with self._lock:
+            self._before, self._port = gloo.loops(), group.peers[0].address.port
+            self._by_gloo = device.type != "cuda"
         self._store = self._meet(group, deadline)
         distributed.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend="gloo" if self._by_gloo else "nccl",
             store=self._store,
             rank=group.rank,
             world_size=group.size,

@@ -122,7 +122,6 @@ CASES = (
         name="torch-data-parallel",
         framework="torch",
         engine="trainwright.strategies.torch.data_parallel:DataParallel",
-        interruptible=False,
     ),
 )
 

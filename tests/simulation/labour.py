@@ -71,6 +71,8 @@ class Labour:
         elif call.verb == "stop":
             if process.team is not None:
                 process.team.wish = True
+        elif call.verb == "interrupt":
+            self.clock.after(self.between(0.0, 0.5), self._interrupt, process, call.generation.number)
         else:
             if process.call is not None:
                 raise Violation(f"worker {process.worker} is called for {call.verb} during {process.call.verb}")
@@ -89,10 +91,14 @@ class Labour:
         settings = self.scenario.settings
         match call.verb:
             case "reserve":
+                if process.member:
+                    raise Violation(f"worker {process.worker} is to join a group, but has not left the one before")
+                process.member = True
                 process.team = process.driver.team(call.generation.number)
                 process.team.members.append(process)
                 self.answer(process, Address(host="host", port=process.worker + 1), 0.01, 0.1)
             case "leave":
+                process.member = False
                 self.part(process)
                 self.answer(process, process.tag(self.scenario.layout, self.whole), 0.01, 0.3)
             case "evaluate":
@@ -119,6 +125,7 @@ class Labour:
         """Raise from the call after a while."""
         call = process.call
         assert call is not None
+        process.member = False
         failure = m.Failure(kind=kind, error=error)
         event = m.Raised(worker=process.worker, generation=call.generation, verb=call.verb, failure=failure)
         self._respond(process, event, delay_s)
@@ -135,6 +142,7 @@ class Labour:
     def throw(self, process: Process) -> None:
         """Raise what a fault wants from the call under way; the group breaks if the process leaves it."""
         kind, process.raise_next = process.raise_next, ""
+        process.raised |= kind == "internal" or (process.call is not None and process.call.verb == "leave")
         error: Exception = {
             "user": UserCodeError("the model raised"),
             "data": DataError("a column is missing"),
@@ -288,8 +296,20 @@ class Labour:
         elif heal.source == "checkpoint" or any(move.target == process.rank for move in heal.moves):
             process.tear()
 
+    def _interrupt(self, process: Process, number: int) -> None:
+        """Its connections are shut: it cannot wait for anybody any more, nor anybody for it."""
+        team = process.team
+        if not process.alive or process.hung or team is None or team.number != number:
+            return
+        process.freed = team
+        if process.deaf:
+            process.deaf = False
+            self._lose_peers(process)
+        if not team.broken:
+            self.break_team(team)
+
     def _lose_peers(self, process: Process) -> None:
-        if self.rand() < 0.04 and not (process.team is not None and process.team.cut):
+        if self.rand() < 0.04 and process.team is not None and not process.team.cut and process.freed != process.team:
             process.deaf = True  # not connected to the one that went: notices nothing
             return
         self.fail(process, "peer", PeerLost("connection closed by peer"), self.between(0.05, 2.0))
@@ -334,6 +354,7 @@ class Labour:
         process.upload = None
         about: dict[str, Any] = {"worker": process.worker, "generation": call.generation, "verb": "upload"}
         if fault == "internal":
+            process.raised = True
             failure = m.Failure(kind="internal", error=RuntimeError("a bug"))
             self.deliver(process.driver, m.Raised(**about, failure=failure))
         elif fault or self.clock.now_s < self.outage_until_s:

@@ -28,9 +28,9 @@ class Process:
     """One worker process: what it holds, what it does, and what was said about it."""
 
     __slots__ = (
-        "alive", "born_s", "call", "deaf", "driver", "due_s", "hung", "killed", "lineage", "piece", "raise_next",
-        "rank", "slot", "snapshot", "sound", "step", "team", "ticket", "told", "trained", "up", "upload",
-        "upload_hung", "worker",
+        "alive", "born_s", "call", "deaf", "driver", "due_s", "freed", "hung", "killed", "lineage", "member",
+        "piece", "raise_next", "raised", "rank", "slot", "snapshot", "sound", "step", "team", "ticket", "told",
+        "trained", "up", "upload", "upload_hung", "worker",
     )  # fmt: skip
 
     def __init__(self, driver: Any, worker: int, slot: int, now_s: float) -> None:
@@ -42,8 +42,11 @@ class Process:
         self.ticket = 0  # numbers the answer to the call; older ones are void
         self.due_s = 0.0
         self.raise_next = ""
+        self.raised = False  # an error that no process is trusted after
         self.hung, self.deaf, self.upload_hung = False, False, False
         self.team: Team | None = None
+        self.member = False  # of a team that it has not left
+        self.freed: Team | None = None  # the team whose connections were shut
         self.piece = "state"
         self.step, self.lineage, self.sound, self.trained = 0, FRESH, True, False
         self.snapshot: tuple[int, int] | None = None
@@ -52,6 +55,11 @@ class Process:
         """What it says it holds."""
         step = self.step if self.trained else None
         return StateTag(step=step, layout=layout, pieces=frozenset({self.piece}), whole=whole, sound=self.sound)
+
+    @property
+    def guilty(self) -> bool:
+        """Whether it deserves to be ended."""
+        return not self.alive or self.hung or self.upload_hung or self.raised
 
     def take(self, step: int, lineage: int) -> None:
         """Hold a sound state."""

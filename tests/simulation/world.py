@@ -21,7 +21,7 @@ from trainwright.core import events
 from trainwright.core.errors import FencedError, StorageError
 from trainwright.driver import decide as real
 from trainwright.driver import messages as m
-from trainwright.driver.state import State
+from trainwright.driver.state import Phase, State
 
 
 class Driver:
@@ -45,6 +45,11 @@ class Driver:
         if number not in self.teams:
             self.teams[number] = Team(number)
         return self.teams[number]
+
+    @property
+    def recovering(self) -> bool:
+        """Whether it is gathering its workers."""
+        return self.state is not None and self.state.phase is Phase.GATHERING
 
     @property
     def living(self) -> list[Process]:
@@ -209,8 +214,15 @@ class World:
         process = driver.processes[effect.worker]
         if process.killed or process.told:
             raise Violation(f"worker {effect.worker} is killed twice or after its death was told")
+        if driver.recovering and self._saves_survivors(driver) and not process.guilty:
+            raise Violation(f"worker {effect.worker} is killed, although it only waited for others")
         process.killed = True
         self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)
+
+    def _saves_survivors(self, driver: Driver) -> bool:
+        """Whether a survivor's process is worth keeping: not where all must begin anew, since no state is whole."""
+        in_place = self.scenario.settings.reform == "in_place" and self.scenario.layout == "replicated"
+        return in_place and all(process.sound for process in driver.living)
 
     def _commit(self, driver: Driver, commit: m.Commit) -> None:
         before_s, after_s = self.strikes.commit_delays()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
 import pytest
 
+from tests.unit.story import FILES, HEAD, Story
 from trainwright.core import events
-from trainwright.core.checkpoint import CheckpointRef, FileEntry
+from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.data import Sums
 from trainwright.core.errors import (
     FencedError,
@@ -20,87 +19,7 @@ from trainwright.core.errors import (
 )
 from trainwright.core.group import Address, Generation, Move, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.decide import begin, decide
-from trainwright.driver.state import Phase, Settings
-
-E = TypeVar("E")
-HEAD = CheckpointRef(step=4, path="checkpoints/00000004-1", manifest_sha256="00")
-FILES = (FileEntry(name="state.npz", size_bytes=8, sha256="00"),)
-
-
-class Story:
-    """A driver and what it wanted since the last event."""
-
-    def __init__(self, **changes: Any) -> None:
-        fields: dict[str, Any] = {"workers": 2, "total_steps": 8, "steps_per_epoch": 4, **changes}
-        self.now_s = 0.0
-        self.state, self.wanted = begin(Settings(**fields), self.now_s)
-
-    def tell(self, *happenings: m.Happening) -> Story:
-        self.wanted = ()
-        for event in happenings:
-            self.now_s += 1.0
-            self.state, effects = decide(self.state, event, self.now_s)
-            self.wanted += effects
-        return self
-
-    def returns(self, verb: m.Verb, *values: Any, workers: list[int] | None = None) -> Story:
-        """Answers of all members (or of the given ones), in the order of ranks."""
-        names = workers if workers is not None else [member.worker for member in self.state.members]
-        values = values * len(names) if len(values) == 1 else values
-        generation = self.state.generation
-        return self.tell(
-            *(
-                m.Returned(worker=worker, generation=generation, verb=verb, value=value)
-                for worker, value in zip(names, values, strict=True)
-            )
-        )
-
-    def raises(self, worker: int, verb: m.Verb, kind: m.FailureKind, error: Exception) -> Story:
-        failure = m.Failure(kind=kind, error=error)
-        return self.tell(m.Raised(worker=worker, generation=self.state.generation, verb=verb, failure=failure))
-
-    def expires(self, name: str) -> Story:
-        return self.tell(m.Expired(name=name, number=self.state.timers[name]))
-
-    def all(self, kind: type[E]) -> list[E]:
-        return [effect for effect in self.wanted if isinstance(effect, kind)]
-
-    def calls(self, verb: m.Verb) -> list[m.Call]:
-        return [call for call in self.all(m.Call) if call.verb == verb]
-
-    def emitted(self, kind: type[E]) -> list[E]:
-        return [emit.event for emit in self.all(m.Emit) if isinstance(emit.event, kind)]
-
-    def up(self, head: CheckpointRef | None = None) -> Story:
-        """Acquired, placed and started."""
-        self.tell(m.Acquired(token=3, head=head))
-        return self.start()
-
-    def start(self) -> Story:
-        return self.tell(*(m.Started(worker=w, node=f"n{w}", pid=w) for w in sorted(self.state.starting)))
-
-    def formed(self, *tags: StateTag) -> Story:
-        self.returns("reserve", Address(host="h", port=1))
-        return self.returns("form", *(tags or (StateTag(step=None),)))
-
-    def running(self, head: CheckpointRef | None = None) -> Story:
-        self.up(head).formed()
-        assert self.state.heal is not None
-        return self.returns("heal", StateTag(step=self.state.heal.step))
-
-    def segment(self, step: int, stopped: bool = False) -> Story:
-        return self.returns("run", m.SegmentReport(step=step, stopped=stopped, tag=StateTag(step=step)))
-
-    def snapshot(self, step: int, worker: int = 0) -> Story:
-        return self.returns("snapshot", m.Snapshot(step=step, size_bytes=8, blocked_s=0.1), workers=[worker])
-
-    def committed(self, step: int) -> Story:
-        parent = self.state.head.path if self.state.head else ""
-        assert self.state.upload is not None
-        ref = CheckpointRef(step=step, path=self.state.upload.path, manifest_sha256="00", parent=parent)
-        return self.tell(m.Committed(checkpoint=ref))
-
+from trainwright.driver.state import Phase
 
 # --- an unbroken run --------------------------------------------------------------------------------------
 
@@ -248,11 +167,37 @@ def test_a_new_step_clears_the_failures_but_one_done_again_does_not() -> None:
     assert story.state.failures == 0
 
 
-def test_a_hang_ends_all_who_owe_an_answer() -> None:
-    story = Story(failures=0).running().expires("hang")
-    assert story.all(m.Kill) == [m.Kill(worker=0), m.Kill(worker=1)]
+def test_ranks_that_do_not_move_are_interrupted_and_the_one_that_hangs_is_ended() -> None:
+    story = Story(failures=1, workers=3).running().expires("hang")
+    assert [call.worker for call in story.calls("interrupt")] == [0, 1, 2]
+    assert "ranks 0, 1, 2 did not move for 300 s while running" in story.emitted(events.Failed)[0].cause
+    for worker in (0, 2):
+        story.raises(worker, "run", "peer", PeerLost("interrupted"))
+    assert story.all(m.Kill) == []
+    story.expires("leave")
+    assert story.all(m.Kill) == [m.Kill(worker=1)]
+    failed = story.emitted(events.Failed)[0]
+    assert failed.rank == failed.worker == 1 and "rank 1 hung: no answer 3 s after being interrupted" in failed.cause
+    story.start().formed(StateTag(step=3), StateTag(step=None), StateTag(step=3))
+    assert story.state.heal is not None and story.state.heal.source == "replica"
+
+
+def test_a_hang_that_is_one_failure_too_many_names_its_rank() -> None:
+    story = Story(failures=0).running().expires("hang").raises(0, "run", "peer", PeerLost("x")).expires("leave")
     error = story.tell(m.Released()).all(m.Finish)[0].error
-    assert isinstance(error, HangError) and "ranks 0, 1" in str(error)
+    assert isinstance(error, HangError) and "rank 1 hung" in str(error) and "node n1" in str(error)
+
+
+def test_a_hang_of_nobody_costs_no_process() -> None:
+    story = Story(failures=0, workers=2).running().expires("hang")
+    story.raises(0, "run", "peer", PeerLost("x")).raises(1, "run", "peer", PeerLost("x"))
+    error = story.tell(m.Released()).all(m.Finish)[0].error
+    assert isinstance(error, HangError) and "ranks 0, 1 did not move" in str(error)
+
+
+def test_busy_ranks_are_interrupted_when_another_fails() -> None:
+    story = Story(workers=3).running().tell(m.Died(worker=0, cause="x"))
+    assert [call.worker for call in story.calls("interrupt")] == [1, 2]
 
 
 def test_silent_survivors_are_replaced_as_part_of_the_same_failure() -> None:

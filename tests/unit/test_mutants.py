@@ -12,6 +12,20 @@ SCHEDULES = 500
 
 MUTANTS = (
     Mutant(
+        name="lets busy ranks wait",
+        module="recovering",
+        fragment='    turn.call(sorted(state.awaiting - gone), "interrupt")\n',
+        replacement="",
+    ),
+    Mutant(
+        name="ends every rank that does not move",
+        module="recovering",
+        fragment="event=_failed(turn, -1, -1, error.what)))\n    if turn.state.phase",
+        replacement=(
+            "event=_failed(turn, -1, -1, error.what)), lost=state.awaiting, kill=True)\n    if turn.state.phase"
+        ),
+    ),
+    Mutant(
         name="agrees on the lowest step",
         module="agree",
         fragment="if tag.sound}, reverse=True)",

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from tests.unit.torch_jobs import (
     GENERATION,
@@ -240,6 +241,65 @@ def test_survivors_notice_at_once_and_go_on_with_a_newcomer() -> None:
         assert (tag.step, tag.sound, kept) == (3, True, True)
         assert (moved.step, moved.sound, equal) == (3, True, True)
     assert survivors[0][6:] == survivors[1][6:]
+
+
+def _pending(rank: int, world: int, exchange: Exchange) -> Any:
+    """Rank 0 leaves while a collective of its own is under way, as of a bucket behind the one that broke."""
+    engine = formed(rank, exchange, spec())
+    engine.warm(share(0, rank, world))
+    work = distributed.all_reduce(torch.ones(4), async_op=True) if rank == 0 else None
+    exchange("begun")
+    begun = time.monotonic()
+    if rank == 0:
+        engine.leave()
+    else:
+        with pytest.raises(RuntimeError):
+            distributed.recv(torch.ones(4), src=0)
+    seconds = time.monotonic() - begun
+    exchange("through")
+    return seconds, work is None or work.is_completed()
+
+
+def test_a_rank_that_leaves_closes_its_sockets_although_a_collective_is_under_way() -> None:
+    for seconds, ended in run_ranks(_pending, 2):
+        assert seconds < 5.0
+        assert ended
+
+
+def _stuck(rank: int, world: int, exchange: Exchange) -> Any:
+    """The last rank is stuck in its loss; the others, who wait for it in a collective, are interrupted."""
+    stuck, over = [], threading.Event()
+
+    def sticking(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if stuck and rank == world - 1:
+            over.wait(60.0)
+        return loss(outputs, targets)
+
+    engine = formed(rank, exchange, spec(loss=sticking))
+    engine.warm(share(0, rank, world))
+    engine.train_step(share(0, rank, world))
+    stuck.append(True)
+    freed = []
+    interrupter = threading.Timer(0.5, lambda: freed.append(engine.interrupt(5.0)))
+    if rank < world - 1:
+        interrupter.start()
+    else:
+        threading.Timer(1.5, over.set).start()
+    begun = time.monotonic()
+    with pytest.raises(PeerLost):
+        engine.train_step(share(1, rank, world))
+    seconds = time.monotonic() - begun
+    engine.leave()
+    tag = engine.transfer(())
+    return seconds, freed, tag.step, engine.interrupt(1.0)
+
+
+def test_ranks_that_wait_for_a_stuck_one_are_freed_and_keep_their_state() -> None:
+    *waiting, stuck = run_ranks(_stuck, 3)
+    for seconds, freed, step, again in waiting:
+        assert 0.4 < seconds < 1.4
+        assert (freed, step, again) == ([True], 1, False)
+    assert stuck[2] == 1
 
 
 def _user_error(rank: int, world: int, exchange: Exchange) -> Any:
