@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 
 import trainwright as tw
 from tests import jobs
+from tests.processes import ROOT
 from tests.runs import State, final_state, told
 from trainwright.core import events
 from trainwright.core.errors import JobError, NonFiniteLoss, RunConflict, StorageError, UserCodeError
@@ -126,6 +130,36 @@ def test_an_unwritable_store_is_said_before_anything_starts(tmp_path: Path) -> N
     with pytest.raises(StorageError) as caught:
         tw.fit(jobs.job(tmp_path / "file" / "runs"))
     assert str(tmp_path / "file") in str(caught.value)
+
+
+_FULL_DISK = """
+mkdir disk && mount -t tmpfs -o size=9m none disk || exit 77
+"$PYTHON" -m trainwright fit job.py > first.txt 2>&1; echo $? > first
+cp -r disk/runs kept
+mount -o remount,size=64m disk
+"$PYTHON" -m trainwright fit job.py > second.txt 2>&1; echo $? > second
+cp -r disk/runs runs
+"""
+
+
+def test_a_full_disk_costs_checkpoints_and_the_run_goes_on_where_space_is_made(
+    tmp_path: Path, unbroken: Callable[[int], State]
+) -> None:
+    """A real file system of 9 MB, which holds two checkpoints, in a mount namespace of its own."""
+    job = f"from tests import jobs\njob = jobs.job({str(tmp_path / 'disk' / 'runs')!r})\n"
+    (tmp_path / "job.py").write_text(job)
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", _FULL_DISK]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=240, capture_output=True, text=True)
+    if done.returncode and not (tmp_path / "first").exists():
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
+    first, second = ((tmp_path / name).read_text() for name in ("first.txt", "second.txt"))
+    assert (tmp_path / "first").read_text().strip() == "1", first
+    assert "there is no space left" in first and "free space or give another storage=" in first
+    kept = final_state(tmp_path / "kept", "faulty")
+    assert kept.step in (5, 10) and f"it goes on from step {kept.step}" in first
+    assert (tmp_path / "second").read_text().strip() == "0", second
+    assert final_state(tmp_path / "runs", "faulty") == unbroken(2)
 
 
 def test_a_batch_smaller_than_the_workers(folder: Path, ray_cluster: None) -> None:
