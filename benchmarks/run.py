@@ -22,7 +22,7 @@ from figures import Figure, page, read_figures, table
 from machine import facts
 
 HERE = Path(__file__).resolve().parent
-DEADLINES_S = {"step_time": 240, "ray_step_time": 420, "first_step": 420, "recovery": 420}
+DEADLINES_S = {"step_time": 420, "ray_step_time": 420, "first_step": 420, "recovery": 420}
 
 
 def main() -> int:

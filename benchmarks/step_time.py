@@ -43,7 +43,7 @@ class Block:
 
 def measure(folder: Path, *, quick: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    pairs = 8 if quick else 60
+    pairs = 8 if quick else 150
     ours, plain = _in_processes(_order(folder, steps=(pairs + 1) * BLOCK), pairs)
     return [
         compare(
