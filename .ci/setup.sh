@@ -51,11 +51,14 @@ install() {
     {
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
             --constraint constraints.txt --editable '.[dev]' &&
-            env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'if True:
-                import compileall, pathlib
-                import matplotlib.pyplot, pandas, ray.data, tensorflow, torch._dynamo, trainwright.cli
-                for part in ("_common", "_private", "dashboard"):
-                    compileall.compile_dir(pathlib.Path(ray.__file__).parent / part, quiet=2)'
+            (
+                unset PYTHONDONTWRITEBYTECODE
+                "$venv/bin/python" -c 'if True:
+                    import compileall, pathlib
+                    import matplotlib.pyplot, pandas, ray.data, tensorflow, torch._dynamo, trainwright.cli
+                    for part in ("_common", "_private", "dashboard"):
+                        compileall.compile_dir(pathlib.Path(ray.__file__).parent / part, quiet=2)'
+            )
     } >"$venv/set-up.log" 2>&1 </dev/null || {
         tail -n 20 "$venv/set-up.log" >&2
         fail "the packages could not be installed: the reason is above, all of it in $venv/set-up.log"
