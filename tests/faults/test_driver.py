@@ -19,6 +19,7 @@ from trainwright.log import RunLog
 from trainwright.store import open_store
 
 STEP_S = 0.1
+SLOW_S = 0.5  # long enough for a signal to overtake the end of the run on any machine
 
 
 def committed(folder: Path) -> int:
@@ -45,7 +46,7 @@ def test_ctrl_c_takes_a_checkpoint_and_the_same_command_goes_on(
     folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:
     file = processes.write_job(tmp_path, folder, checkpoint_steps=1000)
-    with processes.trainwright("fit", file, step_s=STEP_S) as driver:
+    with processes.trainwright("fit", file, step_s=SLOW_S) as driver:
         processes.wait_until(lambda: bool(folder.exists() and told(folder, "faulty", events.Steps)), driver)
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: Ray's processes hear it too
         _, err = driver.communicate(timeout=60)
@@ -69,7 +70,7 @@ def test_a_second_ctrl_c_does_not_wait(folder: Path, tmp_path: Path) -> None:
 
 def test_sigterm_is_a_preemption_notice(folder: Path, tmp_path: Path) -> None:
     file = processes.write_job(tmp_path, folder, checkpoint_steps=1000)
-    with processes.trainwright("fit", file, step_s=STEP_S) as driver:
+    with processes.trainwright("fit", file, step_s=SLOW_S) as driver:
         processes.wait_until(lambda: bool(folder.exists() and told(folder, "faulty", events.Steps)), driver)
         driver.send_signal(signal.SIGTERM)
         _, err = driver.communicate(timeout=60)
