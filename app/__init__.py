@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from trainwright.api import fit as fit
     from trainwright.api import load_model as load_model
     from trainwright.api import plan as plan
+    from trainwright.api import predict as predict
     from trainwright.api import start as start
     from trainwright.core.cluster import Cluster as Cluster
+    from trainwright.core.collation import Pad as Pad
     from trainwright.core.data import Terms as Terms
     from trainwright.core.errors import TrainwrightError as TrainwrightError
     from trainwright.core.job import Job as Job
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Cluster": "trainwright.core.cluster",
     "Job": "trainwright.core.job",
+    "Pad": "trainwright.core.collation",
     "Plan": "trainwright.core.plan",
     "Run": "trainwright.run",
     "Terms": "trainwright.core.data",
@@ -36,6 +39,7 @@ _HOMES = {
     "fit": "trainwright.api",
     "load_model": "trainwright.api",
     "plan": "trainwright.api",
+    "predict": "trainwright.api",
     "start": "trainwright.api",
 }
 _MODULES = ("datasets", "schedules")
@@ -43,6 +47,7 @@ _MODULES = ("datasets", "schedules")
 __all__ = [
     "Cluster",
     "Job",
+    "Pad",
     "Plan",
     "Run",
     "Terms",
@@ -52,6 +57,7 @@ __all__ = [
     "fit",
     "load_model",
     "plan",
+    "predict",
     "schedules",
     "start",
 ]

@@ -1,12 +1,15 @@
-"""What a user calls: plan, fit, start, evaluate, load_model. Each takes a Job, or the path of a job file."""
+"""What a user calls: plan, fit, start, evaluate, predict, load_model. Each takes a Job, or the path of a job file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
+    from trainwright.datasets import Dataset
     from trainwright.planner import Decision
+    from trainwright.predicting import Prediction
     from trainwright.run import Run
 
 
@@ -81,6 +84,50 @@ def evaluate(job: Job | str, *, step: int | None = None) -> dict[str, float]:
     from trainwright import use
 
     return use.evaluate(_job(job), step)
+
+
+def predict(
+    job: Job | str,
+    data: Dataset | str | None = None,
+    *,
+    to: str,
+    columns: Iterable[str] | None = None,
+    keep: Iterable[str] = (),
+    step: int | None = None,
+    workers: int | None = None,
+    batch_size: int | None = None,
+    range_rows: int | None = None,
+    fresh: bool = False,
+    verbose: bool = False,
+) -> Prediction:
+    """The model's outputs for every row of a data set, computed by a pool of workers, as parquet parts in a folder.
+
+    The rows of all parts, in the order of their names, are the samples in order: `sample` (int64, the row number), the
+    columns kept, then `output`, or one column for each of several outputs. Each part appears when it is whole; the same
+    call goes on where an earlier one was ended, and computes only what is missing.
+
+    Args:
+        data: a data set, or the path of parquet files; by default the job's evaluation set. It needs no targets.
+        to: a folder, or `s3://`, `gs://`, `az://`; every node must be able to write there.
+        columns: outputs wanted, such as ("logits",); by default all.
+        keep: columns of the data set that go with them.
+        step: the checkpoint at this step; by default the newest.
+        workers: by default one for each accelerator or CPU slot of the cluster.
+        batch_size: rows given to the model at once, on each worker; by default the job's, at most 1024.
+        range_rows: rows of a part, at most; by default by the size of a row.
+        fresh: compute again what the folder holds.
+        verbose: show Ray's own output.
+
+    Raises:
+        RunConflict: the folder holds predictions of another checkpoint, data set or other columns, or other files.
+        TrainwrightError: the job, its data, its storage or the cluster is not right, or a range failed again and again.
+    """
+    from trainwright import predicting
+
+    return predicting.predict(
+        _job(job), data, to=to, columns=columns, keep=keep, step=step, workers=workers, batch_size=batch_size,
+        range_rows=range_rows, fresh=fresh, verbose=verbose,
+    )  # fmt: skip
 
 
 def load_model(job: Job | str, *, step: int | None = None) -> Any:

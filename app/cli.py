@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.datacommands import data as data_commands
 
 app = typer.Typer(
     name="trainwright",
@@ -20,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data_commands, name="data")
 
 WIDTH = 120  # of tables in files and pipes
 
@@ -89,6 +91,41 @@ def evaluate(
         _print_json(metrics)
     else:
         print("\n".join(f"{name:<20} {value:.6g}" for name, value in metrics.items()))
+
+
+@app.command()
+def predict(
+    file: JobFile,
+    to: Annotated[str, typer.Option(metavar="PATH", help="Folder of the predictions: a folder or a URI.")],
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Parquet files; by default the job's evaluation set.")
+    ] = None,
+    columns: Annotated[list[str] | None, typer.Option("--column", help="An output wanted; by default all.")] = None,
+    keep: Annotated[list[str] | None, typer.Option("--keep", help="A column of the data to write too.")] = None,
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers; by default what the cluster has room for.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows given to the model at once.")] = None,
+    range_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a part, at most.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Compute again what the folder holds.")] = False,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model's outputs for every row of a data set. The same command goes on where it was stopped."""
+    from dataclasses import asdict
+
+    from trainwright import api
+
+    found = api.predict(
+        _job(file, overrides, None, None), data, to=to, columns=columns, keep=keep or (), step=step, workers=workers,
+        batch_size=batch_size, range_rows=range_rows, fresh=fresh, verbose=verbose,
+    )  # fmt: skip
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        print(found)
 
 
 @app.command()

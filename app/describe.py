@@ -12,31 +12,41 @@ from types import CodeType
 from typing import Any
 
 from trainwright.core.job import Job
+from trainwright.datasets.sources import Index
 
 # Fields that say where or how fast a job runs, and never what it computes.
 _FREE = frozenset(
     {
         "storage", "workers", "strategy", "accelerator", "checkpoint_steps", "keep", "failures",
-        "place_deadline_s", "hang_deadline_s", "evaluate_epochs",
+        "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit",
     }
 )  # fmt: skip
+_DATA = ", data "  # what follows says what a data set holds, whatever it is called and wherever it lies
 _PLACE = re.compile(r" at 0x[0-9a-f]+")  # where an object without a repr of its own lies in memory
 
 
-def describe(job: Job, *, train: str = "", evaluate: str = "") -> dict[str, str]:
+def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
     """Every field of the job as text; the same job gives the same text in another process.
 
     Args:
-        train: hash of the training set's index.
-        evaluate: hash of the evaluation set's index.
+        train: index of the training set.
+        evaluate: index of the evaluation set.
     """
     words = {name: _text(getattr(job, name)) for name in type(job).model_fields}
-    for name, digest in (("train", train), ("evaluate", evaluate)):
+    for name, index in (("train", train), ("evaluate", evaluate)):
         dataset = getattr(job, name)
         if dataset is not None:
-            parts = [digest, *(_fingerprint(step.function) for step in dataset.transforms)]
-            words[name] = f"{dataset!r} [{_digest(parts)[:8]}]"
+            words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{_contents(dataset.functions, index)}"
     return words
+
+
+def _rows(index: Index | None) -> str:
+    return f"{index.rows:,} rows in {len(index.groups):,} row groups" if index else "not looked at"
+
+
+def _contents(functions: Iterable[Any], index: Index | None) -> str:
+    codes = [_fingerprint(function) for function in functions]
+    return (index.hash[:8] if index else "") + (f", functions {_digest(codes)[:8]}" if codes else "")
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -44,7 +54,7 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
     A data set is the same wherever it lies; more epochs are another result only where a schedule looks at the end.
     """
-    free = _FREE if new["schedule"] != "None" else _FREE | {"epochs"}
+    free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
     names = [
         name for name in new if name not in free and _essence(name, old.get(name, "")) != _essence(name, new[name])
     ]
@@ -52,7 +62,7 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def _essence(name: str, words: str) -> str:
-    return words[-10:] if name in ("train", "evaluate") else words
+    return words.rpartition(_DATA)[2] if name in ("train", "evaluate") else words
 
 
 def _text(value: Any, above: tuple[int, ...] = ()) -> str:

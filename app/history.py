@@ -17,6 +17,7 @@ from trainwright.core.events import (
     Formed,
     Noted,
     Placed,
+    Prefetched,
     RunEnded,
     RunStarted,
     Steps,
@@ -25,6 +26,7 @@ from trainwright.core.events import (
 from trainwright.journal import read_events
 from trainwright.liveness import owner_alive
 from trainwright.log import RunLog
+from trainwright.parts import Recovery, Session, StepRecord, Totals
 from trainwright.store import Store
 
 if TYPE_CHECKING:
@@ -35,81 +37,6 @@ STEP_COLUMNS = (
     "step", "epoch", "loss", "learning_rate", "gradient_norm", "samples_per_s", "wait_share", "generation",
 )  # fmt: skip
 _OUTCOMES: dict[str, State] = {"done": "done", "stopped": "stopped", "failed": "failed"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One completed step. `step` counts from 1 and includes this one, `epoch` counts from 1.
-
-    Attributes:
-        generation: number of the formation that made it, within its driver.
-        gradient_norm: global norm before clipping; None when the job does not clip.
-        samples: real samples in the global batch.
-        step_s: the whole step; `wait_s` of it waited for data.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    learning_rate: float
-    gradient_norm: float | None
-    samples: int
-    step_s: float
-    wait_s: float
-    generation: int
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples of the global batch by seconds of the step; NaN where the step took no time."""
-        return self.samples / self.step_s if self.step_s > 0 else math.nan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """One driver's life: from the time it took the run until it let go, or until its last event."""
-
-    token: int
-    started_s: float
-    ended_s: float
-    outcome: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """The group formed again after a failure. `failure` is the first cause, None where it was not told."""
-
-    formed: Formed
-    failure: Failed | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Where the time of all sessions went, in seconds. The parts add up to `wall_s`.
-
-    Attributes:
-        wall_s: sessions together; time between two sessions is not counted.
-        computing_s: steps that count, without their waiting for data.
-        data_s: waiting for data in steps that count.
-        start_s: from taking the run to the first step being possible, in every session.
-        recovery_s: from each failure to the group being formed again, and steps that had to be done again.
-        checkpoint_s: what the steps lost to checkpoints.
-        evaluation_s: evaluations.
-        other_s: the rest.
-    """
-
-    wall_s: float = 0.0
-    computing_s: float = 0.0
-    data_s: float = 0.0
-    start_s: float = 0.0
-    recovery_s: float = 0.0
-    checkpoint_s: float = 0.0
-    evaluation_s: float = 0.0
-    other_s: float = 0.0
-
-    @property
-    def goodput(self) -> float:
-        """Share of the time spent computing steps that count; NaN before any time passed."""
-        return self.computing_s / self.wall_s if self.wall_s > 0 else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +52,7 @@ class History:
         resumes: the first formation of each session that went on from a checkpoint.
         checkpoints: all that were committed; retention may have removed some since.
         processes: the workers that are up, by number; a worker that takes a failed one's rank has a new number.
+        prefetch: how far data is read ahead, as last told; None before the first segment has ended.
         waiting: what the run waits for at this moment; None while it steps.
         steps_lost: completed steps that had to be done again.
         last_s: time of the newest event, seconds since the epoch.
@@ -143,6 +71,7 @@ class History:
     notes: tuple[Noted, ...] = ()
     processes: tuple[Placed, ...] = ()
     sessions: tuple[Session, ...] = ()
+    prefetch: Prefetched | None = None
     waiting: Waiting | None = None
     error: str = ""
     steps_lost: int = 0
@@ -256,6 +185,7 @@ class _Folding:
         self.notes: list[Noted] = []
         self.processes: dict[int, Placed] = {}
         self.sessions: list[Session] = []
+        self.prefetch: Prefetched | None = None
         self.waiting: Waiting | None = None
         self.end: RunEnded | None = None
         self.formed = False
@@ -277,6 +207,8 @@ class _Folding:
                 self._formed(event)
             case Steps():
                 self._stepped(event)
+            case Prefetched():
+                self.prefetch = event
             case Evaluated():
                 self.evaluations[event.step] = event
                 self.evaluation_s += event.seconds
@@ -391,6 +323,7 @@ class _Folding:
             notes=tuple(self.notes),
             processes=tuple(self.processes[worker] for worker in sorted(self.processes)),
             sessions=tuple(self.sessions),
+            prefetch=self.prefetch,
             waiting=self.waiting,
             error=self.end.error if self.end else "",
             steps_lost=self.steps_lost,

@@ -17,6 +17,7 @@ from trainwright.core.events import (
     Formed,
     Noted,
     Placed,
+    Prefetched,
     RunEnded,
     RunStarted,
     Steps,
@@ -200,6 +201,13 @@ def checkpoint_text(event: Checkpointed) -> str:
     )
 
 
+def prefetch_text(event: Prefetched) -> str:
+    """`data was read up to 128 steps ahead (2 chunks of 64 steps, 16 MiB at most)`."""
+    chunks = f"{words.count(event.chunks, 'chunk')} of {words.count(event.chunk_steps, 'step')}"
+    held = words.size(event.chunks * event.chunk_bytes)
+    return f"data is read up to {event.chunks * event.chunk_steps:,} steps ahead ({chunks}, {held} at most)"
+
+
 def failure_text(event: Failed, pids: dict[int, int] | None = None) -> str:
     """`rank 1 (node-a, pid 1234) failed at step 412: killed by SIGKILL`. `pids` by worker."""
     pid = (pids or {}).get(event.worker)
@@ -255,6 +263,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=checkpoint_text(event))
         case CheckpointSkipped():
             return Line(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")
+        case Prefetched():
+            return Line(text=prefetch_text(event))
         case Failed():
             return Line(text=failure_text(event), tone="bad", detail=event.detail)
         case Noted():

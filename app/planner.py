@@ -38,9 +38,9 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         ResourceError: the job asks for more than the cluster has.
         PlanError: no strategy can run the job, or the pinned one cannot.
     """
-    usable = _usable(cluster, job)
+    allowed = usable(cluster, job)
     names = _names(job)
-    proposals = {name: STRATEGIES[name](profile, usable, job) for name in STRATEGIES}
+    proposals = {name: STRATEGIES[name](profile, allowed, job) for name in STRATEGIES}
     infeasible = tuple(item for item in proposals.values() if isinstance(item, Infeasible))
     plans = {name: item for name, item in proposals.items() if isinstance(item, Plan)}
     eligible = sorted((plan for name, plan in plans.items() if name in names), key=_predicted_s)
@@ -61,8 +61,8 @@ def _names(job: Job) -> tuple[str, ...]:
     return (job.strategy,)
 
 
-def _usable(cluster: Cluster, job: Job) -> Cluster:
-    """The part of the cluster that the job may use; refuses a demand that it can never meet."""
+def usable(cluster: Cluster, job: Job) -> Cluster:
+    """The part of the cluster that the job may use. Raises ResourceError for a demand that it can never meet."""
     wanted = job.accelerator.upper()
     if wanted in ("GPU", "TPU"):
         cluster = cluster.only(wanted)

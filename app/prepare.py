@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, RunConflict, nearest
 from trainwright.core.job import Job
+from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
 from trainwright.datasets.sources import Index
-from trainwright.datasets.stream import steps_per_epoch
 from trainwright.describe import changes, describe
 from trainwright.discover import discover
 from trainwright.log import RunLog
@@ -26,7 +26,7 @@ class Prepared:
         store: where the run lives.
         train: index of the training set.
         evaluate: index of the evaluation set.
-        steps_per_epoch: global steps of one pass.
+        steps_per_epoch: global steps of one epoch.
         description: the job in words.
     """
 
@@ -56,12 +56,12 @@ def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
     train = job.train.index()
     evaluate = job.evaluate.index() if job.evaluate is not None else None
     _check_columns(job, train, evaluate)
-    steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last)
-    if not steps:
+    steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last, job.epoch_samples)
+    if not steps_per_pass(train.rows, job.batch_size, job.drop_last):
         raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {train.rows} rows"])
     prepared = Prepared(
         job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
-        description=describe(job, train=train.hash, evaluate=evaluate.hash if evaluate else ""),
+        description=describe(job, train=train, evaluate=evaluate),
     )  # fmt: skip
     if not fresh:
         _check_past(prepared, resume)

@@ -8,6 +8,9 @@ import logging
 import sys
 from typing import Any
 
+import numpy as np
+
+from trainwright.core.data import Batch
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.job import Job
 from trainwright.core.profile import ModelProfile
@@ -29,9 +32,12 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
         UserCodeError: `model()` raised.
         JobError: `model()` returned something that no engine knows.
     """
-    sample = dataset.read(index, [0], job.columns)
+    row = Batch(columns=dataset.sample(index, job.columns), weights=np.ones(1), samples=np.zeros(1, dtype=np.int64))
+    sample = job.collation(row)
     model = _build(job)
-    profile: ModelProfile = profiler_of(model).profile_model(model, sample, job.input_columns, step=job.step)
+    profile: ModelProfile = profiler_of(model).profile_model(
+        model, sample, job.arguments, keywords=job.keywords, step=job.step
+    )
     return profile
 
 

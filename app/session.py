@@ -119,8 +119,9 @@ class Session:
         fetcher = evaluate_fetcher = None
         if job.train.heavy:
             fetcher = self._feeder(
-                job.train, prepared.train, epochs=job.epochs, shuffle=job.shuffle, drop_last=job.drop_last
-            )
+                job.train, prepared.train, epochs=job.epochs, shuffle=job.shuffle, drop_last=job.drop_last,
+                epoch_samples=job.epoch_samples,
+            )  # fmt: skip
         if job.evaluate is not None and job.evaluate.heavy:
             evaluate_fetcher = self._feeder(job.evaluate, prepared.evaluate, shuffle=False)
         return WorkOrder(
@@ -171,7 +172,7 @@ def _schedule(prepared: Prepared) -> Schedule:
     job = prepared.job
     return schedule_of(
         prepared.train, batch_size=job.batch_size, epochs=job.epochs, seed=job.seed, shuffle=job.shuffle,
-        drop_last=job.drop_last, window=None,
+        drop_last=job.drop_last, epoch_samples=job.epoch_samples,
     )  # fmt: skip
 
 

@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 from trainwright.checkpoints import CheckpointReader, newest_good, read_manifest
-from trainwright.core.checkpoint import Reader
+from trainwright.core.checkpoint import CheckpointRef, Reader
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Sums
-from trainwright.core.engine import Engine
+from trainwright.core.engine import Engine, ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.group import Generation, Group, Peer
 from trainwright.core.job import Job
@@ -18,7 +18,7 @@ from trainwright.datasets.stream import Stream
 from trainwright.log import RunLog
 from trainwright.planner import choose
 from trainwright.profiling import profile_job, profiler_of
-from trainwright.store import open_store
+from trainwright.store import Store, open_store
 from trainwright.strategies import engine_class
 
 
@@ -57,7 +57,7 @@ def evaluate(job: Job, step: int | None = None) -> dict[str, float]:
     index = job.evaluate.index()
     here = Cluster(nodes=(Node(name="here", cpus=os.cpu_count() or 1, memory_bytes=0),))
     plan = choose(profile_job(alone, job.evaluate, index), here, alone).chosen
-    engine = _engine(alone, plan)
+    engine = lone_engine(alone.model_spec(total_steps=1), plan)
     engine.load(reader)
     stream = Stream(
         job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.seed, shuffle=False, drop_last=False,
@@ -66,18 +66,29 @@ def evaluate(job: Job, step: int | None = None) -> dict[str, float]:
     return sum((engine.evaluate_step(feed) for feed in stream.feeds(0)), Sums()).means()
 
 
-def _engine(job: Job, plan: Plan) -> Engine:
-    """An engine of one rank, built."""
+def lone_engine(spec: ModelSpec, plan: Plan) -> Engine:
+    """An engine of one rank, built, on the device that the plan asks for."""
     engine = engine_class(plan)()
     alone = Generation(token=0, number=0)
     peer = Peer(rank=0, address=engine.reserve(alone, "worker"))
-    engine.form(Group(generation=alone, rank=0, peers=(peer,), threads=plan.placement.threads))
-    engine.build(job.model_spec(total_steps=1), plan)
+    devices = ("cuda:0",) if plan.placement.accelerator == "GPU" else ("cpu",)
+    engine.form(Group(generation=alone, rank=0, peers=(peer,), devices=devices, threads=plan.placement.threads))
+    engine.build(spec, plan)
     return engine
 
 
 def _reader(job: Job, step: int | None) -> Reader:
     """A reader of the run's newest whole checkpoint, or of the one at `step`."""
+    store, checkpoint = find_checkpoint(job, step)
+    return CheckpointReader(store, job.name, checkpoint, read_manifest(store, job.name, checkpoint))
+
+
+def find_checkpoint(job: Job, step: int | None = None) -> tuple[Store, CheckpointRef]:
+    """The run's newest whole checkpoint, or the one at `step`, and the store that it is in.
+
+    Raises:
+        CheckpointError: there is none; names the steps that are kept.
+    """
     store = open_store(job.storage)
     entry = RunLog(store, job.name).head()
     refs = [ref for ref in entry.checkpoints if step in (None, ref.step)] if entry else []
@@ -89,4 +100,4 @@ def _reader(job: Job, step: int | None) -> Reader:
             where=store.uri_of(job.name),
             remedy=f"steps kept: {kept}" if kept else "train it first: trainwright fit",
         )
-    return CheckpointReader(store, job.name, checkpoint, read_manifest(store, job.name, checkpoint))
+    return store, checkpoint

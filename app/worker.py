@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
 from trainwright.core.checkpoint import FileEntry
-from trainwright.core.data import Feed, Sums
+from trainwright.core.data import Sums
 from trainwright.core.engine import Engine, StateCopy
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Steps
 from trainwright.core.group import Address, Generation, Group, StateTag
 from trainwright.core.plan import Plan
+from trainwright.datasets.salvage import Salvage
 from trainwright.datasets.sources import Index
-from trainwright.datasets.stream import Fetcher, Stream
+from trainwright.datasets.stream import Feeds, Fetcher, Stream
 from trainwright.driver.messages import Heal, SegmentReport, Snapshot
+from trainwright.quarantine import Quarantine
 from trainwright.records import StepRecords
 from trainwright.store import open_store
 from trainwright.strategies import engine_class
@@ -59,6 +60,7 @@ class Worker:
         self._order = order
         self._engine: Engine = engine_class(order.plan)()
         self._store = open_store(order.storage)
+        self._quarantine = Quarantine(self._store, order.run)
         self._store.exists(f"{order.run}/log/HINT")  # credentials that this node lacks are told now, not at an upload
         self._records = StepRecords()
         self._wish = threading.Event()
@@ -68,7 +70,7 @@ class Worker:
         self._step = 0
         self._stream: Stream | None = None
         self._evaluation: Stream | None = None
-        self._feeds: Iterator[Feed] = iter(())
+        self._feeds: Feeds | None = None
         self._copy: StateCopy | None = None
 
     def reserve(self, generation: Generation) -> Address:
@@ -95,9 +97,11 @@ class Worker:
             "static_shapes": self._engine.capabilities.static_shapes,
             "columns": job.columns,
         }
+        if job.on_error == "skip":
+            shared["salvage"] = Salvage(job.skip_limit, self._quarantine)
         self._stream = Stream(
             job.train, order.train, epochs=job.epochs, shuffle=job.shuffle, drop_last=job.drop_last,
-            accumulation=order.plan.accumulation, fetcher=order.fetcher, **shared,
+            epoch_samples=job.epoch_samples, accumulation=order.plan.accumulation, fetcher=order.fetcher, **shared,
         )  # fmt: skip
         if job.evaluate is not None:
             self._evaluation = Stream(
@@ -125,6 +129,7 @@ class Worker:
 
     def run(self, until: int) -> SegmentReport:
         """Step until that many steps are complete, or a wish to stop has reached every rank."""
+        assert self._feeds is not None, "heal comes before run"
         stopped = False
         while self._step < until and not stopped:
             begun = time.perf_counter()
@@ -133,7 +138,13 @@ class Worker:
             report = self._engine.train_step(replace(feed, wish=True) if self._wish.is_set() else feed)
             self._step, stopped = report.step, report.wish
             self._records.add(report, samples=feed.rows, step_s=time.perf_counter() - begun, wait_s=fed - begun)
-        return SegmentReport(step=self._step, stopped=stopped, tag=StateTag(step=self._step))
+        return SegmentReport(
+            step=self._step,
+            stopped=stopped,
+            tag=StateTag(step=self._step),
+            skipped=self._quarantine.count,
+            prefetch=self._feeds.prefetch,
+        )
 
     def evaluate(self, step: int) -> Sums:
         """Sums over this rank's share of the evaluation set."""
@@ -182,7 +193,6 @@ class Worker:
         self._engine.leave()
 
     def _close_feeds(self) -> None:
-        close = getattr(self._feeds, "close", None)
-        if close is not None:
-            close()
-        self._feeds = iter(())
+        if self._feeds is not None:
+            self._feeds.close()
+        self._feeds = None

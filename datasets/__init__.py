@@ -8,12 +8,59 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainwright.datasets.archives import webdataset
+    from trainwright.datasets.arrow_files import arrow
+    from trainwright.datasets.csv_files import csv
     from trainwright.datasets.fashion_mnist import fashion_mnist
+    from trainwright.datasets.image_files import decode_image, images
+    from trainwright.datasets.jsonl_files import json_lines
+    from trainwright.datasets.mixtures import mix
+    from trainwright.datasets.objects import from_huggingface, from_torch
+    from trainwright.datasets.ray_source import from_ray
+    from trainwright.datasets.records import tfrecord
     from trainwright.datasets.sources import Dataset, parquet, table
+    from trainwright.datasets.splits import split
+    from trainwright.datasets.text_files import text
 
-__all__ = ["Dataset", "fashion_mnist", "parquet", "table"]
+__all__ = [
+    "Dataset",
+    "arrow",
+    "csv",
+    "decode_image",
+    "fashion_mnist",
+    "from_huggingface",
+    "from_ray",
+    "from_torch",
+    "images",
+    "json_lines",
+    "mix",
+    "parquet",
+    "split",
+    "table",
+    "text",
+    "tfrecord",
+    "webdataset",
+]
 
-_HOMES = {"Dataset": "sources", "parquet": "sources", "table": "sources", "fashion_mnist": "fashion_mnist"}
+_HOMES = {
+    "arrow": "arrow_files",
+    "csv": "csv_files",
+    "Dataset": "sources",
+    "decode_image": "image_files",
+    "fashion_mnist": "fashion_mnist",
+    "from_huggingface": "objects",
+    "from_ray": "ray_source",
+    "from_torch": "objects",
+    "images": "image_files",
+    "json_lines": "jsonl_files",
+    "mix": "mixtures",
+    "parquet": "sources",
+    "split": "splits",
+    "table": "sources",
+    "text": "text_files",
+    "tfrecord": "records",
+    "webdataset": "archives",
+}
 
 
 def _give_way() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -16,15 +16,36 @@ class ReadAhead(Generic[Item], Iterator[Item]):
 
     What the iterator raises is raised in the consumer, after the items before it. `close` ends the thread; it is also
     called when nobody holds the object any more.
+
+    Args:
+        items: to run.
+        depth: items ahead, at first.
+        name: of the thread.
+        size_of: bytes of an item. With it, the depth tunes itself as tf.data's prefetch does: it doubles when the
+            consumer finds nothing ready though the depth was reached before.
+        memory_bytes: that the items ahead may take; the depth does not grow beyond.
     """
 
-    def __init__(self, items: Iterator[Item], *, depth: int = 2, name: str = "read-ahead") -> None:
-        self._shared = _Shared[Item](depth)
+    def __init__(
+        self,
+        items: Iterator[Item],
+        *,
+        depth: int = 2,
+        name: str = "read-ahead",
+        size_of: Callable[[Item], int] | None = None,
+        memory_bytes: int = 64 << 20,
+    ) -> None:
+        self._shared = _Shared[Item](depth, size_of, memory_bytes)
         self._thread = threading.Thread(target=_produce, args=(items, self._shared), name=name, daemon=True)
         self._thread.start()
 
     def __next__(self) -> Item:
         return self._shared.take()
+
+    @property
+    def depth(self) -> int:
+        """Items ahead, as chosen so far."""
+        return self._shared.depth
 
     def close(self) -> None:
         """End the thread: at once, or when the read that is under way returns. Safe to call twice."""
@@ -39,8 +60,11 @@ class ReadAhead(Generic[Item], Iterator[Item]):
 class _Shared(Generic[Item]):
     """What the two threads share; it holds no reference to the consumer's side."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self, depth: int, size_of: Callable[[Item], int] | None, memory_bytes: int) -> None:
+        self.depth = depth
+        self._size_of, self._memory_bytes = size_of, memory_bytes
+        self._largest_bytes = 0
+        self._filled = False
         self._ready: deque[Item] = deque()
         self._change = threading.Condition()
         self._stopped = self._ended = False
@@ -49,8 +73,10 @@ class _Shared(Generic[Item]):
     def put(self, item: Item) -> bool:
         """Wait for room. False: the consumer is gone."""
         with self._change:
-            self._change.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
+            self._change.wait_for(lambda: self._stopped or len(self._ready) < self.depth)
             self._ready.append(item)
+            self._filled |= len(self._ready) == self.depth
+            self._largest_bytes = max(self._largest_bytes, self._size_of(item) if self._size_of else 0)
             self._change.notify_all()
             return not self._stopped
 
@@ -63,6 +89,8 @@ class _Shared(Generic[Item]):
     def take(self) -> Item:
         """The next item; raises what the iterator raised, or StopIteration."""
         with self._change:
+            if not self._ready:
+                self._deepen()
             self._change.wait_for(lambda: self._stopped or self._ended or bool(self._ready))
             if self._ready and not self._stopped:
                 item = self._ready.popleft()
@@ -71,6 +99,12 @@ class _Shared(Generic[Item]):
         if self._error is not None and not self._stopped:
             raise self._error
         raise StopIteration
+
+    def _deepen(self) -> None:
+        """Items were wanted faster than they came, for longer than the depth could make up for."""
+        if self._size_of and self._filled and 2 * self.depth * self._largest_bytes <= self._memory_bytes:
+            self.depth *= 2
+            self._filled = False
 
     def stop(self) -> None:
         """The consumer wants no more."""

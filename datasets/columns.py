@@ -40,9 +40,7 @@ def to_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
     Fixed-shape tensors and fixed-size lists become dimensions; text, bytes, lists and structs become objects.
     Raises DataError, naming `where`, for nulls.
     """
-    flat: pa.Array = column.combine_chunks()
-    if isinstance(flat, pa.ChunkedArray):
-        flat = flat.chunk(0) if flat.num_chunks == 1 else pa.concat_arrays(flat.chunks)
+    flat: pa.Array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # this copies even one
     rows, (_, shape) = len(flat), _tensor(flat.type)
     _no_nulls(flat, where)
     if isinstance(flat, pa.ExtensionArray):

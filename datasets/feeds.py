@@ -54,9 +54,10 @@ class Assembly:
         real = high - low
         if not real:
             low, high = first, first + 1
+        weights = np.ones(real) if share.good is None else share.good[low:high].astype(np.float64)
         batch = Batch(
             columns={name: array[low:high] for name, array in columns.items()},
-            weights=np.ones(real) if real else np.zeros(1),
+            weights=weights if real else np.zeros(1),
             samples=share.samples[low:high],
         )
         return batch if self.rows is None or batch.rows == self.rows else _filled(batch, self.rows)

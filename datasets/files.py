@@ -1,26 +1,31 @@
-"""Parquet files as a source: finding them, their index, and reading one row group."""
+"""Parquet files as a source: their index from their footers, and reading one row group."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from trainwright.core.errors import DataError
 from trainwright.datasets.columns import Arrays, Field, field_of, select, to_array
+from trainwright.datasets.finding import absolute, common_folder, find, system_of
 from trainwright.datasets.index import Group, Index, digest
+from trainwright.datasets.pages import PageReader
+from trainwright.datasets.retrying import retrying
+
+__all__ = ["ParquetLoader", "ParquetSource", "absolute"]
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _OPEN_FILES = 16
+_LEADING = 0.5  # of a row group: where more of its rows refer to a dictionary, pyarrow reads all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +46,8 @@ class ParquetSource:
 
     def index(self) -> Index:
         """Read the footer of every file."""
-        system, path = _system(self.path)
-        files = _find(system, path, self.path)
+        system, path = system_of(self.path)
+        files = find(system, path, self.path, "parquet", _SUFFIXES)
         footers = [_footer(system, info) for info in files]
         schema = footers[0].schema.to_arrow_schema()
         for info, footer in zip(files, footers, strict=True):
@@ -62,7 +67,7 @@ class ParquetSource:
 
     def open(self, index: Index) -> ParquetLoader:
         """A loader for one process."""
-        return ParquetLoader(_system(self.path)[0], index)
+        return ParquetLoader(system_of(self.path)[0], index)
 
 
 class ParquetLoader:
@@ -71,13 +76,18 @@ class ParquetLoader:
     def __init__(self, system: pafs.FileSystem, index: Index) -> None:
         self._system, self._index = system, index
         self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+        self._pages = PageReader(system)
+
+    def twin(self) -> ParquetLoader:
+        """A loader of the same for another thread."""
+        return ParquetLoader(self._system, self._index)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; raises DataError that names file, row group and column."""
         group = self._index.groups[number]
         where = f"{group.file}, row group {group.number}"
         try:
-            table = self._file(group.file).read_row_group(group.number, columns=list(columns), use_threads=False)
+            table = retrying(lambda: self._read(group, columns), where)
         except (OSError, pa.ArrowException, IndexError) as error:
             raise DataError(
                 f"a row group cannot be read: {error}", where=where, remedy="write the file anew, or leave it out"
@@ -91,6 +101,39 @@ class ParquetLoader:
         select(dict.fromkeys(table.column_names), columns, where)
         return {name: to_array(table.column(name), f"{where}, column {name!r}") for name in columns}
 
+    def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
+        """Take some rows of row group `number`, counted within it, from its pages, most of them without pyarrow.
+
+        Returns the names of the columns that are left to `load`; their arrays are undefined.
+        """
+        group = self._index.groups[number]
+        try:
+            return [name for name, array in into.items() if not self._filled(group, name, rows, array)]
+        except (OSError, pa.ArrowException):  # `load` tries again, and says what is wrong
+            return list(into)
+
+    def _filled(self, group: Group, name: str, rows: range, out: npt.NDArray[Any]) -> bool:
+        file = self._file(group.file)
+        metadata = file.metadata
+        if group.number >= metadata.num_row_groups or metadata.row_group(group.number).num_rows != group.rows:
+            return False
+        leading = self._pages.fill(group.file, metadata, group.number, name, rows, out)
+        if leading > group.rows * _LEADING:
+            return False
+        if leading > rows.start:
+            batch = next(file.iter_batches(leading, row_groups=[group.number], columns=[name], use_threads=False))
+            where = f"{group.file}, row group {group.number}, column {name!r}"
+            first = to_array(pa.chunked_array([batch.column(0)]), where)[rows.start :]
+            out[: len(first)] = first[: len(out)]
+        return True
+
+    def _read(self, group: Group, columns: Sequence[str]) -> pa.Table:
+        try:
+            return self._file(group.file).read_row_group(group.number, columns=list(columns), use_threads=False)
+        except OSError:
+            self._files.pop(group.file, None)  # another attempt opens it anew
+            raise
+
     def _file(self, path: str) -> pq.ParquetFile:
         if path not in self._files:
             while len(self._files) >= _OPEN_FILES:
@@ -100,69 +143,13 @@ class ParquetLoader:
         return self._files[path]
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
-    """A local path made absolute, so that it means the same in a worker; a URI as it is."""
-    text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
-
-
-def _system(path: str) -> tuple[pafs.FileSystem, str]:
-    if "://" not in path:
-        return pafs.LocalFileSystem(), path
-    base = re.split(r"[*?\[]", path, maxsplit=1)[0]
-    try:
-        system, root = pafs.FileSystem.from_uri(base)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"the address is not understood: {error}", where=path, remedy="use s3, gs or abfs") from error
-    pattern = path[len(base) :]
-    return system, f"{root}/{pattern}" if pattern and base.endswith("/") and not root.endswith("/") else root + pattern
-
-
-def _find(system: pafs.FileSystem, path: str, shown: str) -> list[pafs.FileInfo]:
-    """The files, sorted by path."""
-    base = re.split(r"[*?\[]", path, maxsplit=1)[0]
-    pattern = path if base != path else None
-    base = base.rpartition("/")[0] or "/" if pattern else base
-    try:
-        found = system.get_file_info(base)
-        if found.type == pafs.FileType.Directory:
-            listed = system.get_file_info(pafs.FileSelector(base, recursive=True))
-        else:
-            listed = [found] if found.type == pafs.FileType.File else []
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"the data cannot be listed: {error}", where=shown, remedy="check path and rights") from error
-    if found.type == pafs.FileType.NotFound:
-        raise DataError("there is nothing at this path", where=shown, remedy="check the path, or fetch the data first")
-    if found.type == pafs.FileType.File and not pattern:
-        return [found]
-    chosen = [info for info in listed if info.type == pafs.FileType.File and _wanted(info.path, base, pattern)]
-    if not chosen:
-        raise DataError(
-            f"no parquet file is here, among {len(listed)} entries" if listed else "the folder is empty",
-            where=shown,
-            remedy=f"name a folder or glob with files that end in {', '.join(_SUFFIXES)}",
-        )
-    return sorted(chosen, key=lambda info: str(info.path))
-
-
-def _wanted(path: str, base: str, pattern: str | None) -> bool:
-    if pattern is not None:
-        return _glob(pattern).fullmatch(path) is not None
-    parts = PurePosixPath(path[len(base) :].lstrip("/")).parts
-    return path.endswith(_SUFFIXES) and not any(part.startswith(("_", ".")) for part in parts)
-
-
-def _glob(pattern: str) -> re.Pattern[str]:
-    """`**/` any folders, `*` and `?` within one name, `[...]` one of some characters."""
-    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    return re.compile("".join(words.get(part, part if part.startswith("[") else re.escape(part)) for part in parts))
-
-
 def _footer(system: pafs.FileSystem, info: pafs.FileInfo) -> pq.FileMetaData:
-    try:
+    def read() -> pq.FileMetaData:
         with system.open_input_file(info.path) as file:
             return pq.read_metadata(file)
+
+    try:
+        return retrying(read, info.path)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"the file is no whole parquet file: {error}",
@@ -230,7 +217,7 @@ def _top(path: str) -> str:
 
 def _hash(files: list[pafs.FileInfo], groups: tuple[Group, ...], fields: dict[str, Field]) -> str:
     """The same wherever the files lie: names within the common folder, sizes, row groups and columns."""
-    folder = os.path.commonpath([os.path.dirname(info.path) for info in files]) if files else ""
+    folder = common_folder([info.path for info in files])
     return digest(
         [
             *((os.path.relpath(info.path, folder or "."), info.size) for info in files),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from trainwright.datasets.columns import Arrays, Field
 
@@ -20,12 +20,16 @@ class Group:
         number: of the row group within the file.
         rows: in it.
         first: row number of its first row in the data set.
+        start: first byte of its rows in the file, where a first pass found it; in a compressed file, once unpacked.
+        stop: the byte after its last.
     """
 
     file: str
     number: int
     rows: int
     first: int
+    start: int = 0
+    stop: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,9 @@ class Index:
         schema: columns of the source, before any transform.
         row_bytes: mean decoded size of a row.
         hash: SHA-256 (hexadecimal) over all of it; another hash means that the data was changed.
+        base: of derived rows, the index of those that they come from.
+        traits: by column, what a first pass found out and the source's own loader needs; the schema follows from it.
+        sizes: by file, its bytes at the time; empty where they are not compared.
     """
 
     rows: int
@@ -45,6 +52,9 @@ class Index:
     schema: Mapping[str, Field]
     row_bytes: int
     hash: str
+    base: Index | None = None
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
@@ -63,7 +73,10 @@ class Source(Protocol):
     """Where rows come from. Lazy and picklable."""
 
     def index(self) -> Index:
-        """Look at the source; reads no column of a file. Raises DataError for anything wrong."""
+        """Look at the source; where its files have no index of their own, in a first pass over all of them.
+
+        Raises DataError for anything wrong.
+        """
 
     def open(self, index: Index) -> Loader:
         """A loader for one process."""

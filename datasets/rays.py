@@ -293,6 +293,7 @@ def start_feeder(
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
+    epoch_samples: int | None = None,
     columns: Iterable[str] | None = None,
     window: int | None = None,
     deadline_s: float = 300.0,
@@ -318,8 +319,9 @@ def start_feeder(
             remedy=f"declare {cpus:g} CPUs or fewer, or leave more: set fewer workers",
         )
     schedule = schedule_of(
-        index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last, window=window
-    )
+        index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
+        epoch_samples=epoch_samples, window=window,
+    )  # fmt: skip
     length = max(_CHUNK_ROWS // batch_size, 1)
     names = None if columns is None else tuple(columns)
     recipe = Recipe(dataset=dataset, index=index, columns=names, schedule=schedule, length=length)

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from trainwright.core.errors import DataError
+from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
 from trainwright.datasets.columns import Arrays, Field, select
+from trainwright.datasets.derivations import (
+    BatchFilter,
+    BatchPredicate,
+    Filter,
+    FlatMap,
+    Pack,
+    RowPredicate,
+    RowsFunction,
+)
+from trainwright.datasets.derived import Derivation, DerivedSource
 from trainwright.datasets.files import ParquetSource, absolute
 from trainwright.datasets.index import Group, Index, Source
 from trainwright.datasets.order import MEMORY_BYTES, Rows
 from trainwright.datasets.reader import Reader
 from trainwright.datasets.tables import TableSource, arrays_of
+from trainwright.datasets.tokens import Tokenise
 from trainwright.datasets.transforms import BatchFunction, BatchMap, Counters, RowFunction, RowMap, Transform, apply
 
 __all__ = ["Dataset", "Field", "Group", "Index", "parquet", "table"]
+
+
+_TRIED = 4  # rows, when the first one cannot be read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +69,55 @@ class Dataset:
             raise DataError(f"cpus={cpus} is no number of CPUs", remedy="use 0 to run in the consumer, or 1 or more")
         return replace(self, transforms=(*self.transforms, BatchMap(function=function, cpus=cpus)))
 
+    def filter(self, function: RowPredicate) -> Dataset:
+        """Keep the rows for which `function(row)` is true; see `trainwright.datasets.derived` for what that costs.
+
+        Raises DataError, here and in the other methods that make rows, where a transform of ours runs on Ray Data.
+        """
+        return self._derived(Filter(function=function))
+
+    def filter_batches(self, function: BatchPredicate) -> Dataset:
+        """Keep the rows for which `function(columns)` is true: one boolean for each of many rows at once."""
+        return self._derived(BatchFilter(function=function))
+
+    def flat_map(self, function: RowsFunction) -> Dataset:
+        """Make any number of rows of each row: `function(row)` returns or yields them."""
+        return self._derived(FlatMap(function=function))
+
+    def tokenize(
+        self, tokenizer: Any = None, column: str = "text", *, to: str = "tokens", end: Any = "auto", cpus: float = 0.0
+    ) -> Dataset:
+        """Replace a text by its tokens, bytes by default; `trainwright.datasets.tokens.Tokenise` has the details.
+
+        `cpus` is that of `map_batches`.
+        """
+        return self.map_batches(Tokenise(tokenizer=tokenizer, column=column, to=to, end=end), cpus)
+
+    def pack(self, length: int, column: str = "tokens", *, split: bool = True) -> Dataset:
+        """Lay documents, arrays of tokens in `column`, end to end and cut them into sequences of one length.
+
+        Each row is then a sequence: `column`, `mask`, `segment` and `position`, all of shape (length,); see
+        `trainwright.datasets.derivations.Pack`. The last sequence of each row group is padded.
+        """
+        if length < 1:
+            raise DataError(f"length={length} holds no token", remedy="give the length of a sequence, 1 or more")
+        return self._derived(Pack(column=column, length=length, split=split))
+
+    def _derived(self, derivation: Derivation) -> Dataset:
+        if self.heavy:
+            raise DataError(
+                f"{derivation.word} comes after a transform that runs on Ray Data",
+                where=repr(self),
+                remedy=f"call {derivation.word} first, or write the transformed rows as parquet once and read those",
+            )
+        return Dataset(source=DerivedSource(base=self, derivation=derivation))
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All functions of the user's that the rows go through, in order."""
+        inner: tuple[Callable[..., Any], ...] = getattr(self.source, "functions", ())
+        return (*inner, *(step.function for step in self.transforms))
+
     @property
     def heavy(self) -> bool:
         """Whether a transform asks for CPUs of its own, and so for Ray Data."""
@@ -65,10 +128,24 @@ class Dataset:
         return self.source.index()
 
     def fields(self, index: Index) -> Mapping[str, Field]:
-        """Columns after the transforms; with transforms, the first row is read and transformed."""
+        """Columns after the transforms; with transforms, one row is read and transformed: the first that can be."""
         if not self.transforms:
             return index.schema
-        return {name: Field(array.dtype, array.shape[1:]) for name, array in self.read(index, [0]).items()}
+        return {name: Field(array.dtype, array.shape[1:]) for name, array in self.sample(index).items()}
+
+    def sample(self, index: Index, columns: Iterable[str] | None = None) -> Arrays:
+        """One transformed row to look at: the first, or where that cannot be read another.
+
+        Raises DataError, UserCodeError: as the first row did, where none of a few can be read.
+        """
+        failure: TrainwrightError | None = None
+        for row in dict.fromkeys([0, *np.linspace(0, index.rows - 1, _TRIED).astype(np.int64).tolist()]):
+            try:
+                return self.read(index, [row], columns)
+            except (DataError, UserCodeError) as error:
+                failure = failure or error
+        assert failure is not None, "an index has a row"
+        raise failure
 
     def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
         """Columns to read so that `columns` can be given; DataError for one that is not there."""

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from trainwright.core.data import Cursor, Feed, Feeding
+from trainwright.core.data import Cursor, Feed, Feeding, Prefetch
+from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.ahead import ReadAhead
 from trainwright.datasets.columns import Arrays
 from trainwright.datasets.feeds import Assembly, Shares, weightless
 from trainwright.datasets.index import Index
 from trainwright.datasets.order import MEMORY_BYTES, Order, Rows, choose_lanes
 from trainwright.datasets.reader import Reader
-from trainwright.datasets.schedule import Schedule, Share, steps_per_epoch
+from trainwright.datasets.salvage import Salvage
+from trainwright.datasets.schedule import Schedule, Share
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.transforms import Counters
 
-__all__ = ["Feeds", "Fetcher", "Stream", "schedule_of", "steps_per_epoch"]
+__all__ = ["Feeds", "Fetcher", "Stream", "schedule_of"]
 
+AHEAD_BYTES = 128 << 20
 _CHUNK_ROWS, _CHUNK_BYTES, _CHUNK_STEPS = 4096, 8 << 20, 64
 _WARM_ROWS = 8  # rows that a heavy transform computes for the throwaway step
 
@@ -32,17 +37,34 @@ class Fetcher(Protocol):
 
 
 class Feeds(Iterator[Feed]):
-    """Feeds of consecutive steps. Close it, or use it in a `with`: a thread reads ahead of it."""
+    """Feeds of consecutive steps. Close it, or use it in a `with`: a thread reads ahead of it, as far as it has to.
 
-    def __init__(self, chunks: Iterator[list[Feed]]) -> None:
-        self._chunks = ReadAhead(chunks, name="trainwright-feeds")
+    Args:
+        chunks: feeds that are read together.
+        memory_bytes: that may be ready ahead.
+    """
+
+    def __init__(self, chunks: Iterator[list[Feed]], memory_bytes: int = AHEAD_BYTES) -> None:
+        self._largest = Prefetch(chunks=0, chunk_steps=0, chunk_bytes=0)
+        self._chunks = ReadAhead(chunks, name="trainwright-feeds", size_of=_size, memory_bytes=memory_bytes)
         self._ready: Iterator[Feed] = iter(())
+
+    @property
+    def prefetch(self) -> Prefetch:
+        """How far it reads ahead by now."""
+        return replace(self._largest, chunks=self._chunks.depth)
 
     def __next__(self) -> Feed:
         while True:
             for feed in self._ready:
                 return feed
-            self._ready = iter(next(self._chunks))
+            chunk = next(self._chunks)
+            self._largest = replace(
+                self._largest,
+                chunk_steps=max(self._largest.chunk_steps, len(chunk)),
+                chunk_bytes=max(self._largest.chunk_bytes, _size(chunk)),
+            )
+            self._ready = iter(chunk)
 
     def close(self) -> None:
         """End the reading thread. Safe to call twice."""
@@ -63,10 +85,11 @@ class Stream:
         dataset: to read.
         index: of the data set, as the run began with it; by default it is looked up now.
         batch_size: global, in samples.
-        epochs: passes over the data.
+        epochs: of the run; each is a pass over the data, unless `epoch_samples` says otherwise.
         seed: of the order and of the transforms.
         shuffle: whether the order changes with each epoch; otherwise rows come as they are stored.
-        drop_last: leave out the short last batch of each epoch.
+        drop_last: leave out the short last batch of each pass.
+        epoch_samples: samples of a virtual epoch.
         feeding: data ranks of this actor; it may have none.
         accumulation: micro-batches of each data rank in one step.
         static_shapes: fill every micro-batch to one size with repeats of weight 0.
@@ -74,6 +97,7 @@ class Stream:
         window: rows that are permuted together; by default chosen from the index.
         fetcher: gives the transformed shares of heavy data sets; without it, all is computed here.
         memory_bytes: decoded data that may be kept.
+        salvage: goes on without samples that cannot be read; without it, they end the run.
 
     Raises:
         DataError: the data is missing, empty or lacks a column, or gives no step.
@@ -90,19 +114,22 @@ class Stream:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        epoch_samples: int | None = None,
         accumulation: int = 1,
         static_shapes: bool = False,
         columns: Iterable[str] | None = None,
         window: int | None = None,
         fetcher: Fetcher | None = None,
         memory_bytes: int = MEMORY_BYTES,
+        salvage: Salvage | None = None,
     ) -> None:
         index = index or dataset.index()
-        self._dataset, self._fetcher, self._feeding = dataset, fetcher, feeding
+        self._dataset, self._fetcher, self._feeding, self._salvage = dataset, fetcher, feeding, salvage
         self._columns = None if columns is None else tuple(columns)
         self._schedule = schedule_of(
-            index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last, window=window
-        )
+            index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
+            epoch_samples=epoch_samples, window=window,
+        )  # fmt: skip
         largest = self._schedule.order.largest_share(feeding.total, min(batch_size, index.rows))
         self._assembly = Assembly(
             schedule=self._schedule,
@@ -115,7 +142,7 @@ class Stream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one pass over the data."""
+        """Steps of one epoch."""
         return self._schedule.steps_per_epoch
 
     @property
@@ -142,22 +169,34 @@ class Stream:
         Args:
             step: about where the feeds will start, so that what is read for it is of use to them.
         """
-        start = step if self._schedule.size(step) == self._schedule.batch_size else step - step % self.steps_per_epoch
+        full = self._schedule.size(step) == self._schedule.batch_size
+        start = step if full else step - step % self._schedule.steps_per_pass
         steps = range(start, start + 1)
         shares: dict[int, tuple[Share, Arrays]] = {}
         for rank in self._feeding.data_ranks:
             share = self._schedule.share(steps, rank, self._feeding.total)
             few = np.minimum(np.arange(len(share.samples)), _WARM_ROWS - 1 if self._fetcher else len(share.samples))
             distinct, back = np.unique(few, return_inverse=True)
-            columns = self._read(share.samples[distinct], share.epoch)
+            columns, _ = self._read(share.samples[distinct], share.epoch)
             shares[rank] = share, {name: array[back] for name, array in columns.items()}
         return weightless(self._assembly.feed(start, shares))
 
     def _chunks(self, step: int) -> Iterator[list[Feed]]:
         while step < self.total_steps:
-            steps, shares = self._fetched(step) if self._fetcher else self._computed(step)
+            steps, shares = self._shares(step)
             yield [self._assembly.feed(number, shares) for number in steps]
             step = steps.stop
+
+    def _shares(self, step: int) -> tuple[range, Shares]:
+        """The shares of all data ranks of this actor in a chunk of steps that begins here."""
+        if self._fetcher is None:
+            return self._computed(step)
+        try:
+            return self._fetched(step)
+        except (DataError, UserCodeError):
+            if self._salvage is None:
+                raise
+            return self._computed(step)  # finds out which samples it was
 
     def _computed(self, step: int) -> tuple[range, Shares]:
         """Read and transform the shares of all data ranks of this actor together."""
@@ -166,11 +205,15 @@ class Stream:
         shares = [self._schedule.share(steps, rank, self._feeding.total) for rank in ranks]
         if not shares:
             return steps, {}
-        columns = self._read(np.concatenate([share.samples for share in shares]), shares[0].epoch)
+        columns, good = self._read(np.concatenate([share.samples for share in shares]), shares[0].epoch)
         ends = np.cumsum([len(share.samples) for share in shares])
+        parts = [slice(int(end) - len(share.samples), int(end)) for share, end in zip(shares, ends, strict=True)]
         return steps, {
-            rank: (share, {name: array[end - len(share.samples) : end] for name, array in columns.items()})
-            for rank, share, end in zip(ranks, shares, ends, strict=True)
+            rank: (
+                share if good is None else replace(share, good=good[part]),
+                {name: array[part] for name, array in columns.items()},
+            )
+            for rank, share, part in zip(ranks, shares, parts, strict=True)
         }
 
     def _fetched(self, step: int) -> tuple[range, Shares]:
@@ -185,18 +228,31 @@ class Stream:
             chunk = self._schedule.chunk(step, self._chunk_steps)
         return range(step, chunk.stop), shares
 
-    def _read(self, samples: Rows, epoch: int) -> Arrays:
+    def _read(self, samples: Rows, epoch: int) -> tuple[Arrays, npt.NDArray[np.bool_] | None]:
+        """Transformed rows, and which of them are good; None where all are."""
         counters = Counters(seed=self._schedule.order.seed, epoch=epoch)
-        return self._dataset.transform(self._reader.gather(samples), samples, counters, self._columns)
+
+        def read(wanted: Rows) -> Arrays:
+            return self._dataset.transform(self._reader.gather(wanted), wanted, counters, self._columns)
+
+        return (read(samples), None) if self._salvage is None else self._salvage.read(read, samples)
 
 
 def schedule_of(
-    index: Index, *, batch_size: int, epochs: int, seed: int, shuffle: bool, drop_last: bool, window: int | None
+    index: Index,
+    *,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    epoch_samples: int | None = None,
+    window: int | None = None,
 ) -> Schedule:
     """The steps of a run, from the index alone: the same in every process. Raises DataError where there is no step."""
     lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
     order = Order(lanes=lanes, seed=seed, shuffle=shuffle)
-    return Schedule(order=order, batch_size=batch_size, epochs=epochs, drop_last=drop_last)
+    return Schedule(order=order, batch_size=batch_size, epochs=epochs, drop_last=drop_last, epoch_samples=epoch_samples)
 
 
 def reader_of(
@@ -205,6 +261,13 @@ def reader_of(
     """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
     fits = index.rows * index.row_bytes <= memory_bytes or not index.groups[0].file
     return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes)
+
+
+def _size(chunk: list[Feed]) -> int:
+    """Bytes of the columns of some feeds; of objects, their references only."""
+    return sum(
+        array.nbytes for feed in chunk for part in feed.parts for batch in part for array in batch.columns.values()
+    )
 
 
 def chunk_steps(rows: float, row_bytes: int) -> int:

@@ -105,5 +105,9 @@ def _series(series: Any, where: str) -> npt.NDArray[Any]:
 def _sum(array: npt.NDArray[Any]) -> str:
     """SHA-256 over shape and content."""
     sums = hashlib.sha256(repr(array.shape).encode())
-    sums.update(repr(array.tolist()).encode() if array.dtype == object else array.reshape(-1).view(np.uint8).data)
+    if array.dtype != object:
+        sums.update(array.reshape(-1).view(np.uint8).data)
+        return sums.hexdigest()
+    for item in array.reshape(-1):  # repr shortens long arrays
+        sums.update(f"{item.dtype.str}{_sum(item)}".encode() if isinstance(item, np.ndarray) else repr(item).encode())
     return sums.hexdigest()

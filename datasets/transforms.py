@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainwright.core.data import fold
-from trainwright.core.errors import DataError, UserCodeError
+from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
 from trainwright.datasets.columns import Arrays, stack
 from trainwright.datasets.order import Rows
 
@@ -98,10 +98,7 @@ def _row(function: RowFunction, result: Any, first: Mapping[str, Any] | None, sa
 
 def _map_batch(function: BatchFunction, columns: Arrays, samples: Rows) -> Arrays:
     where = f"samples {', '.join(map(str, samples[:5].tolist()))}{', ...' if len(samples) > 5 else ''}"
-    try:
-        result = function(dict(columns))
-    except Exception as error:
-        raise _raised(function, error, where) from None
+    result = called(function, where, dict(columns))
     if not isinstance(result, Mapping):
         raise DataError(
             f"the transform {_name(function)} returned a {type(result).__name__}", remedy="return a dict of arrays"
@@ -116,6 +113,21 @@ def _map_batch(function: BatchFunction, columns: Arrays, samples: Rows) -> Array
                 remedy="return as many rows as were given, in the same order",
             )
     return {name: array.astype(object) if array.dtype.kind in "US" else array for name, array in arrays.items()}
+
+
+def called(
+    function: Callable[[Any], Any], where: str, given: Any, finish: Callable[[Any], Any] = lambda answer: answer
+) -> Any:
+    """finish(function(given)); what that raises becomes a UserCodeError that names the function and `where`.
+
+    Errors of ours, as our own functions raise them, stay as they are.
+    """
+    try:
+        return finish(function(given))
+    except TrainwrightError:
+        raise
+    except Exception as error:
+        raise _raised(function, error, where) from None
 
 
 def _raised(function: Callable[..., Any], error: Exception, where: str) -> UserCodeError:

@@ -122,6 +122,21 @@ class Cursor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """How far data is read ahead of the steps, as it was tuned so far.
+
+    Attributes:
+        chunks: ready ahead, at most.
+        chunk_steps: steps that are read at once.
+        chunk_bytes: size of the largest chunk.
+    """
+
+    chunks: int
+    chunk_steps: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Feeding:
     """Who is fed what: the answer of `plan.feed_of(rank)`."""
 

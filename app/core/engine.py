@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from trainwright.core.checkpoint import Reader, Writer
+from trainwright.core.collation import Collation
 from trainwright.core.data import Columns, Feed, StepReport, Sums
+from trainwright.core.errors import JobError
 from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
 
@@ -26,12 +28,15 @@ class ModelSpec:
         loss: (outputs, targets) -> losses (samples,) or Terms; unused with `step`.
         optimizer: (parameters) -> the framework's optimizer.
         step: (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors.
-        inputs: column names given to the model as positional arguments.
+        inputs: column names given to the model, as positional arguments where there are no keywords.
+        keywords: the model's argument that each of `inputs` is given as; empty, or as many.
         targets: column names given to loss and metrics (one value, or a tuple when several).
+        collation: applied to each micro-batch before its columns become tensors.
         metrics: name -> (outputs, targets) -> (samples,) or Terms.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate.
         clip_norm: largest global gradient norm; None does not clip.
         inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
+        outputs: names of the outputs that `predict_step` gives; empty gives all.
     """
 
     model: Callable[[], Any]
@@ -40,12 +45,21 @@ class ModelSpec:
     loss: Callable[[Any, Any], Any] | None = None
     step: Callable[[Any, Any], Any] | None = None
     inputs: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    collation: Collation = field(default_factory=Collation)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     schedule: Callable[[int, int], float] | None = None
     clip_norm: float | None = None
     seed: int = 0
     inexact: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def check(self, capabilities: Capabilities) -> None:
+        """Raise JobError for what an engine of these capabilities cannot do. Engines call it when they build."""
+        problems = self.collation.static_problems() if capabilities.static_shapes else []
+        if problems:
+            raise JobError(problems)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,16 @@ class Steps(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prefetched(Event):
+    """How far data is read ahead of the steps by now; see `core.data.Prefetch`."""
+
+    kind = "prefetched"
+    chunks: int = 0
+    chunk_steps: int = 0
+    chunk_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """Metrics over the whole evaluation set."""
 
@@ -159,7 +169,8 @@ class RunEnded(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        RunStarted, Waiting, Placed, Formed, Steps, Evaluated, Checkpointed, CheckpointSkipped, Failed, Noted, RunEnded,
+        RunStarted, Waiting, Placed, Formed, Steps, Prefetched, Evaluated, Checkpointed, CheckpointSkipped, Failed,
+        Noted, RunEnded,
     )
 }  # fmt: skip
 

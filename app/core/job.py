@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from trainwright.core.collation import MASK, Collation, Pad
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
@@ -25,13 +26,20 @@ class Job(BaseModel):
         optimizer: (parameters) -> torch.optim.Optimizer.
         train: data set to train on, such as `tw.datasets.parquet("data/train")`.
         loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks.
-        inputs: column name or names given to the model.
+        inputs: column name or names given to the model, or the model's argument -> column:
+            `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
         targets: column name or names given to loss and metrics.
+        pad: column -> `tw.Pad(value=0, multiple=8)`, for columns whose rows differ in length: each micro-batch is
+            padded, and `<column>_mask` (bool, True where the data is) may be named in inputs and targets.
+        collate: (columns) -> columns of as many rows, instead of pad: takes the dict of all the data set's columns as
+            arrays, gives a dict of arrays or tensors, which inputs and targets name.
         step: (model, batch) -> losses or Terms, instead of loss, inputs and targets.
         evaluate: data set to evaluate on after each `evaluate_epochs` epochs.
         metrics: name -> (outputs, targets) -> one value per sample, or Terms.
         batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
-        epochs: passes over the data.
+        epochs: passes over the data, unless `epoch_samples` is given.
+        epoch_samples: samples of a virtual epoch: checkpoints, evaluations, schedules and `epochs` count these instead
+            of passes, and mean the same when the data grows.
         seed: of everything random.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
         workers: number of worker actors; by default what the planner finds best.
@@ -49,6 +57,9 @@ class Job(BaseModel):
         inexact: what may differ between one device and many, such as `("batch_norm",)`.
         failures: failures in a row without a completed step in between after which the run ends.
         place_deadline_s: seconds to wait for the cluster to start the workers.
+        on_error: `raise`, or `skip` samples that cannot be read or transformed: they get weight 0, and a line in the
+            quarantine beside the run.
+        skip_limit: samples that each worker may skip, before the run ends all the same.
         hang_deadline_s: seconds without a completed step after which the workers that hang are replaced.
     """
 
@@ -59,13 +70,16 @@ class Job(BaseModel):
     optimizer: Callable[[Any], Any]
     train: Any
     loss: Callable[[Any, Any], Any] | None = None
-    inputs: str | Names = ()
+    inputs: str | Names | Mapping[str, str] = ()
     targets: str | Names = ()
+    pad: Mapping[str, Pad] = Field(default_factory=dict)
+    collate: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     step: Callable[[Any, Any], Any] | None = None
     evaluate: Any = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = Field(default_factory=dict)
     batch_size: Annotated[int, Field(ge=1)]
     epochs: Annotated[int, Field(ge=1)] = 1
+    epoch_samples: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     storage: str = "runs"
     workers: Annotated[int, Field(ge=1)] | None = None
@@ -83,6 +97,8 @@ class Job(BaseModel):
     inexact: Names = ()
     failures: Annotated[int, Field(ge=0)] = 3
     place_deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    on_error: Literal["raise", "skip"] = "raise"
+    skip_limit: Annotated[int, Field(ge=0)] = 100
     hang_deadline_s: Annotated[float, Field(gt=0)] = 300.0
 
     def __init__(self, **fields: Any) -> None:
@@ -106,6 +122,7 @@ class Job(BaseModel):
             problems.append("train= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
         if self.evaluate is not None and not hasattr(self.evaluate, "map_batches"):
             problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+        problems += _padding_problems(self)
         if problems:
             raise JobError(problems)
         return self
@@ -115,19 +132,36 @@ class Job(BaseModel):
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
 
     @property
+    def collation(self) -> Collation:
+        """What is done to a micro-batch before its columns become tensors."""
+        return Collation(pad=self.pad, function=self.collate)
+
+    @property
+    def arguments(self) -> Names:
+        """Names of the columns given to the model, in order, masks included."""
+        return tuple(self.inputs.values()) if isinstance(self.inputs, Mapping) else _names(self.inputs)
+
+    @property
+    def keywords(self) -> Names:
+        """The model's own name of each of `arguments`; empty where they are positional."""
+        return tuple(self.inputs) if isinstance(self.inputs, Mapping) else ()
+
+    @property
     def input_columns(self) -> Names:
-        """Names of the input columns."""
-        return (self.inputs,) if isinstance(self.inputs, str) else self.inputs
+        """Columns of the data set that the inputs are made of; none where `collate` makes them of what it likes."""
+        return () if self.collate else self.collation.sources(self.arguments)
 
     @property
     def target_columns(self) -> Names:
-        """Names of the target columns."""
-        return (self.targets,) if isinstance(self.targets, str) else self.targets
+        """Columns of the data set that the targets are made of; none where `collate` makes them of what it likes."""
+        return () if self.collate else self.collation.sources(_names(self.targets))
 
     @property
     def columns(self) -> Names | None:
-        """Columns that must be read; None for all, where `step` takes what it likes."""
-        return None if self.step is not None else self.input_columns + self.target_columns
+        """Columns that must be read; None for all, where `step` or `collate` takes what it likes."""
+        if self.step is not None or self.collate is not None:
+            return None
+        return tuple(dict.fromkeys(self.input_columns + self.target_columns))
 
     def model_spec(self, total_steps: int) -> ModelSpec:
         """The part of the job that an engine needs."""
@@ -137,8 +171,10 @@ class Job(BaseModel):
             total_steps=total_steps,
             loss=self.loss,
             step=self.step,
-            inputs=self.input_columns,
-            targets=self.target_columns,
+            inputs=self.arguments,
+            keywords=self.keywords,
+            targets=_names(self.targets),
+            collation=self.collation,
             metrics=dict(self.metrics),
             schedule=self.schedule,
             clip_norm=self.clip_norm,
@@ -155,6 +191,25 @@ class Job(BaseModel):
                     f"set batch_size to {plan.mesh.data_ranks} or more, or workers={self.batch_size} or fewer"
                 ]
             )
+
+
+def _names(given: str | Names) -> Names:
+    """One name or several as several."""
+    return (given,) if isinstance(given, str) else given
+
+
+def _padding_problems(job: Job) -> list[str]:
+    """What is wrong with inputs, pad and collate together."""
+    problems = [f"inputs={name!r} is no name of an argument" for name in job.keywords if not name.isidentifier()]
+    if job.pad and job.collate:
+        problems.append("collate= takes the place of pad=: give one of them")
+    used = set(job.collation.sources((*job.arguments, *_names(job.targets))))
+    for name in job.pad if job.step is None and used else ():
+        if name not in used:
+            problems.append(f"pad={name!r} is neither an input nor a target: {nearest(name, used)}")
+        elif name + MASK in job.pad:
+            problems.append(f"pad={name + MASK!r} is the name of the mask of {name!r}: rename the column")
+    return problems
 
 
 def _problems(error: ValidationError, kind: type[Job]) -> list[str]:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from trainwright.core import events
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
+from trainwright.core.data import Prefetch
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Generation, Move, StateTag
 
@@ -45,11 +46,19 @@ class Heal:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentReport:
-    """The end of a `run`. All ranks of a generation end after the same step. `stopped`: a wish was heard."""
+    """The end of a `run`. All ranks of a generation end after the same step.
+
+    Attributes:
+        stopped: a wish was heard.
+        skipped: samples that this process has put into the quarantine so far.
+        prefetch: how far it reads ahead by now.
+    """
 
     step: int
     stopped: bool
     tag: StateTag
+    skipped: int = 0
+    prefetch: Prefetch | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

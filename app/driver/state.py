@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
+from trainwright.core.data import Prefetch
 from trainwright.core.events import Failed
 from trainwright.core.group import Generation, Reform, Topology
 from trainwright.driver.messages import Heal, Outcome
@@ -147,6 +148,8 @@ class State:
         uploads: number begun, for names that are never used twice.
         named: highest step that a path was named after.
         attempts: uploads of the last step that failed.
+        skipped: samples in the quarantines of the workers, as last told.
+        prefetch: how far the ranks read ahead, as last told.
         timers: numbers of the timers that run, by name.
         clock: number of the last timer set.
     """
@@ -179,6 +182,8 @@ class State:
     attempts: int = 0
     trouble: Exception | None = None
     stopping: bool = False
+    skipped: int = 0
+    prefetch: Prefetch | None = None
     outcome: Outcome = "failed"
     error: Exception | None = None
     timers: Mapping[str, int] = field(default_factory=dict)

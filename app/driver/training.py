@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainwright.core.data import Sums
+from trainwright.core.data import Prefetch, Sums
 from trainwright.core.errors import StorageError
-from trainwright.core.events import Evaluated
+from trainwright.core.events import Evaluated, Noted, Prefetched
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_snapshot
 from trainwright.driver.ending import close
@@ -57,7 +57,19 @@ def segment_ended(turn: Turn) -> None:
     reports: list[m.SegmentReport] = list(turn.state.answers.values())
     steps = {report.step for report in reports}
     assert len(steps) == 1, f"ranks left the loop after different steps: {sorted(steps)}"
-    turn.change(phase=Phase.READY, step=reports[0].step)
+    skipped = sum(report.skipped for report in reports)
+    if skipped > turn.state.skipped:
+        turn.emit(Noted(text=f"{skipped} samples could not be read and were skipped; see quarantine/ beside the run"))
+    turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped)
+    _tell_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
+
+
+def _tell_prefetch(turn: Turn, found: list[Prefetch]) -> None:
+    """Say how far the rank that reads furthest ahead does so, whenever that changes."""
+    furthest = max(found, key=lambda item: item.chunks * item.chunk_bytes, default=None)
+    if furthest is not None and furthest != turn.state.prefetch:
+        turn.change(prefetch=furthest)
+        turn.emit(Prefetched(**vars(furthest)))
 
 
 def _evaluate(turn: Turn) -> None:

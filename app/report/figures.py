@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright import words
-from trainwright.history import History, StepRecord
+from trainwright.history import History
+from trainwright.parts import StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
 from trainwright.history import History, epoch_of, read_history
 from trainwright.journal import read_events
-from trainwright.narration import recovery_text
+from trainwright.narration import prefetch_text, recovery_text
 from trainwright.planview import other_rows, plan_from, plan_line, plan_rows
 from trainwright.report import figures
 from trainwright.store import Store
@@ -87,6 +87,7 @@ def render(history: History, facts: Facts) -> str:
             bars=step_bars(history, plan),
             others=other_rows(history.start.rejected),
             time_parts=time_parts(history),
+            prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
             incidents=incidents(history),
             notes=[note.text for note in history.notes],
             configuration=sorted((name, str(value)) for name, value in history.start.job.items()),

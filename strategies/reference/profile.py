@@ -12,7 +12,9 @@ from trainwright.strategies.reference.model import Model
 from trainwright.strategies.reference.state import from_bytes, merge
 
 
-def profile_model(model: Model, sample: Columns, inputs: tuple[str, ...], *, step: Any = None) -> ModelProfile:
+def profile_model(
+    model: Model, sample: Columns, inputs: tuple[str, ...], *, keywords: tuple[str, ...] = (), step: Any = None
+) -> ModelProfile:
     """Cost by parameter array: a multiplication and an addition for each number. Looks at no sample."""
     layers = (
         LayerCost(name=name, parameters=value.size, parameter_bytes=value.nbytes, flops=2.0 * value.size)

@@ -70,6 +70,7 @@ class TorchEngine:
             JobError: the model cannot be trained, or not with this plan.
             UserCodeError: the user's code raised.
         """
+        spec.check(self.capabilities)
         self._replica = self._guarded(lambda: Replica(spec, plan, self._device, self._where))
         self._runner = None
         return self._tag()

@@ -1,4 +1,8 @@
-"""From numpy columns to tensors: without a copy on the CPU, through pinned memory to a GPU."""
+"""From numpy columns to tensors: without a copy on the CPU, through pinned memory to a GPU.
+
+A micro-batch is collated first (`trainwright.core.collation`), here and not where it is fed, because only here its rows
+are final, and because a collate function may give torch's own tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.core.data import Batch, Columns
+from trainwright.core.collation import Collation, stacked
+from trainwright.core.data import Batch
 from trainwright.core.errors import DataError, JobError, nearest
 
 Tensors = Mapping[str, torch.Tensor]
 
 _REFUSED = {
-    "O": "Python objects",
     "U": "text",
     "S": "bytes",
     "T": "text",
@@ -25,29 +29,39 @@ _REFUSED = {
 }
 
 
-def tensor(name: str, array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def tensor(name: str, values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """One column as a tensor on `device`; on the CPU it shares the array's memory where the array may be written.
 
     Args:
         name: the column's name, for the error.
-        array: (rows, ...).
-        device: where the tensor is wanted. A copy to a GPU is not waited for.
+        values: (rows, ...); objects that are arrays of one shape are stacked; a tensor is only moved.
+        device: where the tensor is wanted. A copy to a GPU goes through pinned memory and is not waited for: torch
+            keeps the pinned memory until its stream has read it.
 
     Raises:
-        DataError: the type of the array is none of torch's.
+        DataError: the type of the array is none of torch's, or its rows differ in shape.
     """
+    host = values if isinstance(values, torch.Tensor) else _shared(name, values)
+    if device.type != "cuda" or host.device.type == "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def _shared(name: str, array: npt.NDArray[Any]) -> torch.Tensor:
+    """A tensor in the array's own memory where that may be written, else in that of a copy."""
+    if array.dtype.kind == "O":
+        array = stacked(name, array)
     if array.dtype.kind in _REFUSED:
         raise _no_tensor(name, array, _REFUSED[array.dtype.kind])
     if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     try:
-        host = torch.from_numpy(array)
+        return torch.from_numpy(array)
     except TypeError:
         raise _no_tensor(name, array, str(array.dtype)) from None
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def tensors(columns: Columns, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+def tensors(columns: Mapping[str, Any], names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
     """The named columns as tensors.
 
     Raises:
@@ -62,6 +76,14 @@ def tensors(columns: Columns, names: Iterable[str], device: torch.device) -> dic
             )
         chosen[name] = tensor(name, columns[name], device)
     return chosen
+
+
+def collated(
+    collation: Collation, batch: Batch, names: Iterable[str] | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """A micro-batch's columns as tensors, collated; those named, or all. Raises as `tensors` and `Collation` do."""
+    columns = collation(batch)
+    return tensors(columns, columns if names is None else names, device)
 
 
 def copied(batch: Batch) -> Batch:

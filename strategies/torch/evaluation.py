@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.data import Batch, Columns, Feed, Sums, Terms
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, nearest
 from trainwright.strategies.torch import batches
 from trainwright.strategies.torch.objective import Caller
 
@@ -41,9 +42,11 @@ def evaluate(model: nn.Module, caller: Caller, feed: Feed) -> Sums:
 
 
 def predict(model: nn.Module, caller: Caller, feed: Feed) -> Columns:
-    """The model's outputs for the feed's rows: `output`, or by the model's own names where it returns a dict.
+    """The model's outputs for the feed's rows: `output`, or by the model's own names where it returns several.
 
-    Several outputs without names are `output_0`, `output_1`, and so on.
+    Names come from a mapping, a dataclass, a named tuple or an object with `items()`; several outputs without names are
+    `output_0`, `output_1` and so on (with `to_tuple()` too), parts of an output `name_0` or `name_key`. None is left
+    out. Where `spec.outputs` names some, only these are given and looked at.
 
     Raises:
         UserCodeError, JobError: the model raised, or returned something other than one output per sample.
@@ -55,10 +58,10 @@ def predict(model: nn.Module, caller: Caller, feed: Feed) -> Columns:
     found: dict[str, list[npt.NDArray[Any]]] = {}
     with evaluating(model), torch.no_grad():
         for batch in _batches(feed):
-            columns = batches.tensors(batch.columns, caller.spec.inputs, caller.device)
+            columns = caller.inputs(batch)
             with caller.precision():
                 outputs = caller.outputs(model, columns)
-            for name, value in _named(outputs).items():
+            for name, value in _chosen(dict(_flat("", outputs)), caller).items():
                 found.setdefault(name, []).append(_checked(name, value, batch, caller))
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -77,7 +80,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def _terms(model: nn.Module, caller: Caller, batch: Batch) -> Iterator[tuple[str, Terms]]:
     """Loss and metrics of a micro-batch; outputs are computed once."""
-    columns = caller.tensors(batch.columns)
+    columns = caller.tensors(batch)
     if caller.spec.step:
         yield LOSS, caller.loss(model, columns, batch)
         if not caller.spec.metrics:
@@ -95,23 +98,55 @@ def _batches(feed: Feed) -> Iterator[Batch]:
         yield from part
 
 
-def _named(outputs: Any) -> Mapping[str, Any]:
-    if isinstance(outputs, Mapping):
-        return {str(name): value for name, value in outputs.items()}
-    if isinstance(outputs, tuple | list):
-        return {f"output_{number}": value for number, value in enumerate(outputs)}
-    return {"output": outputs}
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every output by name, those inside others too."""
+    parts = _parts(value)
+    if parts is None:
+        if value is not None:
+            yield name or "output", value
+        return
+    outer = name if isinstance(parts, Mapping) else name or "output"
+    for key, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
+        yield from _flat(f"{outer}_{key}" if outer else str(key), part)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:
+    """What an output is made of; None for one that is whole."""
+    if isinstance(value, (Tensor, type)):
+        return None
+    if isinstance(value, Mapping):
+        return value
+    if hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if isinstance(value, tuple | list):
+        return tuple(value)
+    if dataclasses.is_dataclass(value):
+        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    if callable(getattr(value, "items", None)):
+        return dict(value.items())
+    return tuple(value.to_tuple()) if callable(getattr(value, "to_tuple", None)) else None
+
+
+def _chosen(outputs: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
+    """The outputs that are wanted."""
+    for name in caller.spec.outputs:
+        if name not in outputs:
+            raise JobError([f"the model has no output {name!r}: {nearest(name, outputs)}"], where=caller.where)
+    return {name: outputs[name] for name in caller.spec.outputs} if caller.spec.outputs else outputs
 
 
 def _checked(name: str, value: Any, batch: Batch, caller: Caller) -> npt.NDArray[Any]:
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        raise JobError([f"the model's {name} is {kind}: return tensors, one row per sample"], where=caller.where)
+        raise JobError(
+            [f"the model's {name} is {kind}: return tensors, one row per sample, or name the outputs wanted"],
+            where=caller.where,
+        )
     if value.dim() == 0 or value.shape[0] != batch.rows:
         raise JobError(
             [
                 f"the model's {name} has shape {tuple(value.shape)} for a batch of {batch.rows}: the first dimension "
-                "must be the batch"
+                "must be the batch; or name the outputs wanted"
             ],
             where=caller.where,
         )

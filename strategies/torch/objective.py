@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.data import Batch, Columns, Terms
+from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch import batches
@@ -64,15 +64,22 @@ class Caller:
         """The context of forward and loss."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
-    def tensors(self, columns: Columns) -> batches.Tensors:
+    def tensors(self, batch: Batch) -> batches.Tensors:
         """The columns that the job's functions want: all of them for a step of the user's own."""
-        wanted = columns if self.spec.step else (*self.spec.inputs, *self.spec.targets)
-        return batches.tensors(columns, wanted, self.device)
+        wanted = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
+        return batches.collated(self.spec.collation, batch, wanted, self.device)
+
+    def inputs(self, batch: Batch) -> batches.Tensors:
+        """The columns that the model wants."""
+        return batches.collated(self.spec.collation, batch, self.spec.inputs, self.device)
 
     def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
-        """The model's outputs for the input columns."""
+        """The model's outputs for the input columns, whatever they are."""
+        given = [columns[name] for name in self.spec.inputs]
         with user_code("the model", self.where):
-            return model(*[columns[name] for name in self.spec.inputs])
+            if self.spec.keywords:
+                return model(**dict(zip(self.spec.keywords, given, strict=True)))
+            return model(*given)
 
     def targets(self, columns: batches.Tensors) -> Any:
         """The target column, or a tuple where there are several."""
@@ -115,7 +122,7 @@ class Caller:
         values = result.values if isinstance(result, Terms) else result
         self._check(what, values, batch.rows)
         values = values if values.dtype in (torch.float32, torch.float64) else values.float()
-        weights = torch.from_numpy(batch.weights).to(device=values.device, dtype=values.dtype)
+        weights = batches.tensor("weights", batch.weights, values.device).to(values.dtype)
         if values.dim() > 1:
             weights = _rowwise(weights, values).expand_as(values)
         if isinstance(result, Terms):
@@ -205,7 +212,7 @@ class Objective(nn.Module):
             JobError: the loss is of the wrong shape or has no gradient.
             UserCodeError: the user's code raised.
         """
-        columns = self.caller.tensors(share.batch.columns)
+        columns = self.caller.tensors(share.batch)
         values, weights = self.caller.loss(self.model, columns, share.batch)
         if not values.requires_grad:
             raise JobError(

@@ -57,7 +57,12 @@ class _Tracer:
 
 
 def profile_model(
-    model: nn.Module | Callable[[], Any], sample: Sample, inputs: tuple[str, ...], *, step: Any = None
+    model: nn.Module | Callable[[], Any],
+    sample: Sample,
+    inputs: tuple[str, ...],
+    *,
+    keywords: tuple[str, ...] = (),
+    step: Any = None,
 ) -> ModelProfile:
     """Cost of each module with parameters or operations of its own, in the order in which they run.
 
@@ -66,8 +71,10 @@ def profile_model(
 
     Args:
         model: () -> torch.nn.Module, called once or twice; or a module, which is moved to the meta device.
-        sample: columns of one or a few rows.
-        inputs: columns given to the model as positional arguments; none where `step` is given.
+        sample: columns of one or a few rows, collated.
+        inputs: columns given to the model, as positional arguments where there are no keywords; none where `step` is
+            given.
+        keywords: the model's argument that each of `inputs` is given as.
         step: (model, batch) -> losses, traced instead of the model's call where there are no inputs.
 
     Raises:
@@ -79,7 +86,7 @@ def profile_model(
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     try:
-        layers = _traced(built.to("meta"), tensors, inputs, step)
+        layers = _traced(built.to("meta"), tensors, (inputs, keywords), step)
     except Exception as error:
         _log.info("operations are estimated from parameters: tracing raised %s: %s", type(error).__name__, error)
         layers = _counted(built)
@@ -100,8 +107,11 @@ def _built(build: Callable[[], Any]) -> nn.Module:
     return model
 
 
-def _traced(model: nn.Module, tensors: batches.Tensors, inputs: tuple[str, ...], step: Any) -> tuple[LayerCost, ...]:
-    """One forward pass on the meta device."""
+def _traced(
+    model: nn.Module, tensors: batches.Tensors, call: tuple[tuple[str, ...], tuple[str, ...]], step: Any
+) -> tuple[LayerCost, ...]:
+    """One forward pass on the meta device; `call` is (inputs, keywords)."""
+    inputs, keywords = call
     on = {name: value.to("meta") for name, value in tensors.items()}
     rows = max((len(value) for value in tensors.values()), default=1)
     counter = FlopCounterMode(display=False)
@@ -110,7 +120,9 @@ def _traced(model: nn.Module, tensors: batches.Tensors, inputs: tuple[str, ...],
     hooks += [module.register_forward_hook(tracer.leave) for module in model.modules()]
     try:
         with torch.no_grad(), counter:
-            if inputs or step is None:
+            if keywords:
+                model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
+            elif inputs or step is None:
                 model(*[on[name] for name in inputs])
             else:
                 step(model, on)

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load
 
 import trainwright as tw
 from tests import jobs
 from tests.processes import ROOT
 from tests.runs import State, final_state, told
 from trainwright.core import events
-from trainwright.core.errors import JobError, NonFiniteLoss, RunConflict, StorageError, UserCodeError
+from trainwright.core.errors import DataError, JobError, NonFiniteLoss, RunConflict, StorageError, UserCodeError
 
 
 def stop_at(folder: Path, step: int, workers: int = 2) -> None:
@@ -164,3 +166,35 @@ def test_a_full_disk_costs_checkpoints_and_the_run_goes_on_where_space_is_made(
 def test_a_batch_smaller_than_the_workers(folder: Path, ray_cluster: None) -> None:
     with pytest.raises((JobError, tw.TrainwrightError), match=r"batch_size=2"):
         tw.fit(jobs.job(folder, batch_size=2, workers=3))
+
+
+def test_samples_that_cannot_be_read_are_skipped_and_put_into_quarantine(folder: Path, ray_cluster: None) -> None:
+    def fragile(row: Any, rng: Any) -> Any:
+        if int(row["id"]) in (7, 100, 150):
+            raise ValueError(f"damaged: {row['id']}")
+        return row
+
+    data = tw.datasets.table(jobs.data()).map(fragile)
+    run = tw.fit(jobs.job(folder, train=data, on_error="skip"))
+    assert run.state == "done"
+    kept = tw.datasets.parquet(folder / "faulty" / "quarantine")
+    index = kept.index()
+    rows = kept.read(index, range(index.rows))
+    assert rows["sample"].tolist() == [7, 100, 150]
+    assert all("damaged" in error for error in rows["error"])
+    assert any("3 samples could not be read" in event.text for event in told(folder, "faulty", events.Noted))
+    seen = next(value for value in _tensors(folder) if value.shape == (jobs.ROWS,))
+    assert (seen[[7, 100, 150]] == 0).all() and (np.delete(seen, [7, 100, 150]) < 0).all()
+
+
+def test_more_damage_than_the_limit_ends_the_run(folder: Path, ray_cluster: None) -> None:
+    data = tw.datasets.table(jobs.data()).map(lambda row, rng: row if int(row["id"]) % 4 else 1 // 0)
+    with pytest.raises(DataError, match="more than 5 samples cannot be read"):
+        tw.fit(jobs.job(folder, train=data, on_error="skip", skip_limit=5))
+
+
+def _tensors(folder: Path) -> list[Any]:
+    files = final_state(folder, "faulty").files
+    return [
+        value for name, payload in files.items() if name.endswith(".safetensors") for value in load(payload).values()
+    ]

@@ -78,7 +78,26 @@ def test_delivery_without_ray_data_does_not_import_ray() -> None:
 def test_public_names_are_these() -> None:
     import trainwright.datasets as ours
 
-    assert sorted(ours.__all__) == dir(ours) == ["Dataset", "fashion_mnist", "parquet", "table"]
+    names = [
+        "Dataset",
+        "arrow",
+        "csv",
+        "decode_image",
+        "fashion_mnist",
+        "from_huggingface",
+        "from_ray",
+        "from_torch",
+        "images",
+        "json_lines",
+        "mix",
+        "parquet",
+        "split",
+        "table",
+        "text",
+        "tfrecord",
+        "webdataset",
+    ]
+    assert sorted(ours.__all__) == dir(ours) == names
     assert all(callable(getattr(ours, name)) for name in ours.__all__)
 
 

@@ -13,6 +13,7 @@ HEAVY = ("ray", "torch", "tensorflow", "keras", "pyarrow", "pandas", "matplotlib
 PUBLIC = {
     "Cluster",
     "Job",
+    "Pad",
     "Plan",
     "Run",
     "Terms",
@@ -22,6 +23,7 @@ PUBLIC = {
     "fit",
     "load_model",
     "plan",
+    "predict",
     "schedules",
     "start",
 }

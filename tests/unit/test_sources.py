@@ -329,3 +329,14 @@ def test_the_reader_keeps_a_bounded_part_and_reads_nothing_twice_that_it_keeps()
     blocks = Reader(loader, index, ["x"], blocks=np.array([0, 4, 25, 30, 100]))
     assert blocks.gather(rows)["x"].tolist() == rows.tolist()
     assert blocks.gather(np.arange(100))["x"].tolist() == list(range(100))
+
+
+def test_tables_of_long_arrays_that_differ_in_the_middle_are_told_apart() -> None:
+    one, other = np.zeros(5000), np.zeros(5000)
+    other[2500] = 1.0
+    hashes = set()
+    for middle in (one, other):
+        column = np.empty(1, dtype=object)
+        column[0] = middle
+        hashes.add(table({"x": column}).index().hash)
+    assert len(hashes) == 2

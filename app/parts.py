@@ -1,0 +1,83 @@
+"""What a run's history is made of: steps, sessions, recoveries, and where the time went."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainwright.core.events import Failed, Formed
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One completed step. `step` counts from 1 and includes this one, `epoch` counts from 1.
+
+    Attributes:
+        generation: number of the formation that made it, within its driver.
+        gradient_norm: global norm before clipping; None when the job does not clip.
+        samples: real samples in the global batch.
+        step_s: the whole step; `wait_s` of it waited for data.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    samples: int
+    step_s: float
+    wait_s: float
+    generation: int
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of the global batch by seconds of the step; NaN where the step took no time."""
+        return self.samples / self.step_s if self.step_s > 0 else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One driver's life: from the time it took the run until it let go, or until its last event."""
+
+    token: int
+    started_s: float
+    ended_s: float
+    outcome: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """The group formed again after a failure. `failure` is the first cause, None where it was not told."""
+
+    formed: Formed
+    failure: Failed | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Where the time of all sessions went, in seconds. The parts add up to `wall_s`.
+
+    Attributes:
+        wall_s: sessions together; time between two sessions is not counted.
+        computing_s: steps that count, without their waiting for data.
+        data_s: waiting for data in steps that count.
+        start_s: from taking the run to the first step being possible, in every session.
+        recovery_s: from each failure to the group being formed again, and steps that had to be done again.
+        checkpoint_s: what the steps lost to checkpoints.
+        evaluation_s: evaluations.
+        other_s: the rest.
+    """
+
+    wall_s: float = 0.0
+    computing_s: float = 0.0
+    data_s: float = 0.0
+    start_s: float = 0.0
+    recovery_s: float = 0.0
+    checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time spent computing steps that count; NaN before any time passed."""
+        return self.computing_s / self.wall_s if self.wall_s > 0 else math.nan

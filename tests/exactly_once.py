@@ -1,0 +1,112 @@
+"""The job of the exactly-once proof: every row is accounted for inside the training step.
+
+100,000 rows; a filter and a one-to-many function make 100,000 again, each with an `id` of its own; then a heavy
+transform on Ray Data. The model's parameter `seen` takes a gradient of one for each id that a step uses, so that what
+SGD has taken off it at the end says how often each id counted in the committed state.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import trainwright as tw
+from tests import jobs
+from trainwright.datasets import Dataset
+
+ROWS, IDS, BATCH, SEED, RATE = 100_000, 100_000, 1_000, 5, 1e-2
+
+
+class Account(nn.Module):
+    """One number for each id, and how many steps were taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(IDS, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.seen[ids]
+
+
+def kept(row: dict[str, Any]) -> bool:
+    """Half of the rows."""
+    return int(row["row"]) % 2 == 1
+
+
+def twice(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Two ids of each row that is left: all of 0..IDS - 1 together."""
+    yield {"id": row["row"] - 1}
+    yield {"id": row["row"]}
+
+
+def dataset(marks: str, fatal: int) -> Dataset:
+    """The data; the process of Ray Data's pool that first meets the id `fatal` is killed."""
+
+    def heavy(columns: dict[str, Any]) -> dict[str, Any]:
+        if fatal in columns["id"]:
+            strike(Path(marks) / f"pool-{fatal}", signal.SIGKILL)
+        return {"id": columns["id"], "double": columns["id"] * 2}
+
+    rows = tw.datasets.table({"row": np.arange(ROWS)})
+    return rows.filter(kept).flat_map(twice).map_batches(heavy, cpus=0.5)
+
+
+def strike(mark: Path, number: int) -> None:
+    """Kill this process, once in the life of the mark, which is the proof."""
+    try:
+        with mark.open("x") as proof:
+            proof.write(str(os.getpid()))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), number)
+
+
+def make_step(kills: tuple[jobs.Kill, ...], marks: str) -> Any:
+    """A step that accounts for its ids, dies where it is told to, and shows which ids each rank had."""
+
+    def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        account: Any = getattr(model, "module", model)
+        now = int(account.steps)
+        if account.training:
+            account.steps += 1
+        for kill in kills:
+            if kill.rank == jobs.rank() and kill.step == now and account.training:
+                kill.strike()
+        assert bool((batch["double"] == 2 * batch["id"]).all()), "columns of different rows"
+        values = model(batch["id"])
+        return values - values.detach()
+
+    return step
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain descent: what is taken off a parameter is RATE times the sum of its gradients."""
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+def job(folder: str, marks: str, *, kills: tuple[jobs.Kill, ...] = (), fatal: int = -1, **fields: Any) -> tw.Job:
+    """One pass: 100 steps of 1,000 ids, a checkpoint after each 10."""
+    return tw.Job(
+        **{
+            "name": "faulty",
+            "model": Account,
+            "optimizer": sgd,
+            "step": make_step(kills, marks),
+            "train": dataset(marks, fatal),
+            "batch_size": BATCH,
+            "seed": SEED,
+            "checkpoint_steps": 10,
+            "storage": folder,
+            "workers": 2,
+            "hang_deadline_s": 120.0,
+            **fields,
+        }
+    )

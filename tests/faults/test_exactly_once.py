@@ -1,0 +1,79 @@
+"""Every id counts once, through deaths of a consumer, of Ray Data's pool and of the driver, with 2, 3 and 1 workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load
+
+import trainwright as tw
+from tests import exactly_once, jobs, processes
+from tests.faults.test_driver import committed
+from tests.runs import final_state, told
+from trainwright.core import events
+from trainwright.datasets.stream import schedule_of
+
+JOB_FILE = """
+from tests import exactly_once, jobs
+kill = jobs.Kill(rank=1, step=13, folder={marks!r})
+job = exactly_once.job({folder!r}, {marks!r}, kills=(kill,), fatal={fatal})
+"""
+
+
+def counted(folder: Path) -> np.ndarray:
+    """How often each id counted in the newest checkpoint."""
+    state = final_state(folder, "faulty")
+    seen = next(
+        value
+        for name, payload in state.files.items()
+        if name.endswith(".safetensors")
+        for key, value in load(payload).items()
+        if key.endswith("seen") and value.shape == (exactly_once.IDS,)
+    )
+    return -seen / exactly_once.RATE * exactly_once.BATCH
+
+
+def id_at(position: int) -> int:
+    """The id at a position of the pass; the rows that are left are the ids in order."""
+    index = exactly_once.dataset("", -1).index()
+    schedule = schedule_of(
+        index, batch_size=exactly_once.BATCH, epochs=1, seed=exactly_once.SEED, shuffle=True, drop_last=False
+    )
+    return int(schedule.order.rows_at(0, np.array([position]))[0])
+
+
+def stop_after(run: tw.Run, folder: Path, step: int) -> None:
+    """Ask the run to stop once it has committed that step."""
+    while committed(folder) < step and not run.wait(0.1):
+        assert run.state == "running"
+    run.stop()
+    assert run.wait(120.0) and run.state == "stopped"
+
+
+def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
+    marks = str(tmp_path)
+    file = tmp_path / "job.py"
+    fatal = id_at(12_345)
+    file.write_text(JOB_FILE.format(folder=str(folder), marks=marks, fatal=fatal))
+    with processes.trainwright("fit", file) as driver:  # 2 workers; a consumer and the pool die on the way
+        processes.wait_until(lambda: committed(folder) >= 20, driver)
+        processes.kill(driver)
+    assert (tmp_path / "killed-forward-1-13").exists() and (tmp_path / f"pool-{fatal}").exists()
+    after_driver = committed(folder)
+    assert 20 <= after_driver < 100, "the driver was killed on the way"
+
+    kill = jobs.Kill(rank=2, step=after_driver + 3, folder=marks)
+    fatal = id_at(after_driver * 1000 + 7_777)
+    run = tw.start(exactly_once.job(str(folder), marks, kills=(kill,), fatal=fatal, workers=3), resume=True)
+    stop_after(run, folder, after_driver + 20)
+    assert kill.mark.exists() and (tmp_path / f"pool-{fatal}").exists()
+    with_three = committed(folder)
+    assert after_driver < with_three < 100
+
+    done = tw.fit(exactly_once.job(str(folder), marks, workers=1), resume=True)
+    assert done.state == "done"
+    assert np.allclose(counted(folder), 1.0, rtol=0, atol=1e-6)
+    assert final_state(folder, "faulty").step == 100
+    sizes = [event.workers for event in told(folder, "faulty", events.Formed)]
+    assert sizes[0] == 2 and 3 in sizes and sizes[-1] == 1

@@ -1,0 +1,194 @@
+"""Filters, one-to-many and packing: counted once, then data sets like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.core.data import Feeding
+from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets import Dataset, parquet, table
+from trainwright.datasets.derivations import Pack
+from trainwright.datasets.stream import Stream
+
+ROWS = 500
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Parquet files of uneven row groups; `id` is the row number."""
+    for number, (first, stop) in enumerate([(0, 130), (130, 131), (131, 500)]):
+        rows = pa.table({"id": np.arange(first, stop), "x": np.arange(first, stop) * 0.5})
+        pq.write_table(rows, tmp_path / f"{number}.parquet", row_group_size=100)
+    return tmp_path
+
+
+def even(row: dict[str, Any]) -> bool:
+    return int(row["id"]) % 2 == 0
+
+
+def copies(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for copy in range(int(row["id"]) % 3):
+        yield {"id": row["id"], "copy": copy}
+
+
+def ids(dataset: Dataset, *, ranks: int = 1, batch_size: int = 32, epochs: int = 1, seed: int = 3) -> list[list[Any]]:
+    """What each global batch holds, over all ranks."""
+    index = dataset.index()
+    batches: list[list[Any]] = []
+    streams = [
+        Stream(dataset, index, batch_size=batch_size, epochs=epochs, seed=seed,
+               feeding=Feeding(data_ranks=range(rank, rank + 1), total=ranks))
+        for rank in range(ranks)
+    ]  # fmt: skip
+    for number, feeds in enumerate(zip(*(stream.feeds() for stream in streams), strict=True)):
+        held: list[Any] = []
+        for feed in feeds:
+            assert feed.step == number
+            for batch in feed.parts[0]:
+                real = batch.weights > 0
+                columns = [batch.columns[name][real].tolist() for name in sorted(batch.columns) if name != "x"]
+                held += list(zip(*columns, strict=True))
+        batches.append(sorted(held))
+    return batches
+
+
+def flat(batches: list[list[Any]]) -> list[Any]:
+    return sorted(item for batch in batches for item in batch)
+
+
+def test_a_filter_keeps_each_row_once_and_knows_its_length(folder: Path) -> None:
+    kept = parquet(folder).filter(even)
+    assert kept.index().rows == ROWS // 2
+    assert flat(ids(kept)) == [(row,) for row in range(0, ROWS, 2)]
+
+
+def test_a_batch_filter_is_the_row_filter(folder: Path) -> None:
+    rows, columns = parquet(folder).filter(even), parquet(folder).filter_batches(lambda given: given["id"] % 2 == 0)
+    assert ids(rows) == ids(columns)
+
+
+def test_one_to_many_gives_each_copy_once(folder: Path) -> None:
+    made = parquet(folder).flat_map(copies)
+    expected = sorted((copy, row) for row in range(ROWS) for copy in range(row % 3))
+    assert made.index().rows == len(expected)
+    assert flat(ids(made)) == expected
+
+
+def test_chains_are_right_and_random_functions_before_them_repeat(folder: Path) -> None:
+    def noisy(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {**row, "noise": rng.integers(0, 4)}
+
+    chained = parquet(folder).map(noisy).filter(lambda row: bool(row["noise"] > 0)).flat_map(copies)
+    once, again = flat(ids(chained, epochs=2)), flat(ids(chained, epochs=2, seed=9))
+    assert once == again, "neither seed nor epoch changes what comes of a row"
+    assert all(once.count(item) == 2 for item in once[:20])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_same_batches_for_any_number_of_ranks(folder: Path, ranks: int) -> None:
+    made = parquet(folder).filter(even).flat_map(copies)
+    assert ids(made, ranks=ranks) == ids(made)
+
+
+def test_resizing_in_the_middle_of_an_epoch_changes_no_global_batch(folder: Path) -> None:
+    """4 -> 3 -> 5 workers: what each step's ranks hold together, as recorded from their feeds."""
+    made = parquet(folder).filter(even).flat_map(copies)
+    whole = ids(made, epochs=2)
+    thirds = [0, len(whole) // 3, 2 * len(whole) // 3, len(whole)]
+    resized: list[list[Any]] = []
+    for ranks, start, stop in zip((4, 3, 5), thirds, thirds[1:], strict=False):
+        resized += ids(made, ranks=ranks, epochs=2)[start:stop]
+    assert resized == whole
+
+
+def test_transforms_after_a_filter_see_the_run_s_own_numbers(folder: Path) -> None:
+    def draw(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {"id": row["id"], "draw": rng.integers(0, 1 << 30)}
+
+    made = parquet(folder).filter(even).map(draw)
+    assert flat(ids(made, seed=1)) != flat(ids(made, seed=2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 99), max_size=23), min_size=1, max_size=12),
+    st.integers(1, 16),
+    st.booleans(),
+)
+def test_packing_keeps_every_token_in_order(documents: list[list[int]], length: int, split: bool) -> None:
+    column = np.empty(len(documents), dtype=object)
+    column[:] = [np.array(document, np.int64) for document in documents]
+    packed = Pack(column="tokens", length=length, split=split).derive({"tokens": column}, np.arange(len(documents)))
+    kept = documents if split else [document[:length] for document in documents]
+    assert packed["tokens"][packed["mask"] > 0].tolist() == [token for document in kept for token in document]
+    assert ((packed["segment"] > 0) == (packed["mask"] > 0)).all()
+    for row in range(len(packed["tokens"])):
+        for piece in range(1, packed["segment"][row].max(initial=0) + 1):
+            place = packed["position"][row][packed["segment"][row] == piece]
+            assert place.tolist() == list(range(len(place))) and len(place)
+    if not split:  # no document is torn
+        pieces = [
+            packed["tokens"][row][packed["segment"][row] == piece].tolist()
+            for row in range(len(packed["tokens"]))
+            for piece in range(1, packed["segment"][row].max(initial=0) + 1)
+        ]
+        assert pieces == [document for document in kept if document]
+
+
+def test_packed_documents_are_fed_in_full_sequences() -> None:
+    documents = np.empty(40, dtype=object)
+    documents[:] = [np.arange(length % 7 + 1) for length in range(40)]
+    packed = table({"tokens": documents}).pack(8)
+    index = packed.index()
+    assert index.schema["tokens"].shape == (8,) and index.rows == -(-sum(len(d) for d in documents) // 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda data: data.filter(lambda row: False), "none of 500 rows is left"),
+        (lambda data: data.filter_batches(lambda columns: columns["id"]), "one boolean for each row"),
+        (lambda data: data.flat_map(lambda row: [1]), "flat_map gave a int"),
+        (lambda data: data.flat_map(lambda row: [{"a": 1}, {"b": 1}]), r"flat_map gave columns \['b'\]"),
+        (lambda data: data.pack(8, "id"), "tokens were expected"),
+        (lambda data: data.pack(8, "text"), "there is no column 'text'"),
+        (lambda data: data.pack(0), "length=0 holds no token"),
+        (lambda data: data.flat_map(lambda row: [{"v": np.zeros(int(row["id"]) // 100)}]), "shape"),
+    ],
+)
+def test_what_goes_wrong_is_said(folder: Path, make: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        make(parquet(folder)).index()
+
+
+def test_what_the_function_raises_is_told_with_its_sample(folder: Path) -> None:
+    with pytest.raises(UserCodeError, match="ZeroDivisionError") as caught:
+        parquet(folder).filter(lambda row: 1 // (int(row["id"]) - 7) > 0).index()
+    assert "sample 7" in str(caught.value)
+
+
+def test_a_function_that_changes_its_mind_is_found_out(folder: Path) -> None:
+    seen: list[int] = []
+
+    def moody(row: dict[str, Any]) -> bool:
+        seen.append(1)
+        return len(seen) <= ROWS or int(row["id"]) % 2 == 0
+
+    kept = parquet(folder).filter(moody)
+    index = kept.index()
+    with pytest.raises(DataError, match="gave 50 rows now and 100 when the run began"):
+        kept.read(index, [0])
+
+
+def test_a_filter_after_a_heavy_transform_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match="filter comes after a transform that runs on Ray Data"):
+        parquet(folder).map_batches(lambda columns: columns, cpus=1).filter(even)

@@ -1,0 +1,272 @@
+"""Predictions without Ray: ranges, manifest, columns, who is given what, and one worker by itself."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainwright as tw
+from tests.unit.torch_jobs import Net, adam, loss, one_device, plan, spec
+from trainwright.checkpoints import CheckpointWriter, write_manifest
+from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.checkpoint import Manifest as Files
+from trainwright.core.data import Cursor
+from trainwright.core.errors import JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
+from trainwright.datasets.index import Group, Index
+from trainwright.predicting import Meter
+from trainwright.predictions import (
+    Manifest,
+    Range,
+    Work,
+    arrow,
+    check_schema,
+    cut,
+    joined,
+    missing,
+    table_of,
+    usual_rows,
+)
+from trainwright.predictor import Predictor, PredictOrder, PredictorProcess, Stored
+from trainwright.store import open_store
+from trainwright.travel import pack
+
+JOB = {"train": "parquet('/one/place'), data 0123abcd", "model": "net [12345678]", "schedule": "None"}
+MANIFEST = Manifest(
+    run="n", checkpoint="checkpoints/00000012-1", checkpoint_sha256="a" * 64, step=12, job=JOB, data_sha256="b" * 64,
+    rows=100, columns=("logits",), keep=("id",), range_rows=10,
+)  # fmt: skip
+LOST = WorkerLost("the process ended")
+
+
+def index_of(groups: list[int], row_bytes: int = 8) -> Index:
+    firsts = np.cumsum([0, *groups]).tolist()
+    return Index(
+        rows=firsts[-1],
+        groups=tuple(Group(file="f", number=n, rows=rows, first=firsts[n]) for n, rows in enumerate(groups)),
+        schema={},
+        row_bytes=row_bytes,
+        hash="",
+    )
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=20), st.integers(1, 300))
+def test_ranges_cover_every_row_once_and_their_names_sort(groups: list[int], rows: int) -> None:
+    index = index_of(groups)
+    ranges = cut(index, rows)
+    assert [row for part in ranges for row in range(part.start, part.stop)] == list(range(index.rows))
+    assert max(part.rows for part in ranges) <= rows
+    assert sorted(part.name for part in ranges) == [part.name for part in ranges]
+    # Row groups that fit are never split.
+    starts = {part.start for part in ranges}
+    for group in index.groups:
+        if group.rows <= rows:
+            assert not starts & set(range(group.first + 1, group.first + group.rows))
+
+
+def test_the_usual_range_is_bounded_by_memory_and_leaves_work_for_many() -> None:
+    assert usual_rows(index_of([10_000_000], row_bytes=3072)) == (64 << 20) // 3072
+    assert usual_rows(index_of([1_000_000], row_bytes=8)) == 15_625
+    assert usual_rows(index_of([10_000_000], row_bytes=8)) == 65_536
+    assert usual_rows(index_of([100])) == 256
+
+
+def test_what_is_missing_is_what_has_no_part() -> None:
+    ranges = cut(index_of([30]), 10)
+    names = [ranges[1].name, "_PREDICTIONS.json", "_notes/by-hand.txt"]
+    assert missing(ranges, [*names], "out") == (ranges[0], ranges[2])
+    with pytest.raises(RunConflict, match=r"are no parts of these predictions, such as train\.parquet") as caught:
+        missing(ranges, [*names, "train.parquet"], "out")
+    assert "--fresh" not in caught.value.remedy
+    with pytest.raises(RunConflict) as caught:
+        missing(ranges, ["part-000000000000-000000000011.parquet"], "out")
+    assert "--fresh" in caught.value.remedy
+
+
+# --- manifest ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_is_read_back_and_agrees_wherever_the_data_lies() -> None:
+    again = Manifest.decode(MANIFEST.encode(), "out")
+    assert again == MANIFEST
+    moved = {**JOB, "train": "parquet('s3://other/place'), data 0123abcd"}
+    again.check(replace(MANIFEST, job=moved), "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"job": {**JOB, "train": "table(x), data ffff0000"}},
+            "data: parquet('/one/place'), data 0123abcd -> table(x), data ffff0000",
+        ),
+        ({"data_sha256": "c" * 64}, "data_sha256: bbbbbbbbbbbb -> cccccccccccc"),
+        ({"columns": ()}, "columns: ('logits',) -> ()"),
+        ({"keep": ("id", "y")}, "keep: ('id',) -> ('id', 'y')"),
+        ({"range_rows": 20}, "range_rows: 10 -> 20"),
+        ({"job": {**JOB, "model": "net [87654321]"}}, "model: net [12345678] -> net [87654321]"),
+    ],
+)
+def test_another_question_is_refused_with_what_differs(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(RunConflict) as caught:
+        MANIFEST.check(replace(MANIFEST, **changes), "out")
+    assert f"\n    {line}\n" in caught.value.what and caught.value.where == "out"
+    assert "--fresh" in caught.value.remedy and "--step" not in caught.value.remedy
+
+
+def test_a_newer_checkpoint_is_refused_and_the_older_one_offered() -> None:
+    asked = replace(MANIFEST, checkpoint="checkpoints/00000024-1", checkpoint_sha256="c" * 64, step=24)
+    with pytest.raises(RunConflict, match="step: 12 -> 24") as caught:
+        MANIFEST.check(asked, "out")
+    assert "--step 12" in caught.value.remedy
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", MANIFEST.encode().replace(b'"format": 1', b'"format": 2')])
+def test_what_is_no_manifest_is_told(data: bytes) -> None:
+    with pytest.raises(StorageError, match="manifest cannot be read"):
+        Manifest.decode(data, "out")
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_range_comes_first_and_is_given_up_in_the_end() -> None:
+    ranges = cut(index_of([30]), 10)
+    work = Work(ranges, attempts=2)
+    first, second = work.take(), work.take()
+    assert (first, second, work.open) == (ranges[0], ranges[1], 3)
+    work.done(ranges[1])
+    work.lost(ranges[0], "node a", LOST)
+    assert work.take() == ranges[0] and work.open == 2
+    with pytest.raises(WorkerLost, match="rows 0 to 9 were given up: 2 workers were lost") as caught:
+        work.lost(ranges[0], "node b", LOST)
+    assert caught.value.where == "rows 0 to 9; on node a, node b"
+    assert work.take() == ranges[2] and work.take() is None
+
+
+def test_a_store_that_stays_away_is_told_as_it_is() -> None:
+    work = Work(cut(index_of([3]), 10), attempts=1)
+    part = work.take()
+    assert part is not None
+    with pytest.raises(StorageError, match="disk full"):
+        work.lost(part, "node", StorageError("disk full"))
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def test_columns_keep_their_types_through_parquet(tmp_path: Path) -> None:
+    texts, lists = np.empty(3, dtype=object), np.empty(3, dtype=object)
+    texts[:], lists[:] = ["a", "b", "c"], [np.arange(n) for n in (0, 2, 1)]
+    outputs = {
+        "one": np.arange(3, dtype=np.float16),
+        "grid": np.arange(24, dtype=np.float32).reshape(3, 2, 4),
+        "flags": np.array([[True, False], [False, False], [True, True]]),
+    }
+    table = table_of(Range(start=7, stop=10), {"text": texts, "list": lists}, outputs)
+    pq.write_table(table, tmp_path / "part.parquet")
+    assert isinstance(table.schema.field("grid").type, pa.FixedShapeTensorType)
+    data = tw.datasets.parquet(tmp_path / "part.parquet")
+    found = data.read(data.index(), [0, 1, 2])
+    assert list(found) == ["sample", "text", "list", "one", "grid", "flags"]
+    assert found["sample"].dtype == np.int64 and found["sample"].tolist() == [7, 8, 9]
+    assert found["text"].tolist() == ["a", "b", "c"] and [len(row) for row in found["list"]] == [0, 2, 1]
+    for name, array in outputs.items():
+        assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
+
+
+def test_columns_that_cannot_be_written_are_named() -> None:
+    with pytest.raises(JobError, match="output 'id' has the name of another column"):
+        table_of(Range(start=0, stop=1), {"id": np.zeros(1)}, {"id": np.zeros(1)})
+    with pytest.raises(JobError, match="output 'sample'"):
+        table_of(Range(start=0, stop=1), {}, {"sample": np.zeros(1)})
+    with pytest.raises(JobError, match="complex64"):
+        arrow("z", np.zeros((2, 3), np.complex64))
+
+
+def test_outputs_of_different_shapes_or_names_are_refused() -> None:
+    part = Range(start=0, stop=4)
+    with pytest.raises(JobError, match=r"'x' is \(2,\) for some rows and \(3,\) for others.*tw.Pad\(length"):
+        joined([{"x": np.zeros((2, 2))}, {"x": np.zeros((2, 3))}], part)
+    with pytest.raises(JobError, match="output 'y' for some batches only"):
+        joined([{"x": np.zeros(2)}, {"x": np.zeros(2), "y": np.zeros(2)}], part)
+    with pytest.raises(JobError, match="'x' is double for some rows and float"):
+        check_schema({"x": "double"}, {"x": "float"}, part)
+
+
+# --- one worker -------------------------------------------------------------------------------------------------------
+
+
+def order_of(folder: Path, data: tw.datasets.Dataset, **changes: Any) -> PredictOrder:
+    """An order over a checkpoint of an untrained network."""
+    store = open_store(str(folder / "runs"))
+    writer = CheckpointWriter(store, "n", "checkpoints/00000000-1")
+    engine = one_device()
+    engine.transfer(())
+    engine.save(engine.snapshot(), writer)
+    sums = write_manifest(
+        store, "n", "checkpoints/00000000-1", Files(step=0, cursor=Cursor(), files=writer.entries, facts={})
+    )
+    job = tw.Job(name="n", model=Net, optimizer=adam, loss=loss, inputs="x", train=data, batch_size=4)
+    fields: dict[str, Any] = {
+        "job": pack(job), "plan": plan(engine="trainwright.strategies.torch.one_device:OneDevice"),
+        "index": data.index(), "runs": store, "outputs": (), "keep": ("id",),
+        "checkpoint": CheckpointRef(step=0, path="checkpoints/00000000-1", manifest_sha256=sums), "batch_size": 4,
+        "folder": open_store(str(folder / "out")),
+    }  # fmt: skip
+    return PredictOrder(**{**fields, **changes})
+
+
+def rows(count: int = 20) -> dict[str, np.ndarray]:
+    return {"id": np.arange(count) * 10, "x": np.random.default_rng(5).normal(size=(count, 4)).astype(np.float32)}
+
+
+def test_one_worker_writes_a_whole_part(tmp_path: Path) -> None:
+    data = tw.datasets.table(rows()).map(lambda row, rng: {**row, "x": row["x"] * 2})
+    order = order_of(tmp_path, data)
+    part = Range(start=5, stop=15)
+    *news, last = Predictor(order).compute(part)
+    assert news == [4, 4, 2] and isinstance(last, Stored)
+    table = pq.read_table(io.BytesIO(order.folder.get(part.name)))
+    reference = one_device(spec())  # the same seed as the checkpoint's: the same weights
+    with torch.no_grad():
+        expected = reference._built.model(torch.from_numpy(rows()["x"][5:15] * 2)).numpy()
+    assert last.schema == {field.name: str(field.type) for field in table.schema}
+    assert table["sample"].to_pylist() == list(range(5, 15)) and table["id"].to_pylist() == list(range(50, 150, 10))
+    found = table["output"].combine_chunks()
+    np.testing.assert_allclose(found.to_numpy_ndarray(), expected, rtol=0, atol=1e-6)
+
+
+def test_errors_are_answers_with_rows_and_node(tmp_path: Path) -> None:
+    process = PredictorProcess()
+    assert isinstance(process.hello().pid, int)
+    broken = order_of(tmp_path, tw.datasets.table(rows()), outputs=("logits",))
+    assert process.load(broken) is None
+    (answer,) = process.compute(Range(start=0, stop=20))
+    assert isinstance(answer, JobError) and "no output 'logits'" in answer.what
+    assert "rows 0 to 19 on " in answer.where and not list(broken.folder.list())
+    absent = replace(broken, checkpoint=replace(broken.checkpoint, path="checkpoints/00000009-1"))
+    error = process.load(absent)
+    assert isinstance(error, TrainwrightError) and "MANIFEST.json is missing" in error.what
+
+
+def test_the_meter_tells_tenths_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with Meter(1000, 100) as meter:
+        for _ in range(90):
+            meter.add(10)
+        meter.note("a [note]")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "a [note]" and lines[-2].startswith("rows 1,000/1,000, ")
+    assert len(lines) == 10
