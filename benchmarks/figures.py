@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pairs import Ratio, ratio_of
@@ -96,8 +97,7 @@ def write_figures(path: Path, figures: Sequence[Figure]) -> None:
 
 def read_figures(path: Path) -> list[Figure]:
     """The figures that `write_figures` wrote."""
-    entries = json.loads(path.read_text(encoding="utf-8"))
-    return [Figure(**{**entry, "ratio": Ratio(**entry["ratio"]) if entry["ratio"] else None}) for entry in entries]
+    return [_figure(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def table(figures: Sequence[Figure]) -> str:
@@ -107,31 +107,60 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def page(figures: Sequence[Figure], failed: Sequence[str], facts: Mapping[str, str], notes: Mapping[str, str]) -> str:
-    """RESULTS.md: the machine, the figures, how each was measured."""
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The newest whole run of one benchmark.
+
+    Attributes:
+        name: of the benchmark.
+        facts: date, command, machine, versions, load.
+        note: how it was measured.
+        figures: what was found.
+    """
+
+    name: str
+    facts: Mapping[str, str]
+    note: str
+    figures: Sequence[Figure]
+
+
+def write_section(folder: Path, section: Section) -> None:
+    """Keep a benchmark's newest results in a file of its name."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{section.name}.json").write_text(json.dumps(asdict(section), indent=1) + "\n", encoding="utf-8")
+
+
+def read_sections(folder: Path, names: Sequence[str]) -> list[Section]:
+    """What `write_section` kept, in the order of the names."""
+    entries = [json.loads((folder / f"{name}.json").read_text("utf-8")) for name in names if _kept(folder, name)]
+    return [Section(**{**entry, "figures": [_figure(item) for item in entry["figures"]]}) for entry in entries]
+
+
+def page(sections: Sequence[Section]) -> str:
+    """RESULTS.md: for each benchmark its figures, how it was measured, and when and where."""
     lines = [
         "# Benchmark results",
         "",
-        "Written by `make bench`; do not edit. Every figure was measured, on the machine named here and in one run; "
-        "none is a promise for another machine.",
-        "",
-        *(f"- {name}: {value}" for name, value in facts.items()),
-        "",
-        _row(HEADINGS),
-        _row(["---"] * len(HEADINGS)),
-        *(_row(figure.cells) for figure in figures),
+        "Written by `make bench` (`ARGS=NAME` runs one benchmark); do not edit. Every figure was measured, on the "
+        "machine and at the time named with it; none is a promise for another machine.",
         "",
         "Values are medians. Ratios are trainwright's over the peer's, pair by pair: below 1 trainwright is faster. "
         "n counts pairs; below six pairs the interval is only the range of the ratios.",
-        "",
-        *(f"- {name}: did not finish, so it has no figures here" for name in failed),
-        *([""] if failed else []),
-        "## How each was measured",
-        "",
     ]
-    for name in dict.fromkeys(figure.benchmark for figure in figures):
-        lines += [f"**{name}.** {notes[name]}", ""]
-    return "\n".join(lines)
+    for section in sections:
+        lines += ["", f"## {section.name}", "", section.note, ""]
+        lines += [_row(HEADINGS[1:]), _row(["---"] * len(HEADINGS[1:]))]
+        lines += [_row(figure.cells[1:]) for figure in section.figures]
+        lines += ["", *(f"- {name}: {value}" for name, value in section.facts.items())]
+    return "\n".join([*lines, ""])
+
+
+def _kept(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.json").exists()
+
+
+def _figure(entry: Mapping[str, Any]) -> Figure:
+    return Figure(**{**entry, "ratio": Ratio(**entry["ratio"]) if entry["ratio"] else None})
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ def _lines(path: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(object_store_bytes: int = 200 * 2**20) -> Iterator[None]:
     """A local cluster of two CPU slots that is up; its workers have the priority of any other process.
 
     Ray starts its workers with niceness 15, which on two cores would compare the scheduler, not the libraries.
@@ -57,7 +57,7 @@ def ray_cluster() -> Iterator[None]:
     ray.init(
         address="local",
         num_cpus=WORKERS,
-        object_store_memory=200 * 2**20,
+        object_store_memory=object_store_bytes,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",

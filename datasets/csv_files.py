@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pacsv
 
@@ -136,20 +137,28 @@ def record_ends(data: bytes, last: bool, delimiter: str = ",") -> Offsets:
     A quotation mark opens a value only where the value begins; inside, two stand for one (RFC 4180, 2.5 to 2.7).
     """
     ends = line_ends(data, last)
-    if b'"' not in data:
+    octets = np.frombuffer(data, np.uint8)
+    marks = np.flatnonzero(octets == ord('"'))
+    if not len(marks):
         return ends
+    odd, even = marks[1::2], marks[::2]
+    begins = np.isin(octets[even - 1], np.frombuffer(f"\n\r{delimiter}".encode(), np.uint8)) | (even == 0)
+    begins[1:] |= even[1:] == odd[: len(even) - 1] + 1
+    inside = np.searchsorted(marks, ends - 1) % 2 == 1 if begins.all() else _inside(data, ends, delimiter)
+    kept: Offsets = ends[~inside]
+    return kept
+
+
+def _inside(data: bytes, ends: Offsets, delimiter: str) -> npt.NDArray[np.bool_]:
+    """Which ends of lines lie inside quoted values where some quotation marks stand in values that are not quoted."""
     opening = rb"(?:(?<=[\n\r" + re.escape(delimiter.encode()) + rb"])|\A)"
-    spans: list[tuple[int, int]] = []
+    spans = [(-1, -1)]
     for match in re.finditer(opening + rb'"[^"]*+(?:""[^"]*+)*+(?:"|(\Z))', data):
         unclosed = match.group(1) is not None
         spans.append((match.start(), len(data) + 1 if unclosed else match.end()))
-    if not spans:
-        return ends
     starts, stops = np.array(spans, dtype=np.int64).T
-    before = np.searchsorted(starts, ends - 1, "right") - 1
-    inside = (before >= 0) & (ends - 1 < stops[before])
-    kept: Offsets = ends[~inside]
-    return kept
+    inside: npt.NDArray[np.bool_] = ends - 1 < stops[np.searchsorted(starts, ends - 1, "right") - 1]
+    return inside
 
 
 def _header_end(head: bytes, delimiter: str, data: Ranges) -> int:
@@ -214,6 +223,8 @@ def csv(path: str | os.PathLike[str], columns: Iterable[str] | None = None, *, d
         columns: read only these; by default all.
         delimiter: one character between values; by default a comma, in .tsv files a tab.
     """
+    if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n'):
+        raise DataError(f"delimiter={delimiter!r} cannot part values", remedy="give one character, such as ';'")
     form = CsvFormat(delimiter=delimiter)
     return Dataset(
         source=FileSource(path=absolute(path), format=form, columns=None if columns is None else tuple(columns))

@@ -12,13 +12,14 @@ The wire format: https://protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
+_FEW = 64
 _KINDS = {1: "bytes", 2: "float32", 3: "int64"}
 _WIRES = {"bytes": {_SIZED}, "float32": {_SIZED, _FIXED32}, "int64": {_SIZED, _VARINT}}
 
@@ -38,17 +39,44 @@ class Feature(NamedTuple):
         """How many values it has."""
         if self.kind == "bytes":
             return len(self.parts)
-        packed = b"".join(self.parts)
-        return len(packed) // 4 if self.kind == "float32" else int((_octets(packed) < 0x80).sum())
+        packed = self.packed()
+        if self.kind == "float32":
+            return len(packed) // 4
+        return sum(map((0x80).__gt__, packed)) if len(packed) < _FEW else int((_octets(packed) < 0x80).sum())
+
+    def packed(self) -> bytes:
+        """All parts of numbers as one."""
+        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 
     def numbers(self) -> npt.NDArray[Any]:
         """Values of numbers: (length,) float32 or int64. Raises ValueError for damaged ones."""
-        packed = b"".join(self.parts)
+        packed = self.packed()
         if self.kind == "int64":
             return _varints(packed)
         if len(packed) % 4:
             raise ValueError(f"{len(packed)} bytes of packed float32")
         return np.frombuffer(packed, "<f4").astype(np.float32)
+
+
+def stacked(features: Sequence[Feature], length: int) -> npt.NDArray[Any] | None:
+    """Numbers of features of one kind, decoded together: (features, length) float32 or int64.
+
+    None where one of them has not that length or is damaged.
+    """
+    parts = [feature.packed() for feature in features]
+    sizes = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+    packed = b"".join(parts)
+    if features[0].kind == "float32":
+        whole = bool((sizes == 4 * length).all())
+        return np.frombuffer(packed, "<f4").astype(np.float32).reshape(-1, length) if whole else None
+    stops = np.cumsum(sizes)
+    ends = np.flatnonzero(_octets(packed) < 0x80)
+    if len(ends) != len(features) * length or (ends[length - 1 :: length] != stops - 1).any():
+        return None
+    try:
+        return _varints(packed).reshape(-1, length)
+    except ValueError:  # read one by one, the damaged one is named
+        return None
 
 
 def example(data: bytes, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Feature]:
@@ -101,9 +129,15 @@ def _feature(data: bytes, start: int, stop: int) -> Feature | None:
 def _fields(data: bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
     """Number, wire type and byte range of each field of a message; of a varint, its own bytes."""
     while at < stop:
-        tag, at = _varint(data, at, stop)
+        tag = data[at]
+        at += 1
+        if tag >= 0x80:
+            tag, at = _varint(data, at - 1, stop)
         wire = tag & 7
-        if wire == _SIZED:
+        if wire == _SIZED and at < stop and data[at] < 0x80:
+            at += 1
+            after = at + data[at - 1]
+        elif wire == _SIZED:
             size, at = _varint(data, at, stop)
             after = at + size
         elif wire == _VARINT:

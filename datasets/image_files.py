@@ -61,7 +61,7 @@ class ImageSource:
         system, path = system_of(self.path)
         base = base_of(path).rstrip("/")
         files = find(system, path, self.path, "image", _SUFFIXES)
-        files.sort(key=lambda info: (os.path.dirname(info.path), info.path))
+        files.sort(key=lambda info: (os.path.dirname(info.path).split("/"), info.path))
         folders = [(name, list(infos)) for name, infos in groupby(files, lambda info: os.path.dirname(info.path))]
         classes = self._classes([_class_of(name, base, infos[0].path) for name, infos in folders])
         if base == path.rstrip("/") and self.classes is None:

@@ -19,7 +19,7 @@ from trainwright.core.errors import DataError
 from trainwright.datasets.columns import Arrays, Field
 from trainwright.datasets.crc32c import crc32c, masked
 from trainwright.datasets.cutting import Offsets, whole_records
-from trainwright.datasets.examples import Feature, example
+from trainwright.datasets.examples import Feature, example, stacked
 from trainwright.datasets.finding import absolute
 from trainwright.datasets.ranges import Ranges
 from trainwright.datasets.sources import Dataset
@@ -99,20 +99,31 @@ class RecordFormat:
     def _column(
         self, examples: list[dict[str, Feature]], name: str, trait: FeatureTrait, place: Place
     ) -> npt.NDArray[Any]:
-        field = self.field(trait)
-        column = np.empty((len(examples), *field.shape), field.dtype)
-        for row, features in enumerate(examples):
-            feature = features.get(name)
-            if feature is None:
+        features: list[Feature] = []
+        for row, found in enumerate(examples):
+            if name not in found:
                 raise null_error(f"the record has no feature {name!r}", place.at(row, name))
+            features.append(found[name])
+        field = self.field(trait)
+        if trait.length and trait.kind != "bytes" and all(feature.kind == trait.kind for feature in features):
+            together = stacked(features, trait.length)
+            if together is not None:
+                return together.reshape(-1, *field.shape)
+        column = np.empty((len(features), *field.shape), field.dtype)
+        for row, feature in enumerate(features):
             try:
-                values = feature.parts if feature.kind == "bytes" else feature.numbers()
-                if feature.kind != trait.kind or trait.length not in (None, len(values)):
-                    raise ValueError(f"{len(values)} values of {feature.kind} where all rows had {trait}")
+                column[row] = _values(feature, trait)
             except ValueError as error:
                 raise _damaged(error, place.at(row, name)) from error
-            column[row] = values[0] if trait.length == 1 else values
         return column
+
+
+def _values(feature: Feature, trait: FeatureTrait) -> Any:
+    """What a row of a column holds. Raises ValueError where it is not what it was in the first pass."""
+    values: Any = feature.parts if feature.kind == "bytes" else feature.numbers()
+    if feature.kind != trait.kind or trait.length not in (None, len(values)):
+        raise ValueError(f"{len(values)} values of {feature.kind} where all rows had {trait}")
+    return values[0] if trait.length == 1 else values
 
 
 def frame_ends(data: bytes, last: bool) -> Offsets:

@@ -48,11 +48,14 @@ def test_shards_are_read_in_any_order(tmp_path: Path, form: int) -> None:
     write(tmp_path / "s-1.tar", samples(4500, 4600, folder), form)
     data = webdataset(tmp_path)
     index = data.index()
-    assert [(Path(group.file).name, group.number, group.rows, group.first) for group in index.groups] == [
-        ("s-0.tar", 0, 4096, 0),
-        ("s-0.tar", 1, 404, 4096),
-        ("s-1.tar", 0, 100, 4500),
+    assert [
+        sum(group.rows for group in index.groups if group.file.endswith(name)) for name in ("-0.tar", "-1.tar")
+    ] == [
+        4500,
+        100,
     ]
+    assert all(group.rows <= 4096 and group.stop - group.start < 9 << 20 for group in index.groups)
+    assert index.groups[1].number == 1 and index.groups[-1].number == 0 and index.groups[-1].first == 4500
     objects = Field(np.dtype(object), ())
     label = Field(np.dtype(np.int64), ())
     assert index.schema == {"__key__": objects, "jpg": objects, "cls": label, "txt": objects, "json": objects}

@@ -1,0 +1,60 @@
+"""The heavy path: JPEG images decoded and resized on Ray Data, against streaming_split and DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from feeds import HeavyStream
+from figures import Figure, compare
+from images import SIDE, SMALL, shrink, write_images
+from peers.ray_data import StreamingSplit
+from peers.torch_loader import ImageLoader
+from turns import Loader, Pass, Run, Timed, host, interleaved
+
+IMAGES, FILES, BATCH_SIZE, EPOCHS, CPUS = 4096, 16, 64, 2, 2
+NOTE = (
+    f"{IMAGES:,} JPEG images of {SIDE} x {SIDE} pixels in {FILES} parquet files, decoded and resized to {SMALL} x "
+    f"{SMALL} by Pillow; batches of {BATCH_SIZE}, shuffled, to one consumer that does nothing with them. Milliseconds "
+    f"a row, over {EPOCHS} epochs, from the opening of the data to the last batch, start-up included. trainwright and "
+    "`streaming_split` run the same function by map_batches with one CPU for each call, on the same cluster of "
+    f"{CPUS} CPUs that is up; `streaming_split` reads the folder as {FILES} blocks, so that both CPUs have work, and "
+    "shuffles in a local buffer of 1,024 rows. DataLoader decodes row by row in as many workers as there are CPUs, "
+    "and collates; the encoded images are in memory. `later epoch` is the second one alone."
+)
+
+
+def measure(folder: Path, *, quick: bool) -> list[Figure]:
+    """The figures of this benchmark."""
+    path = str(folder / "images")
+    write_images(Path(path), IMAGES, FILES)
+    loaders: dict[str, Loader] = {
+        "trainwright": HeavyStream(path=path, batch_size=BATCH_SIZE, function=shrink, cpus=CPUS),
+        "streaming_split": StreamingSplit(
+            path=path, batch_size=BATCH_SIZE, buffer_rows=1024, function=shrink, blocks=FILES
+        ),
+        "DataLoader": ImageLoader(path=path, batch_size=BATCH_SIZE, workers=CPUS),
+    }
+    with host(cluster=True) as cluster, host() as alone:
+        hosts = {"trainwright": cluster, "streaming_split": cluster, "DataLoader": alone}
+        turns = {name: _turn(hosts[name], loader) for name, loader in loaders.items()}
+        passes = interleaved(turns, 1 if quick else 4, uncounted=0 if quick else 1)
+    ours = passes.pop("trainwright")
+    targets = {"streaming_split": 1 / 3, "DataLoader": 1.0}
+    return [
+        compare("data_heavy", f"{what}, against {name}", "ms/row", first(ours), first(peers), target=targets[name])
+        for name, peers in passes.items()
+        for what, first in (("whole", _whole), ("later epoch", _later))
+    ]
+
+
+def _turn(run: Run, loader: Loader) -> Callable[[], list[Pass]]:
+    return lambda: run(Timed(loader=loader, epochs=EPOCHS))
+
+
+def _whole(turns: list[list[Pass]]) -> list[float]:
+    return [1e3 * sum(one.wall_s for one in turn) / sum(one.rows for one in turn) for turn in turns]
+
+
+def _later(turns: list[list[Pass]]) -> list[float]:
+    return [1e3 * turn[-1].wall_s / turn[-1].rows for turn in turns]

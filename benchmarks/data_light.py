@@ -1,0 +1,146 @@
+"""The light path: a float table in parquet, shuffled, against one pyarrow thread and what others stream with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+from feeds import LightStream
+from figures import Figure, compare
+from float_table import FEATURES, GROUP_ROWS, files_of, write_table
+from peers.arrow_thread import ArrowThread
+from peers.ray_data import StreamingSplit
+from peers.tf_data import BUFFER_ROWS, Records, WriteRecords
+from peers.torch_loader import FloatLoader
+from turns import Loader, Pass, Run, Timed, host, interleaved
+
+GROUPS, LARGE_GROUPS, BATCH_SIZE = 25, 90, 512
+LIMIT = 1 / 0.9
+Epoch = Literal["first", "later"]
+EPOCHS: tuple[Epoch, ...] = ("first", "later")
+NOTE = (
+    f"{GROUPS * GROUP_ROWS:,} rows of {FEATURES} float32 and a label, in row groups of {GROUP_ROWS:,}, without "
+    f"compression or dictionaries; batches of {BATCH_SIZE}, to one consumer that does nothing with them. Microseconds "
+    "a row: 1 us is a million rows/s. Each loader has a process of its own and both cores; they take turns, and a turn "
+    "opens the data and gives two epochs. Before each turn its process fills and frees some memory, because a virtual "
+    "machine charges the first use of memory that it had given back. `first epoch` begins before the data is opened "
+    "and reads every row; `later epoch` is the second, which finds the rows decoded in memory in trainwright and "
+    "DataLoader. `one pyarrow thread` is the limit: it decodes row group after row group in the order of the files, "
+    "memory-mapped, and slices batches without a copy or a shuffle; `core time` is trainwright's processor time, over "
+    "all its threads, against that thread's wall time, so rows/s for each core used. `default files` are the same rows "
+    f"with pyarrow's own settings (snappy, dictionaries), `large` are {LARGE_GROUPS * GROUP_ROWS:,} rows, more than a "
+    "reader keeps decoded, so that each epoch reads all of them anew. DataLoader holds the table as tensors in memory, "
+    "takes whole batches (`__getitems__`) and shuffles single rows. tf.data reads the same rows from TFRecord files "
+    f"(one byte string for a row), a shuffle buffer of {BUFFER_ROWS:,} rows, everything else left to AUTOTUNE. "
+    "`streaming_split` has one consumer and a local shuffle buffer of as many rows, on a cluster of two CPUs that is "
+    "up. S3 is SeaweedFS on the same machine, so its server takes part of the two cores. tf.data needs another package "
+    "for S3 and is left out there. MosaicML Streaming and litdata are not among the project's dependencies and were "
+    "not measured."
+)
+
+
+def measure(folder: Path, *, quick: bool) -> list[Figure]:
+    """The figures of this benchmark."""
+    table, default, large = folder / "table", folder / "default", folder / "large"
+    write_table(table, GROUPS)
+    write_table(default, GROUPS, plain=False)
+    write_table(large, LARGE_GROUPS)
+    rounds = (2, 1, 1) if quick else (8, 6, 4)
+    return [
+        *_local(str(table), folder / "records", rounds[0]),
+        *_core_times("default files", str(default), rounds[0], epochs=("first",)),
+        *_core_times("large", str(large), rounds[1], epochs=("first", "later")),
+        *_on_s3(table, rounds[1]),
+        *_on_ray(str(table), rounds[2]),
+    ]
+
+
+def _local(table: str, records: Path, rounds: int) -> list[Figure]:
+    """From the page cache."""
+    loaders: dict[str, Loader] = {
+        "trainwright": LightStream(path=table, batch_size=BATCH_SIZE),
+        "one pyarrow thread": ArrowThread(path=table, batch_size=BATCH_SIZE),
+        "DataLoader, 1 worker": FloatLoader(path=table, batch_size=BATCH_SIZE, workers=1),
+        "DataLoader, 2 workers": FloatLoader(path=table, batch_size=BATCH_SIZE, workers=2),
+        "tf.data": Records(folder=records, batch_size=BATCH_SIZE),
+    }
+    with ExitStack() as stack:
+        hosts = {name: stack.enter_context(host()) for name in loaders}
+        hosts["tf.data"](WriteRecords(table=table, folder=records))
+        passes = interleaved({name: _turn(hosts[name], loader) for name, loader in loaders.items()}, rounds)
+    return [_core_time("page cache", passes, "first"), *_walls("page cache", passes, limit=None)]
+
+
+def _core_times(what: str, table: str, rounds: int, epochs: tuple[Epoch, ...]) -> list[Figure]:
+    """Another table from the page cache, against the limit alone."""
+    with host() as ours, host() as peer:
+        turns = {
+            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE)),
+            "one pyarrow thread": _turn(peer, ArrowThread(path=table, batch_size=BATCH_SIZE)),
+        }
+        passes = interleaved(turns, rounds)
+    return [_core_time(what, passes, epoch) for epoch in epochs]
+
+
+def _on_s3(table: Path, rounds: int) -> list[Figure]:
+    """From a server on this machine."""
+    import pyarrow.fs as pafs
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tests.s3 import _start
+
+    with ExitStack() as stack:
+        server = _start(stack)
+        server.make_bucket("bench")
+        os.environ |= server.environment()
+        pafs.copy_files(str(table), "s3://bench/table")
+        assert len(files_of("s3://bench/table")[1]) == len(files_of(str(table))[1])
+        loaders: dict[str, Loader] = {
+            "trainwright": LightStream(path="s3://bench/table", batch_size=BATCH_SIZE),
+            "one pyarrow thread": ArrowThread(path="s3://bench/table", batch_size=BATCH_SIZE),
+            "DataLoader, 2 workers": FloatLoader(path="s3://bench/table", batch_size=BATCH_SIZE, workers=2),
+        }
+        hosts = {name: stack.enter_context(host()) for name in loaders}
+        passes = interleaved({name: _turn(hosts[name], loader) for name, loader in loaders.items()}, rounds)
+    return _walls("S3", passes, limit=LIMIT)
+
+
+def _on_ray(table: str, rounds: int) -> list[Figure]:
+    """Against Ray Data, whose cluster is up only here."""
+    split = StreamingSplit(path=table, batch_size=BATCH_SIZE, buffer_rows=BUFFER_ROWS)
+    with host() as ours, host(cluster=True) as cluster:
+        turns = {
+            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE)),
+            "streaming_split": _turn(cluster, split),
+        }
+        return _walls("page cache", interleaved(turns, rounds), limit=None)
+
+
+def _turn(run: Run, loader: Loader) -> Callable[[], list[Pass]]:
+    return lambda: run(Timed(loader=loader, epochs=2))
+
+
+def _core_time(where: str, passes: Mapping[str, list[list[Pass]]], epoch: Epoch) -> Figure:
+    """The limit, for each core used."""
+    number = EPOCHS.index(epoch)
+    ours = [1e6 * turn[number].cpu_s / turn[number].rows for turn in passes["trainwright"]]
+    peers = [1e6 * turn[number].wall_s / turn[number].rows for turn in passes["one pyarrow thread"]]
+    what = f"{where}, {epoch} epoch, core time, against one pyarrow thread"
+    return compare("data_light", what, "us/row", ours, peers, target=LIMIT)
+
+
+def _walls(where: str, passes: Mapping[str, list[list[Pass]]], *, limit: float | None) -> list[Figure]:
+    """Wall time of both epochs, against each peer; `limit` is the target against the pyarrow thread."""
+    figures = []
+    for name, peers in passes.items():
+        for number, epoch in enumerate(EPOCHS) if name != "trainwright" else ():
+            ours = [1e6 * turn[number].wall_s / turn[number].rows for turn in passes["trainwright"]]
+            theirs = [1e6 * turn[number].wall_s / turn[number].rows for turn in peers]
+            target = limit if name == "one pyarrow thread" else 1.0
+            what = f"{where}, {epoch} epoch, against {name}"
+            figures.append(compare("data_light", what, "us/row", ours, theirs, target=target))
+    return figures

@@ -1,0 +1,70 @@
+"""trainwright's side of the data benchmarks: a stream for one rank, as a worker makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import trainwright as tw
+from trainwright.core.data import Feed, Feeding
+from trainwright.datasets.stream import Stream
+
+ONE_RANK = Feeding(data_ranks=range(1), total=1)
+
+
+def rows_of(feed: Feed) -> int:
+    """Rows that the one rank is fed."""
+    return sum(batch.rows for part in feed.parts for batch in part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightStream:
+    """A parquet folder, shuffled, read in the consumer's process."""
+
+    path: str
+    batch_size: int
+
+    def stream(self, epochs: int) -> Stream:
+        """A new stream; it looks up the index."""
+        dataset = tw.datasets.parquet(self.path)
+        return Stream(dataset, batch_size=self.batch_size, epochs=epochs, feeding=ONE_RANK)
+
+    def epochs(self, count: int) -> Iterator[Iterator[int]]:
+        """One stream over all epochs."""
+        yield from _epochs(self.stream(count), count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyStream:
+    """A parquet folder with a heavy transform on Ray Data; a cluster must be up."""
+
+    path: str
+    batch_size: int
+    function: Callable[[dict[str, Any]], dict[str, Any]]
+    cpus: float
+
+    def stream(self, epochs: int) -> tuple[Stream, Any]:
+        """A new stream, and its fetcher, to be closed."""
+        from trainwright.datasets.rays import start_feeder
+
+        dataset = tw.datasets.parquet(self.path).map_batches(self.function, cpus=1)
+        index = dataset.index()
+        shared: dict[str, Any] = {"batch_size": self.batch_size, "epochs": epochs}
+        fetcher = start_feeder(dataset, index, cpus=self.cpus, **shared)
+        return Stream(dataset, index, feeding=ONE_RANK, fetcher=fetcher, **shared), fetcher
+
+    def epochs(self, count: int) -> Iterator[Iterator[int]]:
+        """One feeder over all epochs."""
+        stream, fetcher = self.stream(count)
+        try:
+            yield from _epochs(stream, count)
+        finally:
+            fetcher.close()
+
+
+def _epochs(stream: Stream, count: int) -> Iterator[Iterator[int]]:
+    with stream.feeds() as feeds:
+        for _ in range(count):
+            yield (rows_of(feed) for feed in islice(feeds, stream.steps_per_epoch))

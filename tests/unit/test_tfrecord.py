@@ -1,0 +1,275 @@
+"""TFRecord as a source: what TensorFlow writes is read without it, and every damage is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.core.errors import DataError
+from trainwright.datasets import tfrecord
+from trainwright.datasets.columns import Field
+from trainwright.datasets.crc32c import crc32c, masked
+from trainwright.datasets.examples import Feature, example
+
+ROWS = 5000
+WRITER = """
+import json, sys
+import numpy as np
+import tensorflow as tf
+
+def feature(value):
+    if isinstance(value[0], str):
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[v.encode("latin-1") for v in value]))
+    if isinstance(value[0], float):
+        return tf.train.Feature(float_list=tf.train.FloatList(value=value))
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=value))
+
+with tf.io.TFRecordWriter(sys.argv[1]) as plain, tf.io.TFRecordWriter(sys.argv[2], options="GZIP") as packed:
+    for line in sys.stdin:
+        features = {name: feature(value) for name, value in json.loads(line).items()}
+        record = tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+        plain.write(record)
+        packed.write(record)
+"""
+
+
+def row(number: int) -> dict[str, list[Any]]:
+    """Features of a row; text in latin-1 stands for bytes."""
+    return {
+        "label": [number * (-1) ** number * 10**10],
+        "score": [number / 4],
+        "image": ["".join(map(chr, [number % 256, 0, 255, 0] * (number % 9)))],
+        "box": [0.5, float(number), -1.0],
+        "shape": [28, number],
+        "ids": [(-1) ** i * (number << 7 * i) for i in range(1 + number % 8)],
+        "words": ["a\0"] * (1 + number % 2),
+        "pair": ["x\0", str(number)],
+    }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What TensorFlow writes, plain and compressed."""
+    folder = tmp_path_factory.mktemp("tfrecord")
+    lines = "".join(json.dumps(row(number)) + "\n" for number in range(ROWS))
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", WRITER, str(folder / "a.tfrecord"), str(folder / "b.tfrecord.gz")]
+    done = subprocess.run(command, input=lines, text=True, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def frame(payload: bytes) -> bytes:
+    def summed(data: bytes) -> bytes:
+        return struct.pack("<I", int(masked(crc32c(data, np.array([0]), np.array([len(data)])))[0]))
+
+    length = struct.pack("<Q", len(payload))
+    return length + summed(length) + payload + summed(payload)
+
+
+def field(number: int, wire: int, content: bytes) -> bytes:
+    return bytes([number << 3 | wire]) + (bytes([len(content)]) if wire == 2 else b"") + content
+
+
+def message(name: str, kind: int, values: bytes) -> bytes:
+    """An Example of one feature, by hand."""
+    return field(1, 2, field(1, 2, field(1, 2, name.encode()) + field(2, 2, field(kind, 2, values))))
+
+
+@pytest.mark.parametrize("name", ["a.tfrecord", "b.tfrecord.gz"])
+def test_what_tensorflow_writes_is_read_back_in_any_order(files: Path, name: str) -> None:
+    data = tfrecord(files / name)
+    index = data.index()
+    assert [group.rows for group in index.groups] == ([4096, 904] if name == "a.tfrecord" else [ROWS])
+    assert index.schema == {
+        "label": Field(np.dtype(np.int64), ()),
+        "score": Field(np.dtype(np.float32), ()),
+        "image": Field(np.dtype(object), ()),
+        "box": Field(np.dtype(np.float32), (3,)),
+        "shape": Field(np.dtype(np.int64), (2,)),
+        "ids": Field(np.dtype(object), ()),
+        "words": Field(np.dtype(object), ()),
+        "pair": Field(np.dtype(object), (2,)),
+    }
+    rows = np.random.default_rng(0).permutation(ROWS)[:300].tolist()
+    read = data.read(index, rows)
+    for place, number in enumerate(rows):
+        expected = row(number)
+        assert read["label"][place] == expected["label"][0]
+        assert read["image"][place] == expected["image"][0].encode("latin-1")
+        assert read["ids"][place].tolist() == expected["ids"] and read["ids"][place].dtype == np.int64
+        assert read["words"][place] == [word.encode() for word in expected["words"]]
+        assert read["pair"][place].tolist() == [word.encode() for word in expected["pair"]]
+    np.testing.assert_array_equal(read["score"], np.float32([row(number)["score"][0] for number in rows]))
+    np.testing.assert_array_equal(read["box"], np.float32([row(number)["box"] for number in rows]))
+    assert read["shape"].tolist() == [row(number)["shape"] for number in rows]
+
+
+def test_columns_and_ranges(files: Path) -> None:
+    data = tfrecord(files / "a.tfrecord", columns=["label"])
+    index = data.index()
+    assert list(index.schema) == ["label"] and index.groups[1].stop == (files / "a.tfrecord").stat().st_size
+    with pytest.raises(DataError, match="no column 'lable'") as caught:
+        tfrecord(files / "a.tfrecord", columns=["lable"]).index()
+    assert caught.value.remedy == "did you mean 'label'?"
+
+
+@pytest.mark.parametrize(("byte", "what"), [(3, "length"), (9, "its sum"), (40, "data"), (-2, "sum of the data")])
+def test_a_bit_that_flipped_is_found_when_indexed_and_when_read(files: Path, tmp_path: Path, byte: int, what: str):
+    path = tmp_path / "a.tfrecord"
+    content = (files / "a.tfrecord").read_bytes()
+    lengths, at = [], 0
+    while at < len(content):
+        lengths.append(struct.unpack_from("<Q", content, at)[0] + 16)
+        at += lengths[-1]
+    place = sum(lengths[:4200]) + (byte if byte > 0 else lengths[4200] + byte)
+    path.write_bytes(content)
+    index = tfrecord(path).index()
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    damage = "does not end before" if what == "length" else "the record is damaged: its CRC-32C is wrong"
+    with pytest.raises(DataError, match=damage) as caught:
+        tfrecord(path).index()
+    group = "" if what == "length" else "row group 1, "
+    assert caught.value.where == f"{path}, {group}row 4200"
+    assert tfrecord(path).read(index, [5], ["label"])["label"].tolist() == row(5)["label"]
+    with pytest.raises(DataError, match="the record is damaged") as caught:
+        tfrecord(path).read(index, [4300])
+    assert caught.value.where == f"{path}, row group 1, row 4200"
+
+
+def test_a_length_that_leads_out_of_its_group_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "x.tfrecord"
+    path.write_bytes(frame(LABEL))
+    index = tfrecord(path).index()
+    path.write_bytes(b"\xff" + frame(LABEL)[1:])
+    with pytest.raises(DataError, match="the record is damaged") as caught:
+        tfrecord(path).read(index, [0])
+    assert caught.value.where == f"{path}, row group 0, row 0"
+
+
+LABEL = message("label", 3, field(1, 2, b"\x05"))
+
+
+@pytest.mark.parametrize(
+    ("payloads", "error", "where"),
+    [
+        ([LABEL, b"some text"], "the record is no tf.train.Example: ", ", row group 0, row 1"),
+        ([LABEL, LABEL[:-1]], "a field is longer than its message", ", row group 0, row 1"),
+        ([b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"], "a number without an end", ", row group 0, row 0"),
+        ([b"\x0a\x00\x12\x00"], "it looks like a SequenceExample", ", row group 0, row 0"),
+        ([LABEL, message("label", 2, field(1, 2, bytes(4)))], "float32 here and int64 in the rows before",
+         ", row group 0, row 1, column 'label'"),
+    ],
+)  # fmt: skip
+def test_records_that_are_no_examples_are_named(tmp_path: Path, payloads: list[bytes], error: str, where: str) -> None:
+    path = tmp_path / "x.tfrecord"
+    path.write_bytes(b"".join(map(frame, payloads)))
+    with pytest.raises(DataError, match=error) as caught:
+        tfrecord(path).index()
+    assert caught.value.where == f"{path}{where}"
+
+
+@pytest.mark.parametrize(
+    ("second", "message_of"),
+    [
+        (message("other", 3, field(1, 2, b"\x05")), "the record has no feature 'label'"),
+        (message("label", 3, b""), "0 values"),
+        (field(1, 2, field(1, 2, field(1, 2, b"label") + field(2, 2, b""))), "the record has no feature 'label'"),
+        (message("label", 3, field(1, 2, b"\x85")), "a number without an end"),
+        (message("label", 3, field(1, 2, b"\x85" * 11 + b"\x01")), "a number without an end"),
+        (message("label", 2, field(1, 2, bytes(4))), "1 values of float32 where all rows had int64"),
+    ],
+)
+def test_a_missing_or_damaged_feature_names_its_row(tmp_path: Path, second: bytes, message_of: str) -> None:
+    path = tmp_path / "x.tfrecord"
+    path.write_bytes(frame(LABEL) * 3)
+    index = tfrecord(path).index()
+    path.write_bytes(frame(LABEL) + frame(second) + frame(LABEL))
+    group = replace(index.groups[0], stop=path.stat().st_size)
+    changed = replace(index, groups=(group,), sizes={})
+    with pytest.raises(DataError, match=message_of) as caught:
+        tfrecord(path).read(changed, [0])
+    assert caught.value.where == f"{path}, row group 0, row 1, column 'label'"
+
+
+def test_files_must_agree_on_kinds_and_may_differ_in_length(tmp_path: Path) -> None:
+    (tmp_path / "a.tfrecord").write_bytes(frame(LABEL))
+    (tmp_path / "b.tfrecord").write_bytes(frame(message("label", 3, field(1, 2, b"\x05\x06"))))
+    data = tfrecord(tmp_path)
+    index = data.index()
+    assert [array.tolist() for array in data.read(index, [0, 1])["label"]] == [[5], [5, 6]]
+    (tmp_path / "c.tfrecord").write_bytes(frame(message("label", 1, field(1, 2, b"a"))))
+    with pytest.raises(DataError, match=r"'label' is bytes here and list of int64 in .*a\.tfrecord"):
+        tfrecord(tmp_path).index()
+
+
+@pytest.mark.parametrize(("content", "error"), [(b"", "no rows"), (frame(LABEL)[:-1], "does not end before")])
+def test_empty_and_cut_files(tmp_path: Path, content: bytes, error: str) -> None:
+    (tmp_path / "x.tfrecord").write_bytes(content)
+    with pytest.raises(DataError, match=error):
+        tfrecord(tmp_path).index()
+
+
+def test_numbers_may_be_packed_or_stand_alone() -> None:
+    alone = message("x", 3, field(1, 0, b"\x05") + field(1, 0, b"\x96\x01") + field(1, 2, b"\x07\x08"))
+    assert example(alone, 0, len(alone))["x"].numbers().tolist() == [5, 150, 7, 8]
+    floats = message("x", 2, field(1, 5, struct.pack("<f", 0.5)) + field(1, 2, struct.pack("<2f", 1.5, 2.5)))
+    assert example(floats, 0, len(floats))["x"].numbers().tolist() == [0.5, 1.5, 2.5]
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=40))
+def test_numbers_of_any_size(values: list[int]) -> None:
+    packed = b""
+    for value in values:
+        rest = value & (1 << 64) - 1
+        while rest >= 0x80:
+            packed += bytes([rest & 0x7F | 0x80])
+            rest >>= 7
+        packed += bytes([rest])
+    feature = Feature("int64", [packed])
+    assert feature.numbers().tolist() == values and feature.length() == len(values)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_an_example_or_refused(data: bytes) -> None:
+    try:
+        features = example(data, 0, len(data))
+    except ValueError:
+        return
+    assert all(part in data for feature in features.values() for part in feature.parts)
+
+
+def slow_crc(data: bytes) -> int:
+    state = 0xFFFFFFFF
+    for byte in data:
+        state ^= byte
+        for _ in range(8):
+            state = state >> 1 ^ (0x82F63B78 if state & 1 else 0)
+    return state ^ 0xFFFFFFFF
+
+
+@given(st.lists(st.binary(max_size=300), min_size=1, max_size=12))
+def test_crc32c_of_many_records_is_that_of_each(records: list[bytes]) -> None:
+    stops = np.cumsum([len(record) for record in records])
+    sums = crc32c(b"".join(records), stops - [len(record) for record in records], stops)
+    assert sums.tolist() == [slow_crc(record) for record in records]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [(b"", 0), (b"123456789", 0xE3069283), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43),
+     (bytes(range(32)), 0x46DD794E), (bytes(range(31, -1, -1)), 0x113FDB5C)],
+)  # fmt: skip
+def test_crc32c_of_rfc_3720(data: bytes, expected: int) -> None:
+    assert crc32c(data, np.array([0]), np.array([len(data)])).tolist() == [expected]
