@@ -43,7 +43,7 @@ def inspect(
     """Show columns, counts, sizes, samples, skew, and what is worth mending."""
     from trainwright.datasets.inspecting import inspect as look
 
-    found = {name: look(dataset, rows) for name, dataset in _datasets(path, kind).items()}
+    found = {name: look(dataset, rows, **how) for name, (dataset, how) in _datasets(path, kind).items()}
     if as_json:
         listed = [as_data(inspection, name) for name, inspection in found.items()]
         print(json.dumps(listed[0] if len(listed) == 1 else listed, indent=2))
@@ -81,17 +81,18 @@ def convert(
     )
 
 
-def _datasets(path: str, kind: str | None) -> dict[str, Dataset]:
-    """The data set at a path, or those of a job file."""
+def _datasets(path: str, kind: str | None) -> dict[str, tuple[Dataset, dict[str, Any]]]:
+    """The data set at a path, or those of a job file, and how it is trained on where that is known."""
     if path.endswith(".py"):
         from trainwright.jobfile import load_job
 
         job = load_job(path)
+        how = {"batch_size": job.batch_size, "window": job.shuffle_window}
         found = {"train": job.train, "evaluate": job.evaluate}
-        return {name: dataset for name, dataset in found.items() if dataset is not None}
+        return {name: (dataset, how) for name, dataset in found.items() if dataset is not None}
     from trainwright.datasets.converting import source_at
 
-    return {"": source_at(path, kind)}
+    return {"": (source_at(path, kind), {})}
 
 
 def as_data(found: Inspection, name: str = "") -> dict[str, Any]:
@@ -116,6 +117,7 @@ def as_data(found: Inspection, name: str = "") -> dict[str, Any]:
         "classes": {column: {str(value): rows for value, rows in counts.items()} for column, counts in
                     found.classes.items()},
         "counted_rows": found.counted_rows,
+        "shuffle": None if found.shuffle is None else asdict(found.shuffle),
         "warnings": list(found.warnings),
     }  # fmt: skip
 
@@ -150,6 +152,12 @@ def _facts(found: Inspection) -> RenderableType:
     )
     if found.files is not None:
         table.add_row("files", f"{found.files.count:,}, {words.size(found.files.size_bytes)}")
+    if found.shuffle is not None:
+        table.add_row(
+            "shuffle",
+            f"spreads stored neighbours {found.shuffle.scatter:.2f} times as far as a perfect permutation; batches are "
+            f"{found.shuffle.clumping:.2f} times as uneven over the storage as by chance",
+        )
     return table
 
 

@@ -118,12 +118,9 @@ class Session:
         prepared, job = self._prepared, self._prepared.job
         fetcher = evaluate_fetcher = None
         if job.train.heavy:
-            fetcher = self._feeder(
-                job.train, prepared.train, epochs=job.epochs, shuffle=job.shuffle, drop_last=job.drop_last,
-                epoch_samples=job.epoch_samples,
-            )  # fmt: skip
+            fetcher = self._feeder(job.train, prepared.train, job.ordering())
         if job.evaluate is not None and job.evaluate.heavy:
-            evaluate_fetcher = self._feeder(job.evaluate, prepared.evaluate, shuffle=False)
+            evaluate_fetcher = self._feeder(job.evaluate, prepared.evaluate, job.ordering(evaluate=True))
         return WorkOrder(
             job=pack(job),
             plan=self._decision.chosen,
@@ -135,16 +132,14 @@ class Session:
             evaluate_fetcher=evaluate_fetcher,
         )
 
-    def _feeder(self, dataset: Dataset, index: Index | None, **how: Any) -> Fetcher:
+    def _feeder(self, dataset: Dataset, index: Index | None, ordering: dict[str, Any]) -> Fetcher:
         """Ray Data's delivery of a data set with heavy transforms."""
         from trainwright.datasets.rays import start_feeder
 
         assert index is not None, "a data set that is read has an index"
         job, cpus = self._prepared.job, self._decision.chosen.placement.data_cpus
         with by_value():
-            feeder = start_feeder(
-                dataset, index, batch_size=job.batch_size, cpus=cpus, seed=job.seed, columns=job.columns, **how
-            )
+            feeder = start_feeder(dataset, index, cpus=cpus, columns=job.columns, **ordering)
         self._feeders.append(feeder)
         return feeder
 
@@ -169,11 +164,7 @@ class Session:
 
 def _schedule(prepared: Prepared) -> Schedule:
     """The order of the run's samples, for the cursors of its checkpoints."""
-    job = prepared.job
-    return schedule_of(
-        prepared.train, batch_size=job.batch_size, epochs=job.epochs, seed=job.seed, shuffle=job.shuffle,
-        drop_last=job.drop_last, epoch_samples=job.epoch_samples,
-    )  # fmt: skip
+    return schedule_of(prepared.train, **prepared.job.ordering())
 
 
 def _devices(plan: Plan) -> tuple[tuple[str, ...], ...]:

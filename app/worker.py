@@ -91,8 +91,6 @@ class Worker:
         job = unpack(order.job)
         feeding = order.plan.feed_of(rank)
         shared: dict[str, Any] = {
-            "batch_size": job.batch_size,
-            "seed": job.seed,
             "feeding": feeding,
             "static_shapes": self._engine.capabilities.static_shapes,
             "columns": job.columns,
@@ -100,14 +98,17 @@ class Worker:
         if job.on_error == "skip":
             shared["salvage"] = Salvage(job.skip_limit, self._quarantine)
         self._stream = Stream(
-            job.train, order.train, epochs=job.epochs, shuffle=job.shuffle, drop_last=job.drop_last,
-            epoch_samples=job.epoch_samples, accumulation=order.plan.accumulation, fetcher=order.fetcher, **shared,
-        )  # fmt: skip
+            job.train,
+            order.train,
+            accumulation=order.plan.accumulation,
+            fetcher=order.fetcher,
+            **shared,
+            **job.ordering(),
+        )
         if job.evaluate is not None:
             self._evaluation = Stream(
-                job.evaluate, order.evaluate, epochs=1, shuffle=False, drop_last=False,
-                fetcher=order.evaluate_fetcher, **shared,
-            )  # fmt: skip
+                job.evaluate, order.evaluate, fetcher=order.evaluate_fetcher, **shared, **job.ordering(evaluate=True)
+            )
         tag = self._engine.build(job.model_spec(self._stream.total_steps), order.plan)
         self._built = True
         return tag

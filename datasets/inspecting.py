@@ -17,9 +17,12 @@ from trainwright.datasets.columns import Arrays, Field
 from trainwright.datasets.files import ParquetSource
 from trainwright.datasets.finding import system_of
 from trainwright.datasets.index import Group, Index, Loader
+from trainwright.datasets.order import Order, choose_lanes
+from trainwright.datasets.quality import ShuffleQuality, shuffle_quality
 from trainwright.datasets.sources import Dataset
 
 _COUNTED_ROWS = 1_000_000
+_SHUFFLED_ROWS = 2_000_000  # of larger data the shuffle takes too long to measure
 _CLASSES = 100
 _HUGE_BYTES, _ALONE_BYTES = 512 << 20, 64 << 20
 _TINY_BYTES, _MANY = 1 << 20, 1000
@@ -67,6 +70,7 @@ class Inspection:
         samples: the first rows; values as numbers, text, or words about an array.
         classes: by integer column of few values: rows of each value, the most frequent first.
         counted_rows: rows that `classes` was counted over.
+        shuffle: how well training shuffles it; None where it has too many rows to measure that.
         problems: what could not be read, in words.
     """
 
@@ -81,6 +85,7 @@ class Inspection:
     samples: tuple[Mapping[str, Any], ...]
     classes: Mapping[str, Mapping[int, int]]
     counted_rows: int
+    shuffle: ShuffleQuality | None
     problems: tuple[str, ...]
 
     @property
@@ -94,12 +99,19 @@ class Inspection:
         return tuple(_warnings(self))
 
 
-def inspect(dataset: Dataset, sample_rows: int = 3) -> Inspection:
+def inspect(dataset: Dataset, sample_rows: int = 3, *, batch_size: int = 256, window: int | None = None) -> Inspection:
     """Look at a data set. Reads its index, the first rows, and integer columns of up to a million rows.
 
-    Raises DataError where there is no index; what is wrong with single rows goes into `problems`.
+    Args:
+        sample_rows: rows to show.
+        batch_size: of the training whose shuffle is measured.
+        window: its `shuffle_window`.
+
+    Raises:
+        DataError: there is no index; what is wrong with single rows goes into `problems`.
     """
     index = dataset.index()
+    lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
     problems: list[str] = []
     picked = list(_picked(index.groups))
     rows = np.array([group.rows for group in index.groups])
@@ -116,6 +128,7 @@ def inspect(dataset: Dataset, sample_rows: int = 3) -> Inspection:
         samples=samples,
         classes=_classes(dataset, index, picked, problems),
         counted_rows=sum(index.groups[number].rows for number in picked),
+        shuffle=shuffle_quality(Order(lanes=lanes), batch_size) if index.rows <= _SHUFFLED_ROWS else None,
         problems=tuple(problems),
     )
 

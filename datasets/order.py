@@ -2,7 +2,8 @@
 
 The rows are cut into C canonical lanes, the same in every epoch. By (seed, epoch) the windows of each lane come in a
 new order and the rows inside each window are permuted. Position i of the epoch is the next row of lane i mod C, so
-which samples make up a global batch does not depend on the number of workers. Permutations are sorts of SplitMix64
+which samples make up a global batch does not depend on the number of workers. Lanes that follow each other lie far
+apart in storage, so that a batch smaller than C is spread over all of it too. Permutations are sorts of SplitMix64
 keys (Steele, Lea and Flood, 2014): they are the same on every machine and with every version of numpy.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ Rows = npt.NDArray[np.int64]
 MEMORY_BYTES = 512 << 20
 HIGHLY_COMPOSITE = (1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840)
 _FEW_LANES, _MANY_LANES = 24, 120
+_GOLDEN = 0.6180339887498949
 _LANE_ROWS = 16  # shorter lanes mix nothing
 _WINDOW_ROWS = (1024, 65536)
 _SORTED_ROWS = 1 << 21  # rows whose permutation is held at a time, over all lanes
@@ -35,7 +38,8 @@ class Lanes:
 
     Attributes:
         rows: of the data set.
-        count: C, the number of lanes: contiguous row ranges, of which the first rows % C are one row longer.
+        count: C, the number of lanes: contiguous row ranges. Lane l is range l * stride mod C in storage; the first
+            rows % C lanes are one row longer.
         window: rows that are permuted together, at most.
         groups: first row of each row group, ascending; windows are cut there where that is possible.
     """
@@ -49,18 +53,29 @@ class Lanes:
         if not (1 <= self.count <= self.rows and self.window >= 1):
             raise ValueError(f"{self.count} lanes and windows of {self.window} rows cannot hold {self.rows} rows")
 
+    @property
+    def stride(self) -> int:
+        """Prime to C and near the golden section of it, whose multiples spread most evenly."""
+        return min(
+            (step for step in range(1, self.count + 1) if gcd(step, self.count) == 1),
+            key=lambda step: abs(step - _GOLDEN * self.count),
+        )
+
     @cached_property
     def starts(self) -> Rows:
         """First row of each lane: (count,) int64."""
         lanes = np.arange(self.count, dtype=np.int64)
-        return lanes * (self.rows // self.count) + np.minimum(lanes, self.rows % self.count)
+        sizes, ranges = self.rows // self.count + (lanes < self.rows % self.count), lanes * self.stride % self.count
+        stored = np.empty_like(sizes)
+        stored[ranges] = sizes
+        return (np.cumsum(stored) - stored)[ranges]
 
     @cached_property
     def edges(self) -> Rows:
         """First row of each window, over all lanes, ascending, and the number of rows: (windows + 1,) int64."""
         groups = np.asarray(self.groups, dtype=np.int64)
         firsts: list[int] = []
-        for start, stop in pairwise([*self.starts.tolist(), self.rows]):
+        for start, stop in pairwise([*sorted(self.starts.tolist()), self.rows]):
             inner = groups[np.searchsorted(groups, start, "right") : np.searchsorted(groups, stop, "left")]
             firsts.extend(_windows(start, stop, inner.tolist(), self.window))
         return np.array([*firsts, self.rows], dtype=np.int64)
@@ -188,10 +203,10 @@ class Order:
         return lru_cache(maxsize=2 * self.lanes.count + 2)(self._permutation)
 
     def _sequence(self, epoch: int) -> tuple[Rows, Rows]:
-        """Windows in the order of an epoch, lane after lane: (the slot each begins at, its number)."""
+        """Windows in the order of an epoch, lane after lane in storage: (the slot each begins at, its number)."""
         edges = self.lanes.edges
-        lanes = np.searchsorted(self.lanes.starts, edges[:-1], "right")
-        windows = np.lexsort((_keys(fold(self.seed, epoch), len(edges) - 1), lanes))
+        ranges = np.searchsorted(np.sort(self.lanes.starts), edges[:-1], "right")
+        windows = np.lexsort((_keys(fold(self.seed, epoch), len(edges) - 1), ranges))
         sizes = np.diff(edges)[windows]
         return np.cumsum(sizes) - sizes, windows
 

@@ -50,6 +50,8 @@ class Job(BaseModel):
         clip_norm: largest global gradient norm.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate; see `tw.schedules`.
         shuffle: whether the training order changes with each epoch.
+        shuffle_window: rows that are permuted together, larger for a better shuffle and more memory; by default as many
+            as fit a reader's memory. `trainwright data inspect` measures what that gives.
         drop_last: leave out the short last batch of an epoch.
         checkpoint_steps: a checkpoint after this many steps; by default at the end of each epoch.
         keep: checkpoints kept.
@@ -90,6 +92,7 @@ class Job(BaseModel):
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     schedule: Callable[[int, int], float] | None = None
     shuffle: bool = True
+    shuffle_window: Annotated[int, Field(ge=1)] | None = None
     drop_last: bool = False
     checkpoint_steps: Annotated[int, Field(ge=1)] | None = None
     keep: Annotated[int, Field(ge=1)] = 3
@@ -162,6 +165,13 @@ class Job(BaseModel):
         if self.step is not None or self.collate is not None:
             return None
         return tuple(dict.fromkeys(self.input_columns + self.target_columns))
+
+    def ordering(self, *, evaluate: bool = False) -> dict[str, Any]:
+        """What the order of the samples follows from beside the data: arguments of `datasets.stream.schedule_of`."""
+        if evaluate:
+            return {"batch_size": self.batch_size, "seed": self.seed, "epochs": 1, "shuffle": False, "drop_last": False}
+        names = ("batch_size", "seed", "epochs", "shuffle", "drop_last", "epoch_samples")
+        return {**{name: getattr(self, name) for name in names}, "window": self.shuffle_window}
 
     def model_spec(self, total_steps: int) -> ModelSpec:
         """The part of the job that an engine needs."""

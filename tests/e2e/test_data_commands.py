@@ -50,7 +50,15 @@ def test_inspect_shows_what_is_there(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet")
     code, out, err = finish("data", "inspect", path)
     assert code == 0 and not err, err
-    for text in ("1,000", "100 of 10 to 10 rows", "uint8", "[8, 4]", "label: 0: 334, 1: 333, 2: 333", "row 2"):
+    for text in (
+        "1,000",
+        "100 of 10 to 10 rows",
+        "uint8",
+        "[8, 4]",
+        "label: 0: 334, 1: 333, 2: 333",
+        "row 2",
+        "perfect permutation",
+    ):
         assert text in out, out
 
 
@@ -76,6 +84,7 @@ def test_inspect_as_json_and_of_a_job_file(tmp_path: Path) -> None:
     assert code == 0, err
     both = json.loads(out)
     assert [found["name"] for found in both] == ["train", "evaluate"]
+    assert 0.8 < both[0]["shuffle"]["scatter"] < 1.2 and both[0]["shuffle"]["clumping"] < 1.2
     assert sum(found["rows"] for found in both) == 1000 and "split(" in both[0]["source"]
 
 

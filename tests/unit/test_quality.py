@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import trainwright as tw
 from trainwright.datasets.order import Lanes, Order, Rows, choose_lanes
 from trainwright.datasets.quality import ShuffleQuality, shuffle_quality
+from trainwright.datasets.stream import schedule_of
 
 
 class Perfect(Order):
@@ -32,10 +34,13 @@ def test_no_shuffle_is_measured_as_none() -> None:
     assert quality.scatter < 0.001 and quality.clumping > 10 and quality.memory == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("batch_size", [8, 50, 256])
 @pytest.mark.parametrize(("rows", "groups"), [(60_000, 12), (200_000, 40), (200_000, 1)])
-def test_what_fits_the_memory_of_a_reader_is_shuffled_as_by_a_perfect_permutation(rows: int, groups: int) -> None:
+def test_what_fits_the_memory_of_a_reader_is_shuffled_as_by_a_perfect_permutation(
+    rows: int, groups: int, batch_size: int
+) -> None:
     firsts = tuple(range(0, rows, rows // groups))
-    quality = shuffle_quality(Order(lanes=choose_lanes(rows, 1024, groups=firsts), seed=1), 256)
+    quality = shuffle_quality(Order(lanes=choose_lanes(rows, 1024, groups=firsts), seed=1), batch_size)
     assert quality.scatter > 0.95
     assert quality.clumping < 1.05, "batches are at least as even as chance makes them"
     assert abs(quality.memory) < 0.05
@@ -60,3 +65,17 @@ def test_a_small_window_shuffles_less_and_says_so() -> None:
     small, large = quality(64), quality(12_500)
     assert small.scatter < 0.1 < 0.9 < large.scatter
     assert small.clumping > 3 * large.clumping
+
+
+def test_the_window_of_a_job_reaches_its_schedule() -> None:
+    """By default all of so small a table is mixed."""
+    data = tw.datasets.table({"x": np.arange(4800)})
+    index = data.index()
+
+    def quality(window: int | None) -> ShuffleQuality:
+        job = tw.Job(
+            name="n", model=dict, optimizer=list, train=data, loss=max, inputs="x", batch_size=8, shuffle_window=window
+        )
+        return shuffle_quality(schedule_of(index, **job.ordering()).order, job.batch_size)
+
+    assert quality(8).scatter < 0.5 * quality(None).scatter
