@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import pyarrow as pa
 import ray
-from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, read_datasource
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, TaskPoolStrategy, read_datasource
 from ray.data.block import BlockMetadata
 
 from trainwright.core.errors import TrainwrightError
@@ -31,6 +31,7 @@ from trainwright.datasets.transforms import Counters, apply
 
 PIECE_ROWS = 128
 _TASKS = 1024  # read tasks of one Ray Data execution: their list is made at once
+_QUEUED = 2  # tasks of a stage that wait for a CPU, so that none is idle between two of them
 
 
 class Piece(NamedTuple):
@@ -116,12 +117,29 @@ class Recipe:
         return content._replace(columns=columns)
 
 
+class Gate(NamedTuple):
+    """Holds back the reading of what is not wanted yet, which bounds what a pipeline keeps in memory.
+
+    Attributes:
+        feeder: handle of the actor that answers `admit(pipeline, step) -> bool`.
+        pipeline: number of the pipeline.
+    """
+
+    feeder: Any
+    pipeline: int
+
+    def pass_(self, step: int) -> None:
+        """Wait until pieces of the chunk at `step` are wanted. Raises RuntimeError where they never will be."""
+        if not ray.get(self.feeder.admit.remote(self.pipeline, step)):
+            raise RuntimeError(f"pipeline {self.pipeline} was replaced by another")
+
+
 class PlannedSource(Datasource):
     """A read task for each piece."""
 
-    def __init__(self, recipe: ray.ObjectRef[bytes], pieces: Sequence[Piece]) -> None:
+    def __init__(self, recipe: ray.ObjectRef[bytes], pieces: Sequence[Piece], gate: Gate) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # Ray Data is typed in part
-        self._recipe, self._pieces = recipe, pieces
+        self._recipe, self._pieces, self._gate = recipe, pieces, gate
 
     def estimate_inmemory_data_size(self) -> int | None:
         """Unknown."""
@@ -132,36 +150,44 @@ class PlannedSource(Datasource):
     ) -> list[ReadTask]:
         """One for each piece, in their order, whatever the parallelism."""
         metadata = BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None)
-        return [ReadTask(_reading(self._recipe, piece), metadata) for piece in self._pieces]
+        return [ReadTask(_reading(self._recipe, piece, self._gate), metadata) for piece in self._pieces]
 
 
-def run(recipe: ray.ObjectRef[bytes], pieces: Iterable[Piece], cpus: float) -> Iterator[ray.ObjectRef[pa.Table]]:
+def run(
+    recipe: ray.ObjectRef[bytes], pieces: Iterable[Piece], cpus: float, gate: Gate
+) -> Iterator[ray.ObjectRef[pa.Table]]:
     """Run the pipeline over pieces; gives blocks as they are finished, in any order.
+
+    Ray Data's own reservation of resources is off: it leaves a CPU idle from the end of a task to the next turn of its
+    loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
 
     Args:
         recipe: a pickled Recipe.
         pieces: to compute.
         cpus: that the pipeline may use at a time.
+        gate: passed before each piece is read.
     """
     stages, waiting = _recipe(recipe), list(pieces)
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(cpu=cpus)
+    context.op_resource_reservation_enabled = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     for start in range(0, len(waiting), _TASKS):
         part = waiting[start : start + _TASKS]
         data = read_datasource(
-            PlannedSource(recipe, part),
+            PlannedSource(recipe, part, gate),
             override_num_blocks=len(part),
             compute=ActorPoolStrategy(size=1),  # one process, so that what is decoded is decoded once
             num_cpus=0,
         )
         for number, (first, _) in enumerate(stages.stages[1:], 1):
+            need = stages.dataset.transforms[first].cpus
             data = data.map_batches(
                 _stage(recipe, number),
                 batch_size=1,
                 batch_format="pyarrow",
-                num_cpus=stages.dataset.transforms[first].cpus,
+                num_cpus=need,
+                compute=TaskPoolStrategy(size=int(cpus / need) + _QUEUED),
             )
         for bundle in data.iter_internal_ref_bundles():
             yield from (entry.ref for entry in bundle.blocks)
@@ -184,8 +210,12 @@ def _recipe(recipe: ray.ObjectRef[bytes]) -> Recipe:
     return made
 
 
-def _reading(recipe: ray.ObjectRef[bytes], piece: Piece) -> Callable[[], list[pa.Table]]:
-    return lambda: [_block(piece, _recipe(recipe).read(piece))]
+def _reading(recipe: ray.ObjectRef[bytes], piece: Piece, gate: Gate) -> Callable[[], list[pa.Table]]:
+    def read() -> list[pa.Table]:
+        gate.pass_(piece.step)
+        return [_block(piece, _recipe(recipe).read(piece))]
+
+    return read
 
 
 def _stage(recipe: ray.ObjectRef[bytes], number: int) -> Callable[[pa.Table], pa.Table]:

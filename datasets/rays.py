@@ -7,6 +7,7 @@ outside it, or was lost, is computed again by a pipeline that starts there.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import traceback
@@ -45,9 +46,10 @@ class Answer:
 
 @dataclass(kw_only=True)
 class _Window:
-    """What one pipeline has delivered so far and may still deliver. Changed by the event loop alone, holding the gate.
+    """What one pipeline has delivered so far and may still deliver. Changed by the event loop alone.
 
     Attributes:
+        number: of the pipeline.
         start: first step of the pipeline.
         total: data ranks it deals to.
         parts: finished pieces by label.
@@ -57,6 +59,7 @@ class _Window:
         error: why the pipeline ended early.
     """
 
+    number: int
     start: int
     total: int
     parts: dict[Label, dict[int, tuple[Any, int]]] = field(default_factory=dict)
@@ -70,15 +73,13 @@ class _Window:
         """All pieces of the share are here."""
         return label in self.counts and len(self.parts[label]) == self.counts[label]
 
+    def wants(self, step: int, ahead: int) -> bool:
+        """The chunk at `step` is not too far ahead of those asked for."""
+        return step <= max(self.asked.values(), default=self.start) + ahead
+
     def covers(self, step: int, rank: int, total: int, ahead: int) -> bool:
         """The share is here or will come soon."""
-        frontier = max(self.asked.values(), default=self.start)
-        return total == self.total and self.floors.get(rank, self.start) <= step <= frontier + ahead
-
-    def hungry(self) -> bool:
-        """Somebody waits, or little lies ready."""
-        ready = sum(step > self.asked.get(rank, -1) for step, rank in self.parts)
-        return self.waits > 0 or ready < _AHEAD_CHUNKS * self.total
+        return total == self.total and self.floors.get(rank, self.start) <= step and self.wants(step, ahead)
 
     def trim(self, step: int, rank: int, replay: int) -> None:
         """Forget what this rank will not ask for again."""
@@ -100,7 +101,15 @@ class Feeder:
         self._stored = ray.put(recipe)
         self._window: _Window | None = None
         self._news = asyncio.Event()
-        self._gate = threading.Condition()
+        self._pipelines = itertools.count()
+
+    async def admit(self, pipeline: int, step: int) -> bool:
+        """Wait until pieces of the chunk at `step` are wanted of a pipeline; False where it was replaced."""
+        while (window := self._window) is not None and window.number == pipeline:
+            if window.wants(step, self._steps(_AHEAD_CHUNKS)):
+                return True
+            await self._news.wait()
+        return False
 
     async def chunk(self, step: int, rank: int, total: int, deadline_s: float, lost: bool = False) -> Answer:
         """The share that data rank `rank` of `total` has of the chunk that starts at `step`.
@@ -114,8 +123,7 @@ class Feeder:
         """
         until = time.monotonic() + deadline_s
         if lost and self._window is not None:
-            with self._gate:
-                self._window.trim(step + 1, rank, 0)
+            self._window.trim(step + 1, rank, 0)
         try:
             while True:
                 window = self._window
@@ -137,45 +145,38 @@ class Feeder:
 
     async def _wait(self, until: float, window: _Window | None) -> None:
         """Wait for news; counted among those who wait for `window`."""
-        self._count(window, 1)
+        if window is not None:
+            window.waits += 1
         try:
             await asyncio.wait_for(self._news.wait(), until - time.monotonic())
         finally:
-            self._count(window, -1)
-
-    def _count(self, window: _Window | None, number: int) -> None:
-        if window is not None:
-            with self._gate:
-                window.waits += number
-                self._gate.notify_all()
+            if window is not None:
+                window.waits -= 1
 
     def _given(self, window: _Window, step: int, rank: int) -> Answer:
         parts = window.parts[step, rank]
-        with self._gate:
-            window.asked[rank] = step
-            window.trim(step, rank, self._steps(_REPLAY_CHUNKS))
-            self._gate.notify_all()
+        window.asked[rank] = step
+        window.trim(step, rank, self._steps(_REPLAY_CHUNKS))
         return Answer(blocks=tuple(parts[number] for number in sorted(parts)))
 
     def _start(self, step: int, total: int) -> None:
-        """Start a pipeline at a chunk; the one before ends at its next block."""
-        with self._gate:
-            self._window = _Window(start=step, total=total)
-            self._gate.notify_all()
-        arguments = self._window, asyncio.get_running_loop()
+        """Start a pipeline at a chunk; the one before ends at its next piece."""
+        self._window = _Window(number=next(self._pipelines), start=step, total=total)
+        arguments = self._window, asyncio.get_running_loop(), self._handle()
         threading.Thread(target=self._pump, args=arguments, name="trainwright-pump", daemon=True).start()
 
-    def _pump(self, window: _Window, loop: asyncio.AbstractEventLoop) -> None:
-        """Take blocks from the pipeline while they are wanted. Runs in a thread."""
+    def _pump(self, window: _Window, loop: asyncio.AbstractEventLoop, handle: Any) -> None:
+        """Take blocks from the pipeline until it is replaced. Runs in a thread."""
         from trainwright.datasets import pipeline
 
         error: TrainwrightError
         try:
             pieces = self._recipe.pieces(window.start, window.total)
-            for block in pipeline.run(self._stored, pieces, self._cpus):
+            gate = pipeline.Gate(handle, window.number)
+            for block in pipeline.run(self._stored, pieces, self._cpus, gate):
                 found = pipeline.labels(ray.get(block))
                 loop.call_soon_threadsafe(self._arrived, window, block, found)
-                if not self._wanted(window):
+                if self._window is not window:
                     return
             error = DataError(
                 "Ray Data ended before all data was delivered", remedy="run again with -v and look at its log"
@@ -188,19 +189,12 @@ class Feeder:
             )
         loop.call_soon_threadsafe(self._ended, window, error)
 
-    def _wanted(self, window: _Window) -> bool:
-        """Wait until more blocks are wanted. False: the pipeline was replaced."""
-        with self._gate:
-            self._gate.wait_for(lambda: self._window is not window or window.hungry())
-            return self._window is window
-
     def _arrived(self, window: _Window, block: Any, found: list[Any]) -> None:
-        with self._gate:
-            for row, piece in enumerate(found):
-                label = piece.step, piece.rank
-                if piece.step >= window.floors.get(piece.rank, window.start):
-                    window.counts[label] = piece.parts
-                    window.parts.setdefault(label, {})[piece.part] = block, row
+        for row, piece in enumerate(found):
+            label = piece.step, piece.rank
+            if piece.step >= window.floors.get(piece.rank, window.start):
+                window.counts[label] = piece.parts
+                window.parts.setdefault(label, {})[piece.part] = block, row
         self._tell()
 
     def _ended(self, window: _Window, error: TrainwrightError) -> None:
@@ -210,6 +204,9 @@ class Feeder:
     def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+    def _handle(self) -> Any:
+        return ray.get_runtime_context().current_actor
 
     def _steps(self, chunks: int) -> int:
         return int(chunks * self._recipe.length)
@@ -249,6 +246,12 @@ class RayFetcher:
                 asked, lost = None, True
             except (ActorUnavailableError, RayActorError) as error:
                 asked = None
+                if getattr(error, "actor_init_failed", False):
+                    raise DataError(
+                        "the data set cannot be opened where Ray Data runs",
+                        remedy="install what its functions import on every node",
+                        detail=str(error),
+                    ) from error
                 if time.monotonic() > until:
                     raise HangError(f"the feeder is gone: {error}", remedy="run the same command again") from error
                 time.sleep(_RETRY_S)

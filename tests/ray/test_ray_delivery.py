@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import threading
 import time
@@ -18,10 +19,10 @@ import ray
 
 from tests.unit.test_stream import collect, same
 from trainwright.core.data import Feed, Feeding
-from trainwright.core.errors import HangError, ResourceError, UserCodeError
+from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, pipeline, table
-from trainwright.datasets.rays import Answer, Feeder, RayFetcher, start_feeder
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.rays import Answer, Feeder, RayFetcher, _Window, start_feeder
+from trainwright.datasets.stream import Stream, schedule_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -35,6 +36,16 @@ def heavy(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def noisy(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     return {**row, "noise": np.float16(rng.random())}
+
+
+class Foreign:
+    """A function of a module that this machine has and others lack."""
+
+    def __call__(self, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return columns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, ("not_there",)
 
 
 def dataset() -> Dataset:
@@ -78,19 +89,50 @@ def test_the_same_batches_both_ways(shared: RayFetcher, total: int, start: int) 
 async def answer_of(local: Feeder, step: int) -> Answer:
     """Ask a feeder in this process, and end its pump."""
     answer = await local.chunk(step, 1, 2, 60.0)
-    with local._gate:
-        local._window = None
-        local._gate.notify_all()
+    local._window = None
     for pump in [thread for thread in threading.enumerate() if thread.name == "trainwright-pump"]:
         await asyncio.to_thread(pump.join, 60)
     return answer
+
+
+def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
+    """Four chunks ahead of the furthest consumer; readers of a pipeline that was replaced are told to end."""
+    data = dataset()
+    schedule = schedule_of(data.index(), shuffle=True, drop_last=False, **OPTIONS)
+    recipe = pipeline.Recipe(dataset=data, index=data.index(), columns=None, schedule=schedule, length=2)
+
+    async def ask() -> None:
+        local = Feeder(cloudpickle.dumps(recipe), 1.0)
+        window = local._window = _Window(number=7, start=4, total=1)
+        assert await local.admit(7, 12) and not await local.admit(6, 4)
+        late = asyncio.ensure_future(local.admit(7, 14))
+        await asyncio.sleep(0)
+        assert not late.done()
+        window.asked[0] = 6
+        local._tell()
+        assert await asyncio.wait_for(late, 10)
+        never = asyncio.ensure_future(local.admit(7, 100))
+        await asyncio.sleep(0)
+        local._window = _Window(number=8, start=0, total=1)
+        local._tell()
+        assert not await asyncio.wait_for(never, 10)
+
+    asyncio.run(ask())
+
+
+def test_a_function_that_cannot_be_imported_where_it_runs_is_told_at_once() -> None:
+    data = dataset().map_batches(Foreign(), cpus=0.5)
+    fetcher = feeder(data)
+    with pytest.raises(DataError, match="cannot be opened where Ray Data runs") as caught:
+        collect(stream(data, 0, 1, fetcher))
+    assert "No module named 'not_there'" in caught.value.detail
 
 
 def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset()
     fetcher = feeder(data)
 
-    def scrambled(stored: Any, pieces: Any, cpus: float) -> Iterator[Any]:
+    def scrambled(stored: Any, pieces: Any, cpus: float, gate: Any) -> Iterator[Any]:
         made = cloudpickle.loads(ray.get(stored))
         contents = [(piece, made.transform(made.read(piece), 1)) for piece in pieces]
         blocks = [pipeline._block(piece, content) for piece, content in reversed(contents)]
@@ -101,6 +143,7 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
         dataset=data, index=data.index(), columns=None, schedule=fetcher._schedule, length=fetcher._length
     )
     local = Feeder(cloudpickle.dumps(recipe), 1.0)
+    monkeypatch.setattr(local, "_handle", lambda: None)
     chunk = recipe.schedule.chunk(9, recipe.length)
     answer = asyncio.run(answer_of(local, chunk.start))
     found = [pipeline.content(ray.get(block), row) for block, row in answer.blocks]
