@@ -34,10 +34,17 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], FailureKind], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """A process that is up."""
+    """A process that is up.
+
+    Attributes:
+        accelerators: ids of those that Ray gave it.
+        trouble: why it is of no use as a spare.
+    """
 
     node: str
     pid: int
+    accelerators: tuple[str, ...] = ()
+    trouble: str = ""
 
 
 class WorkerProcess:
@@ -49,16 +56,25 @@ class WorkerProcess:
         self._worker: Worker | None = None
         self._broken: Failure | None = None
 
-    def hello(self) -> Hello:
-        """Build the worker, framework imports included, and say who and where this process is.
+    def hello(self, spare: bool = False) -> Hello:
+        """Build the worker, framework imports included, and say who and where this process is; a spare rehearses first.
 
-        What goes wrong with that is the answer to every verb, so that it is told as it is and not as a lost worker.
+        What goes wrong with that is the answer to every verb, so that it is told as it is and not as a lost worker. Of
+        a spare it is told at once.
         """
         try:
             self._worker = Worker(self._order)
+            if spare:
+                self._worker.rehearse()
         except Exception as error:
             self._broken = _failure(error, self._where)
-        return Hello(node=socket.gethostname(), pid=os.getpid())
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        return Hello(
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            accelerators=tuple(str(number) for numbers in ids.values() for number in numbers),
+            trouble=self._broken.error.summary if spare and self._broken else "",
+        )
 
     def call(self, verb: str, argument: Any) -> Any:
         """A verb of the stepping thread."""

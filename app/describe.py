@@ -17,7 +17,7 @@ from trainwright.datasets.sources import Index
 # Fields that say where or how fast a job runs, and never what it computes.
 _FREE = frozenset(
     {
-        "storage", "workers", "strategy", "accelerator", "checkpoint_steps", "keep", "failures",
+        "storage", "workers", "spares", "strategy", "accelerator", "checkpoint_steps", "keep", "failures",
         "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit",
     }
 )  # fmt: skip

@@ -18,6 +18,7 @@ from trainwright.core.events import (
     Noted,
     Placed,
     Prefetched,
+    Promoted,
     RunEnded,
     RunStarted,
     Steps,
@@ -116,6 +117,8 @@ class Narrator:
                 return self._tell_waiting(event)
             case Placed():
                 return self._tell_placed(event)
+            case Promoted():
+                return [Line(text=promoted_text(event))] if self._verbose else []
             case Formed():
                 return self._tell_formed(event)
             case Steps():
@@ -151,8 +154,7 @@ class Narrator:
 
     def _tell_placed(self, event: Placed) -> list[Line]:
         self._pids[event.worker] = event.pid
-        text = f"worker {event.worker} is up: pid {event.pid} on {event.node}"
-        return [Line(text=text)] if self._verbose else []
+        return [Line(text=placed_text(event))] if self._verbose else []
 
     def _tell_formed(self, event: Formed) -> list[Line]:
         again, self._formed, self._activity, self._waited_for = self._formed, True, "", ""
@@ -184,6 +186,16 @@ class Narrator:
         # The whole traceback comes with the error if the run ends; a failure that is recovered from is worth a line.
         detail = event.detail if self._verbose else ""
         return [Line(text=failure_text(event, self._pids), tone="bad", detail=detail)]
+
+
+def placed_text(event: Placed) -> str:
+    """`worker 2 is up as a spare: pid 1234 on node-a`."""
+    return f"worker {event.worker} is up{' as a spare' if event.spare else ''}: pid {event.pid} on {event.node}"
+
+
+def promoted_text(event: Promoted) -> str:
+    """`worker 2, a spare on node-a, takes rank 1`."""
+    return f"worker {event.worker}, a spare{f' on {event.node}' if event.node else ''}, takes rank {event.rank}"
 
 
 def evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
@@ -250,7 +262,9 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
         case Waiting():
             return Line(text=waiting_text(event), tone="warning")
         case Placed():
-            return Line(text=f"worker {event.worker} is up: pid {event.pid} on {event.node}")
+            return Line(text=placed_text(event))
+        case Promoted():
+            return Line(text=promoted_text(event))
         case Formed():
             begins = event.source == "initial" and event.step == 0
             state = f"after {words.duration(event.seconds)}" if begins else f"again: {recovery_text(event)}"

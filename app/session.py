@@ -100,6 +100,8 @@ class Session:
         capabilities = engine_class(plan).capabilities
         return Settings(
             workers=plan.workers,
+            spares=job.spares if job.spares is not None else int(plan.workers > 1),
+            spares_stay=bool(plan.placement.accelerators),
             reform=capabilities.reform,
             topology=capabilities.topology,
             total_steps=self._prepared.total_steps,

@@ -5,9 +5,11 @@ The driver's verbs are methods here (see `driver/messages.py` for who calls what
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
@@ -16,7 +18,8 @@ from trainwright.core.data import Sums
 from trainwright.core.engine import Engine, StateCopy
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Steps
-from trainwright.core.group import Address, Generation, Group, StateTag
+from trainwright.core.group import Address, Generation, Group, Peer, StateTag
+from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.salvage import Salvage
 from trainwright.datasets.sources import Index
@@ -36,7 +39,7 @@ class WorkOrder:
     """All that a fresh process needs to take part.
 
     Attributes:
-        job: the pickled job; opened only after the engine has formed its first group.
+        job: the pickled job.
         run: name of the run in the store at `storage`.
         train: index of the training set, made once by the driver.
         evaluate: index of the evaluation set.
@@ -65,6 +68,8 @@ class Worker:
         self._records = StepRecords()
         self._wish = threading.Event()
         self._built = False
+        self._rank = -1  # that the streams are for
+        self._spare = False
         self._generation = 0
         self._turnover = threading.Lock()  # an interrupt that comes late must not hit the next generation
         self._step = 0
@@ -72,6 +77,24 @@ class Worker:
         self._evaluation: Stream | None = None
         self._feeds: Feeds | None = None
         self._copy: StateCopy | None = None
+
+    def rehearse(self) -> None:
+        """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
+
+        Where a new generation needs new processes anyway, the imports of framework and job are all.
+        """
+        self._spare = True
+        capabilities = self._engine.capabilities
+        if capabilities.reform == "new_process" or capabilities.topology != "collective":
+            assert self._job
+            return
+        generation = Generation(token=0, number=0)
+        peer = Peer(rank=0, address=self._engine.reserve(generation, "worker"))
+        threads = self._order.plan.placement.threads
+        self.form(Group(generation=generation, rank=0, peers=(peer,), threads=threads))
+        assert self._stream is not None, "form opens the streams"
+        self._engine.warm(self._stream.warm_feed(0))
+        self._engine.leave()
 
     def reserve(self, generation: Generation) -> Address:
         """Bind a port for the generation to come."""
@@ -81,17 +104,28 @@ class Worker:
         """Join the group; build model, optimizer and streams the first time."""
         with self._turnover:
             self._generation = group.generation.number
+        if self._spare and group.accelerators:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(group.accelerators)
         tag = self._engine.form(group)
+        if self._rank != group.rank:
+            self._open(group.rank)
         if not self._built:
-            tag = self._build(group.rank)
+            assert self._stream is not None
+            tag = self._engine.build(self._job.model_spec(self._stream.total_steps), self._order.plan)
+            self._built = True
         return tag
 
-    def _build(self, rank: int) -> StateTag:
-        order = self._order
-        job = unpack(order.job)
-        feeding = order.plan.feed_of(rank)
+    @cached_property
+    def _job(self) -> Job:
+        """Opened only after the engine has formed its first group."""
+        return unpack(self._order.job)
+
+    def _open(self, rank: int) -> None:
+        """Open the streams of a rank."""
+        order, job = self._order, self._job
+        self._rank = rank
         shared: dict[str, Any] = {
-            "feeding": feeding,
+            "feeding": order.plan.feed_of(rank),
             "static_shapes": self._engine.capabilities.static_shapes,
             "columns": job.columns,
         }
@@ -109,9 +143,6 @@ class Worker:
             self._evaluation = Stream(
                 job.evaluate, order.evaluate, fetcher=order.evaluate_fetcher, **shared, **job.ordering(evaluate=True)
             )
-        tag = self._engine.build(job.model_spec(self._stream.total_steps), order.plan)
-        self._built = True
-        return tag
 
     def heal(self, heal: Heal) -> StateTag:
         """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""

@@ -14,6 +14,7 @@ from figures import Figure, compare
 from float_table import FEATURES, GROUP_ROWS, files_of, write_table
 from peers.arrow_thread import ArrowThread
 from peers.ray_data import StreamingSplit
+from peers.streamers import Streamer, WriteShards, installed
 from peers.tf_data import BUFFER_ROWS, Records, WriteRecords
 from peers.torch_loader import FloatLoader
 from turns import Loader, Pass, Run, Timed, host, interleaved
@@ -38,8 +39,9 @@ NOTE = (
     f"(one byte string for a row), a shuffle buffer of {BUFFER_ROWS:,} rows, everything else left to AUTOTUNE. "
     "`streaming_split` has one consumer and a local shuffle buffer of as many rows, on a cluster of two CPUs that is "
     "up. S3 is SeaweedFS on the same machine, so its server takes part of the two cores. tf.data needs another package "
-    "for S3 and is left out there. MosaicML Streaming and litdata are not among the project's dependencies and were "
-    "not measured."
+    "for S3 and is left out there. MosaicML Streaming and litdata are no dependencies of the project and were "
+    "installed beside it; they read the same rows from shards of their own formats (64 MB, uncompressed), shuffled, "
+    "with 2 workers."
 )
 
 
@@ -54,6 +56,7 @@ def measure(folder: Path, *, quick: bool) -> list[Figure]:
         *_local(str(table), folder / "records", rounds[0]),
         *_core_times("default files", str(default), rounds[0], epochs=("first",)),
         *_core_times("large", str(large), rounds[1], epochs=("first", "later")),
+        *_own_formats(str(table), folder, rounds[1]),
         *_on_s3(table, rounds[1]),
         *_on_ray(str(table), rounds[2]),
     ]
@@ -84,6 +87,23 @@ def _core_times(what: str, table: str, rounds: int, epochs: tuple[Epoch, ...]) -
         }
         passes = interleaved(turns, rounds)
     return [_core_time(what, passes, epoch) for epoch in epochs]
+
+
+def _own_formats(table: str, folder: Path, rounds: int) -> list[Figure]:
+    """Against libraries with formats of their own, where they are installed."""
+    shards = installed(lambda name: folder / name)
+    loaders = installed(lambda name: Streamer(folder=folder / name, library=name, batch_size=BATCH_SIZE, workers=2))
+    writers = installed(lambda name: WriteShards(table=table, folder=folder / name, library=name))
+    if not shards:
+        return []
+    with ExitStack() as stack:
+        turns = {"trainwright": _turn(stack.enter_context(host()), LightStream(path=table, batch_size=BATCH_SIZE))}
+        for name, loader in loaders.items():
+            run = stack.enter_context(host())
+            run(writers[name])
+            turns[name] = _turn(run, loader)
+        passes = interleaved(turns, rounds)
+    return _walls("page cache", passes, limit=None)
 
 
 def _on_s3(table: Path, rounds: int) -> list[Figure]:

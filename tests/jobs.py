@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
+from tests.runs import told
 from trainwright.log import RunLog
 from trainwright.store import open_store
 
@@ -53,6 +54,15 @@ class Kill:
         except FileExistsError:
             return
         os.kill(os.getpid(), self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Awaited:
+    """So many events of a kind; of Placed, those of spares alone where `spare` is set."""
+
+    kind: Any
+    number: int = 1
+    spare: bool = False
 
 
 class Net(nn.Module):
@@ -136,10 +146,22 @@ def _committed(storage: str, step: int) -> bool:
     return entry is not None and any(checkpoint.step >= step for checkpoint in entry.checkpoints)
 
 
-def make_step(kills: tuple[Kill, ...], paced: str = "") -> Callable[[Any, Any], torch.Tensor]:
+def await_told(storage: str, awaited: Awaited) -> None:
+    """Wait until the run has told so many events of a kind."""
+    tick, patience = threading.Event(), 3000
+    while sum(not awaited.spare or event.spare for event in told(storage, "faulty", awaited.kind)) < awaited.number:
+        tick.wait(0.02)
+        patience -= 1
+        assert patience, f"not within a minute: {awaited}"
+
+
+def make_step(
+    kills: tuple[Kill, ...], paced: str = "", awaits: Mapping[int, Awaited] | None = None, storage: str = ""
+) -> Callable[[Any, Any], torch.Tensor]:
     """A step that accounts for its samples and dies where it is told to.
 
-    With `paced`, the storage's folder, no step overtakes the checkpoints.
+    With `paced`, the storage's folder, no step overtakes the checkpoints; `awaits` says what must have been told before
+    which step.
     """
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -148,6 +170,8 @@ def make_step(kills: tuple[Kill, ...], paced: str = "") -> Callable[[Any, Any], 
         if net.training:
             if paced:
                 keep_pace(paced, now)
+            if awaits and now in awaits:
+                await_told(storage, awaits[now])
             net.steps += 1
         due = [kill for kill in kills if kill.rank == rank() and kill.step == now and net.training]
         for kill in due:
@@ -162,14 +186,21 @@ def make_step(kills: tuple[Kill, ...], paced: str = "") -> Callable[[Any, Any], 
     return step
 
 
-def job(folder: Path | str, kills: tuple[Kill, ...] = (), *, paced: bool = False, **fields: Any) -> tw.Job:
-    """A job of 3 epochs of 9 steps (203 samples by 24, the last batch short), a checkpoint each 5 steps."""
+def job(
+    folder: Path | str,
+    kills: tuple[Kill, ...] = (),
+    *,
+    paced: bool = False,
+    awaits: Mapping[int, Awaited] | None = None,
+    **fields: Any,
+) -> tw.Job:
+    """A job of 3 epochs of 9 steps (203 samples by 24, the last batch short), a checkpoint each 5 steps, no spares."""
     return tw.Job(
         **{
             "name": "faulty",
             "model": make_model(kills),
             "optimizer": sgd,
-            "step": make_step(kills, str(folder) if paced else ""),
+            "step": make_step(kills, str(folder) if paced else "", awaits, str(folder)),
             "train": tw.datasets.table(data()),
             "batch_size": 24,
             "epochs": 3,
@@ -177,6 +208,7 @@ def job(folder: Path | str, kills: tuple[Kill, ...] = (), *, paced: bool = False
             "checkpoint_steps": 5,
             "storage": str(folder),
             "workers": 2,
+            "spares": 0,
             "hang_deadline_s": 60.0,
             **fields,
         }

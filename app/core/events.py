@@ -49,12 +49,23 @@ class Waiting(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Placed(Event):
-    """A worker process is up."""
+    """A worker process is up. A `spare` holds no rank yet."""
 
     kind = "placed"
     worker: int = 0
     node: str = ""
     pid: int = 0
+    spare: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promoted(Event):
+    """A spare took the rank of a process that is lost."""
+
+    kind = "promoted"
+    worker: int = 0
+    rank: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +180,8 @@ class RunEnded(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        RunStarted, Waiting, Placed, Formed, Steps, Prefetched, Evaluated, Checkpointed, CheckpointSkipped, Failed,
-        Noted, RunEnded,
+        RunStarted, Waiting, Placed, Promoted, Formed, Steps, Prefetched, Evaluated, Checkpointed, CheckpointSkipped,
+        Failed, Noted, RunEnded,
     )
 }  # fmt: skip
 

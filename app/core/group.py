@@ -67,6 +67,7 @@ class Group:
         rank: the receiver's own rank; `peers[rank]` is itself.
         peers: all members in rank order.
         devices: the receiver's devices, such as `("cpu",)` or `("cuda:0",)`.
+        accelerators: their ids on the node, which a process that was not given them must make visible to itself.
         threads: CPU threads the receiver may use.
         deadline_s: seconds within which the group must have formed and any collective must end.
     """
@@ -75,6 +76,7 @@ class Group:
     rank: int
     peers: tuple[Peer, ...]
     devices: tuple[str, ...] = ("cpu",)
+    accelerators: tuple[str, ...] = ()
     threads: int = 1
     deadline_s: float = 60.0
 

@@ -43,6 +43,8 @@ class Job(BaseModel):
         seed: of everything random.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
         workers: number of worker actors; by default what the planner finds best.
+        spares: processes that wait, warmed up, to take the rank of one that is lost; by default one where there are two
+            workers or more. Each holds what a worker does before its first step: framework, model and one batch.
         strategy: name of a strategy to pin; by default what the planner finds best.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
         precision: `fp32` leaves the model's own types, `bf16` computes under autocast.
@@ -85,6 +87,7 @@ class Job(BaseModel):
     seed: Annotated[int, Field(ge=0)] = 0
     storage: str = "runs"
     workers: Annotated[int, Field(ge=1)] | None = None
+    spares: Annotated[int, Field(ge=0)] | None = None
     strategy: str | None = None
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -36,7 +36,7 @@ _TIMED: Mapping[str, frozenset[Phase]] = {
 POSSIBLE: Mapping[str, frozenset[Phase]] = {
     "Acquired": frozenset({Phase.ACQUIRING}),
     "Lost": _ALL - {Phase.FINISHED},
-    "Started": frozenset({Phase.GATHERING}),
+    "Started": _WORKING,  # spares at any time
     "Returned": _CALLING | {Phase.GATHERING},
     "Raised": _CALLING | {Phase.GATHERING},
     "Returned upload": _UPLOADING,
@@ -94,9 +94,9 @@ def is_stale(state: State, event: m.Happening) -> bool:
         case m.Progressed():
             return event.generation != state.generation or state.phase is Phase.CLOSING
         case m.Started():
-            return event.worker not in state.starting
+            return event.worker not in state.starting and event.worker not in state.spares
         case m.Died():
-            return event.worker not in state.rank_of
+            return event.worker not in state.rank_of and event.worker not in state.spares
         case m.Returned(verb="stop" | "interrupt") | m.Raised(verb="stop" | "interrupt"):
             return True  # what counts is the answer of the thread of steps
         case m.Returned(verb="upload") | m.Raised(verb="upload"):

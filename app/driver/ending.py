@@ -45,7 +45,7 @@ def nothing_left(state: State) -> bool:
 def close(turn: Turn, outcome: m.Outcome, error: Exception | None = None) -> None:
     """Decide the outcome. Whatever the workers still answer is of no interest, but for an upload."""
     turn.disarm()
-    turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=frozenset(), starting=frozenset())
+    turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=frozenset(), starting=frozenset(), spares={})
     if turn.state.upload is not None and not turn.state.upload.committing:
         turn.arm("upload", turn.settings.upload_deadline_s)
 
@@ -77,9 +77,9 @@ def lost(turn: Turn, event: m.Lost) -> None:
 
 
 def _kill_all(turn: Turn) -> None:
-    for worker in sorted(turn.state.rank_of):
+    for worker in sorted([*turn.state.rank_of, *turn.state.spares]):
         turn.want(m.Kill(worker=worker))
-    turn.change(rank_of={}, awaiting=frozenset(), starting=frozenset())
+    turn.change(rank_of={}, awaiting=frozenset(), starting=frozenset(), spares={})
 
 
 def _tell_end(turn: Turn) -> None:

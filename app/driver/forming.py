@@ -38,6 +38,7 @@ def reserved(turn: Turn) -> None:
             rank=rank,
             peers=peers,
             devices=settings.devices[rank] if settings.devices else ("cpu",),
+            accelerators=state.accelerators.get(rank, ()),
             threads=settings.threads,
             deadline_s=settings.call_deadline_s,
         )

@@ -98,11 +98,16 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A placed worker process is up and answers."""
+    """A placed worker process is up and answers; a spare has rehearsed.
+
+    Attributes:
+        accelerators: ids of those that Ray gave it; none for a spare.
+    """
 
     worker: int
     node: str
     pid: int
+    accelerators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +196,14 @@ class Acquire:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Start a worker process in bundle `slot`. Answers Started, or Died."""
+    """Start a worker process in bundle `slot`. Answers Started, or Died.
+
+    A `spare` starts beside that bundle, takes none of its resources, and rehearses before it answers.
+    """
 
     worker: int
     slot: int
+    spare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

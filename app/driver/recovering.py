@@ -18,48 +18,93 @@ from trainwright.core.errors import (
     TrainwrightError,
     WorkerLost,
 )
-from trainwright.core.events import Failed, Placed, Waiting
+from trainwright.core.events import Failed, Noted, Placed, Promoted, Waiting
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
-from trainwright.driver.state import RECOVERING, Blame, Member, Phase
+from trainwright.driver.state import RECOVERING, Blame, Member, Phase, Spare, State
 from trainwright.driver.turn import Turn
 
 SHOWN_RANKS = 8
+SPARES_TRIED = 3  # that ended by themselves, one after another
 
 
 def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
     """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
-    state = turn.state
-    members, rank_of, number = list(state.members), dict(state.rank_of), state.next_worker
     gone: set[int] = set()
+    starting = turn.state.starting
     for rank in ranks:
-        old = members[rank].worker
-        if rank_of.pop(old, None) is not None:
-            gone.add(old)
+        state = turn.state
+        old = state.members[rank]
+        rank_of = {worker: held for worker, held in state.rank_of.items() if worker != old.worker}
+        if len(rank_of) < len(state.rank_of):
+            gone.add(old.worker)
             if kill:
-                turn.want(m.Kill(worker=old))
-        members[rank], rank_of[number] = Member(worker=number), rank
-        turn.want(m.Place(worker=number, slot=rank))
-        number += 1
-    turn.change(
-        members=tuple(members),
-        rank_of=rank_of,
-        next_worker=number,
-        starting=(state.starting - gone) | frozenset(range(state.next_worker, number)),
-        awaiting=state.awaiting - gone,
-    )
+                turn.want(m.Kill(worker=old.worker))
+        turn.change(rank_of=rank_of)
+        _fill(turn, rank, spare_for(state, old.node))
+    state = turn.state
+    turn.change(starting=state.starting - gone, awaiting=state.awaiting - gone)
     forget(turn, frozenset(gone))
-    deadline_s = turn.settings.place_deadline_s
-    if not state.starting:
-        turn.emit(Waiting(what=_count(len(turn.state.starting)) + " to start", deadline_s=deadline_s))
-    turn.arm("place", deadline_s)
+    if turn.state.starting - starting:
+        deadline_s = turn.settings.place_deadline_s
+        if not starting:
+            turn.emit(Waiting(what=_count(len(turn.state.starting)) + " to start", deadline_s=deadline_s))
+        turn.arm("place", deadline_s)
+
+
+def _fill(turn: Turn, rank: int, spare: int | None) -> None:
+    """Give a rank to a spare, or to a new process."""
+    state = turn.state
+    worker = state.next_worker if spare is None else spare
+    member = Member(worker=worker, node=state.spares[worker].node if worker in state.spares else "")
+    ready = worker in state.spares and state.spares[worker].ready
+    turn.change(
+        members=(*state.members[:rank], member, *state.members[rank + 1 :]),
+        rank_of={**state.rank_of, worker: rank},
+        next_worker=state.next_worker + (spare is None),
+        starting=state.starting if ready else state.starting | {worker},
+        spares={number: held for number, held in state.spares.items() if number != worker},
+    )
+    if spare is None:
+        turn.want(m.Place(worker=worker, slot=rank))
+    else:
+        turn.emit(Promoted(worker=worker, rank=rank, node=member.node))
+
+
+def spare_for(state: State, node: str) -> int | None:
+    """The spare that can take a rank of this node soonest; None where there is none."""
+    fitting = [worker for worker, spare in state.spares.items() if spare.node == node or not state.settings.spares_stay]
+    return min(
+        fitting,
+        key=lambda worker: (not state.spares[worker].ready, state.spares[worker].node != node, worker),
+        default=None,
+    )
+
+
+def replenish(turn: Turn) -> None:
+    """Have spares started, now that steps are running; none after some that ended by themselves."""
+    state = turn.state
+    missing = state.settings.spares - len(state.spares)
+    if missing <= 0 or state.spares_lost >= SPARES_TRIED or state.stopping:
+        return
+    numbers = range(state.next_worker, state.next_worker + missing)
+    turn.change(next_worker=numbers.stop, spares={**state.spares, **{number: Spare() for number in numbers}})
+    for number in numbers:
+        turn.want(m.Place(worker=number, slot=number % state.settings.workers, spare=True))
 
 
 def started(turn: Turn, event: m.Started) -> None:
     """A placed process is up."""
     state = turn.state
+    if event.worker in state.spares:
+        spare = Spare(node=event.node, ready=True)
+        turn.change(spares={**state.spares, event.worker: spare}, spares_lost=0)
+        turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
+        return
     rank = state.rank_of[event.worker]
+    if event.accelerators:
+        turn.change(accelerators={**state.accelerators, rank: event.accelerators})
     member = replace(state.members[rank], node=event.node)
     turn.change(
         members=(*state.members[:rank], member, *state.members[rank + 1 :]),
@@ -77,6 +122,9 @@ def died(turn: Turn, event: m.Died) -> None:
         turn.change(rank_of={worker: rank for worker, rank in state.rank_of.items() if worker != event.worker})
         forget(turn, frozenset({event.worker}))
         return
+    if event.worker in state.spares:
+        _spare_died(turn, event)
+        return
     rank = state.rank_of[event.worker]
     node = state.members[rank].node
     error = WorkerLost(
@@ -86,6 +134,20 @@ def died(turn: Turn, event: m.Died) -> None:
     )
     blame = Blame(error=error, event=_failed(turn, event.worker, rank, event.cause))
     gather(turn, blame, lost={event.worker}, again=event.worker in state.starting)
+
+
+def _spare_died(turn: Turn, event: m.Died) -> None:
+    state = turn.state
+    turn.change(
+        spares={worker: spare for worker, spare in state.spares.items() if worker != event.worker},
+        spares_lost=state.spares_lost + 1,
+    )
+    if turn.state.phase is Phase.RUNNING:
+        replenish(turn)
+    if turn.state.spares_lost == SPARES_TRIED:
+        turn.emit(
+            Noted(text=f"going on without spare workers, since {SPARES_TRIED} ended by themselves: {event.cause}")
+        )
 
 
 def raised(turn: Turn, event: m.Raised) -> None:
@@ -213,7 +275,7 @@ def leave_expired(turn: Turn) -> None:
     """
     state = turn.state
     hanging = state.blame is not None and isinstance(state.blame.error, HangError)
-    loose = frozenset(state.rank_of) - state.awaiting - state.starting
+    loose = {member.worker for member in state.members if not member.fresh} - state.awaiting
     if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.call_deadline_s:
         turn.arm("leave", state.settings.call_deadline_s)
         return

@@ -46,6 +46,8 @@ class Settings:
 
     Attributes:
         workers: world size, in processes.
+        spares: processes that wait for a rank to become free, warmed up.
+        spares_stay: a spare takes ranks of its own node alone, since it takes over their accelerators.
         total_steps: steps of the whole run.
         steps_per_epoch: a checkpoint is due at the end of each epoch where `checkpoint_steps` is None.
         reform: whether survivors keep their processes.
@@ -68,6 +70,8 @@ class Settings:
     workers: int
     total_steps: int
     steps_per_epoch: int
+    spares: int = 0
+    spares_stay: bool = False
     reform: Reform = "in_place"
     topology: Topology = "collective"
     checkpoint_steps: int | None = None
@@ -92,6 +96,14 @@ class Member:
     worker: int
     node: str = ""
     fresh: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spare:
+    """A process that waits for a rank. `ready` once it has rehearsed."""
+
+    node: str = ""
+    ready: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +145,9 @@ class State:
         members: by rank.
         rank_of: rank by worker; a worker that is not in it is dead to the driver.
         starting: workers placed and not up yet.
+        spares: by worker; none of them is in `rank_of` or `starting`.
+        spares_lost: spares that ended by themselves, since one was ready last.
+        accelerators: of each rank, as its first process was given them.
         awaiting: workers that owe an answer on their thread of steps.
         answers: what came in this phase, by rank.
         step: at which every rank stood when the group was last idle.
@@ -161,6 +176,9 @@ class State:
     rank_of: Mapping[int, int] = field(default_factory=dict)
     next_worker: int = 0
     starting: frozenset[int] = frozenset()
+    spares: Mapping[int, Spare] = field(default_factory=dict)
+    spares_lost: int = 0
+    accelerators: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     awaiting: frozenset[int] = frozenset()
     answers: Mapping[int, Any] = field(default_factory=dict)
     heal: Heal | None = None

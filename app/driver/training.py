@@ -9,6 +9,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_snapshot
 from trainwright.driver.ending import close
 from trainwright.driver.milestones import evaluation_due, next_milestone
+from trainwright.driver.recovering import replenish
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
 
@@ -50,6 +51,7 @@ def progressed(turn: Turn, event: m.Progressed) -> None:
     turn.reached(event.step)
     if turn.state.phase is Phase.RUNNING:
         turn.arm("hang", turn.settings.hang_deadline_s)
+        replenish(turn)
 
 
 def segment_ended(turn: Turn) -> None:

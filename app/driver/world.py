@@ -140,24 +140,21 @@ class World:
         if self._group is None:
             bundles = [_bundle(self._plan.placement)] * self._plan.workers
             self._group = placement_group(bundles, strategy=_STRATEGY[bool(self._plan.placement.accelerators)])
-        placement = self._plan.placement
-        options: dict[str, Any] = {"num_cpus": placement.cpus}
-        if placement.accelerator == "GPU":
-            options["num_gpus"] = placement.accelerators
-        elif placement.accelerator:
-            options["resources"] = {placement.accelerator: placement.accelerators}
+        options = {"num_cpus": 0} if effect.spare else _resources(self._plan.placement)
         spot = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=effect.slot)
         actor = WORKER.options(scheduling_strategy=spot, **options).remote(self._order, effect.worker)
         self._actors[effect.worker] = actor
-        self._then(actor.hello.remote(), lambda done: self._greeted(effect.worker, done))
+        self._then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
 
     def _greeted(self, worker: int, done: Future[Any]) -> None:
         if done.exception() is not None:
             self._died(worker, done.exception())
             return
         actor, hello = self._actors.get(worker), done.result()
-        if actor is not None:
-            self.put(m.Started(worker=worker, node=hello.node, pid=hello.pid))
+        if hello.trouble:
+            self._died(worker, RuntimeError(hello.trouble))
+        elif actor is not None:
+            self.put(m.Started(worker=worker, node=hello.node, pid=hello.pid, accelerators=hello.accelerators))
             self._then(actor.live.remote(), lambda end: self._died(worker, end.exception()))
 
     def _kill(self, worker: int) -> None:
@@ -267,6 +264,16 @@ class World:
     def _release(self, effect: m.Release) -> m.Happening:
         self._ledger.release(effect)
         return m.Released()
+
+
+def _resources(placement: Placement) -> dict[str, Any]:
+    """What Ray gives a worker."""
+    options: dict[str, Any] = {"num_cpus": placement.cpus}
+    if placement.accelerator == "GPU":
+        options["num_gpus"] = placement.accelerators
+    elif placement.accelerator:
+        options["resources"] = {placement.accelerator: placement.accelerators}
+    return options
 
 
 def _bundle(placement: Placement) -> dict[str, float]:

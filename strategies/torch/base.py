@@ -48,6 +48,8 @@ class TorchEngine:
         torch.set_num_threads(max(group.threads, 1))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        if self._replica is not None:
+            self._replica.move(self._device)
         return self._tag()
 
     def leave(self) -> None:

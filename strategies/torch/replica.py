@@ -64,6 +64,16 @@ class Replica:
         self.initial = [settings(group) for group in self.optimizer.param_groups]
         self._places = [(module, key) for module in self.model.modules() for key in module._buffers]
 
+    def move(self, device: torch.device) -> None:
+        """Live on another device from now on. Only a replica that was never trained: the optimizer holds no state yet.
+
+        The optimizer and `names` hold the parameters themselves, which keep their identity.
+        """
+        if device != self.device:
+            assert self.step is None, "a trained replica stays where it is"
+            self.model.to(device)
+            self.device = device
+
     def reseed(self, seed: int) -> None:
         """Make what torch draws next a function of `seed` alone, on the CPU and on the replica's device."""
         torch.default_generator.manual_seed(seed)

@@ -28,13 +28,38 @@ class Process:
     """One worker process: what it holds, what it does, and what was said about it."""
 
     __slots__ = (
-        "alive", "born_s", "call", "deaf", "driver", "due_s", "freed", "hung", "killed", "lineage", "member",
-        "piece", "raise_next", "raised", "rank", "slot", "snapshot", "sound", "step", "team", "ticket", "told",
-        "trained", "up", "upload", "upload_hung", "worker",
+        "alive",
+        "born_s",
+        "call",
+        "deaf",
+        "driver",
+        "due_s",
+        "freed",
+        "hung",
+        "killed",
+        "lineage",
+        "member",
+        "piece",
+        "raise_next",
+        "raised",
+        "rank",
+        "slot",
+        "snapshot",
+        "sound",
+        "spare",
+        "step",
+        "team",
+        "ticket",
+        "told",
+        "trained",
+        "up",
+        "upload",
+        "upload_hung",
+        "worker",
     )  # fmt: skip
 
-    def __init__(self, driver: Any, worker: int, slot: int, now_s: float) -> None:
-        self.driver, self.worker, self.slot, self.rank = driver, worker, slot, slot
+    def __init__(self, driver: Any, worker: int, slot: int, now_s: float, *, spare: bool = False) -> None:
+        self.driver, self.worker, self.slot, self.rank, self.spare = driver, worker, slot, slot, spare
         self.born_s = now_s
         self.up, self.alive, self.killed, self.told = False, True, False, False
         self.call: m.Call | None = None  # on the thread of steps
@@ -60,6 +85,11 @@ class Process:
     def guilty(self) -> bool:
         """Whether it deserves to be ended."""
         return not self.alive or self.hung or self.upload_hung or self.raised
+
+    @property
+    def harmless(self) -> bool:
+        """Whether its death is no failure: it was ended, or held no rank."""
+        return self.killed or self.spare
 
     def take(self, step: int, lineage: int) -> None:
         """Hold a sound state."""

@@ -48,6 +48,7 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
         workers=count,
         total_steps=total,
         steps_per_epoch=rng.randint(2, 8),
+        spares=rng.choice((0, 0, 1, 1, 2)),
         reform="new_process" if rng.random() < 0.15 else "in_place",
         checkpoint_steps=rng.choice((None, None, 1, 2, 3, 5)),
         evaluate_steps=rng.choice((None, 2, 3, 5)),

@@ -34,7 +34,7 @@ class Driver:
         self.state: State | None = None
         self.finish: m.Finish | None = None
         self.processes: dict[int, Process] = {}
-        self.slots: dict[int, Process] = {}
+        self.slots: dict[int, int] = {}
         self.teams: dict[int, Team] = {}
         self.timers: dict[str, int] = {}
         self.generation = 0
@@ -134,7 +134,7 @@ class World:
         self.delivered += 1
         if not driver.code.is_stale(state, event):
             self.pairs[state.phase.value, driver.code.kind_of(event)] += 1
-        if driver.finish is None and not (isinstance(event, m.Died) and driver.processes[event.worker].killed):
+        if driver.finish is None and not (isinstance(event, m.Died) and driver.processes[event.worker].harmless):
             driver.facts.hear(event)
         driver.state, effects = driver.code.decide(state, event, self.clock.now_s)
         if driver.finish is not None and effects:
@@ -194,14 +194,23 @@ class World:
             self.deliver(driver, event)
 
     def _place(self, driver: Driver, effect: m.Place) -> None:
-        old = driver.slots.get(effect.slot)
-        if old is not None and not old.killed and not old.told:
-            raise Violation(f"slot {effect.slot} is given away while worker {old.worker} holds it")
+        if not effect.spare:
+            self._take_slot(driver, effect.slot, effect.worker)
         if driver.facts.stop_now or effect.worker in driver.processes:
             raise Violation(f"worker {effect.worker} is placed, which cannot be")
-        process = Process(driver, effect.worker, effect.slot, self.clock.now_s)
-        driver.processes[effect.worker] = driver.slots[effect.slot] = process
+        process = Process(driver, effect.worker, effect.slot, self.clock.now_s, spare=effect.spare)
+        driver.processes[effect.worker] = process
+        spares = [other for other in driver.living if other.spare and not other.killed]
+        if len(spares) > self.scenario.settings.spares:
+            raise Violation(f"{len(spares)} spares where {self.scenario.settings.spares} were wanted")
         self.strikes.start(process)
+
+    def _take_slot(self, driver: Driver, slot: int, worker: int) -> None:
+        """One process at a time holds a rank."""
+        old = driver.processes.get(driver.slots.get(slot, -1))
+        if old is not None and not old.killed and not old.told:
+            raise Violation(f"slot {slot} is given to worker {worker} while worker {old.worker} holds it")
+        driver.slots[slot] = worker
 
     def started(self, process: Process) -> None:
         """A placed process is up."""
@@ -255,6 +264,9 @@ class World:
     def _emit(self, driver: Driver, event: events.Event) -> None:
         self.emitted.append(event)
         driver.facts.emitted(event)
+        if isinstance(event, events.Promoted):
+            self._take_slot(driver, event.rank, event.worker)
+            driver.processes[event.worker].spare = False
 
     def _finish(self, driver: Driver, finish: m.Finish) -> None:
         driver.finish = finish

@@ -1,0 +1,68 @@
+"""Warm spares take the ranks of killed workers: the recovered run is bitwise the unbroken one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests import jobs
+from tests.runs import State, final_state, told
+from trainwright.core import events
+
+
+def ready(number: int) -> jobs.Awaited:
+    """So many spares have been ready so far."""
+    return jobs.Awaited(kind=events.Placed, number=number, spare=True)
+
+
+@pytest.mark.parametrize(("workers", "point"), [(2, "synchronisation"), (3, "forward")])
+def test_a_spare_takes_the_rank_of_a_killed_worker_and_is_replaced_itself(
+    workers: int, point: str, folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    kills = tuple(
+        jobs.Kill(rank=rank, step=step, point=point, folder=str(folder.parent)) for rank, step in ((1, 8), (0, 16))
+    )
+    tw.fit(jobs.job(folder, kills, workers=workers, spares=1, awaits={7: ready(1), 15: ready(2)}))
+    assert all(kill.mark.exists() for kill in kills)
+    assert final_state(folder, "faulty") == unbroken(workers)
+    placed: Any = told(folder, "faulty", events.Placed)
+    promoted: Any = told(folder, "faulty", events.Promoted)
+    assert [event.rank for event in promoted] == [1, 0]
+    assert [event.worker for event in promoted] == [workers, workers + 1] == [e.worker for e in placed if e.spare][:2]
+    assert {event.worker for event in placed if not event.spare} == set(range(workers)), (
+        "no process was started for a rank"
+    )
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [event.source for event in formed] == ["initial", "replica", "replica"]
+    assert all((event.survivors, event.steps_lost) == (workers - 1, 0) for event in formed[1:])
+
+
+def test_a_spare_takes_over_a_single_worker_from_the_checkpoint(folder: Path, unbroken: Callable[[int], State]) -> None:
+    kill = jobs.Kill(rank=0, step=13, folder=str(folder.parent))
+    tw.fit(jobs.job(folder, (kill,), workers=1, spares=1, awaits={12: ready(1)}, paced=True))
+    assert final_state(folder, "faulty") == unbroken(1)
+    assert [event.rank for event in told(folder, "faulty", events.Promoted)] == [0]  # type: ignore[attr-defined]
+    assert told(folder, "faulty", events.Formed)[-1].source == "checkpoint"  # type: ignore[attr-defined]
+
+
+def test_a_model_that_cannot_be_built_twice_is_no_failure_of_the_run(
+    folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    """Spares that fail are given up, and that is said; the run itself needs none of them."""
+
+    def build() -> Any:
+        count = folder.parent / f"built-{len(list(folder.parent.glob('built-*')))}"
+        count.touch()
+        if count.name > "built-2":
+            raise RuntimeError("only so many licences")
+        return jobs.Net()
+
+    tw.fit(jobs.job(folder, model=build, spares=1, awaits={10: jobs.Awaited(kind=events.Noted)}))
+    notes: Any = told(folder, "faulty", events.Noted)
+    assert "going on without spare" in notes[0].text and "only so many licences" in notes[0].text
+    assert not told(folder, "faulty", events.Failed)
+    assert final_state(folder, "faulty") == unbroken(2)

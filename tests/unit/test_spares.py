@@ -1,0 +1,100 @@
+"""Spare workers, as the driver decides about them: when they start, which rank they take, and when it does without."""
+
+from __future__ import annotations
+
+from tests.unit.story import Story
+from trainwright.core import events
+from trainwright.core.group import Address, StateTag
+from trainwright.driver import messages as m
+from trainwright.driver.recovering import SPARES_TRIED
+from trainwright.driver.state import Phase
+
+
+def progressed(story: Story, step: int) -> Story:
+    return story.tell(m.Progressed(generation=story.state.generation, step=step))
+
+
+def with_spare(**settings: object) -> Story:
+    """Two workers that step, and worker 2 as a spare that is ready."""
+    story = progressed(Story(**{"spares": 1, **settings}).running(), 1)
+    return story.tell(m.Started(worker=2, node="n1", pid=2))
+
+
+def test_spares_start_when_steps_run_and_not_before() -> None:
+    story = Story(spares=2).running()
+    assert not story.all(m.Place)
+    progressed(story, 1)
+    assert story.all(m.Place) == [m.Place(worker=2, slot=0, spare=True), m.Place(worker=3, slot=1, spare=True)]
+    assert not progressed(story, 2).all(m.Place)
+    assert story.tell(m.Started(worker=3, node="n1", pid=7)).emitted(events.Placed)[0].spare
+    assert story.state.phase is Phase.RUNNING
+
+
+def test_a_spare_takes_a_lost_rank_at_once_and_is_replaced_once_steps_run_again() -> None:
+    story = with_spare().tell(m.Died(worker=1, cause="killed"))
+    assert not story.all(m.Place)
+    assert story.emitted(events.Promoted) == [events.Promoted(worker=2, rank=1, node="n1")]
+    story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
+    story.returns("leave", StateTag(step=2), workers=[0])
+    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(0, "reserve"), (2, "reserve")]
+    story.returns("reserve", Address(host="h", port=1)).returns("form", StateTag(step=2), StateTag(step=None))
+    heal = story.calls("heal")[0].argument
+    assert (heal.step, heal.source, heal.moves[0].target) == (2, "replica", 1)
+    formed = story.returns("heal", StateTag(step=2)).emitted(events.Formed)[0]
+    assert (formed.survivors, formed.steps_lost) == (1, 0)
+    assert progressed(story, 3).all(m.Place) == [m.Place(worker=3, slot=1, spare=True)]
+
+
+def test_a_spare_that_is_still_starting_is_waited_for() -> None:
+    story = progressed(Story(spares=1).running(), 1).tell(m.Died(worker=0, cause="killed"))
+    assert story.emitted(events.Promoted) and not story.all(m.Place) and story.state.starting == {2}
+    story.returns("run", m.SegmentReport(step=1, stopped=False, tag=StateTag(step=1)), workers=[1])
+    story.returns("leave", StateTag(step=1), workers=[1])
+    assert story.state.phase is Phase.GATHERING
+    assert story.start().state.phase is Phase.RESERVING
+
+
+def test_one_spare_and_two_dead_give_one_new_process() -> None:
+    story = with_spare().tell(m.Died(worker=1, cause="killed"), m.Died(worker=0, cause="killed"))
+    assert story.all(m.Place) == [m.Place(worker=3, slot=0)]
+    assert story.state.rank_of == {2: 1, 3: 0}
+
+
+def test_a_spare_of_its_own_node_comes_first_and_alone_where_it_takes_over_accelerators() -> None:
+    def story(**settings: object) -> Story:
+        told = progressed(Story(spares=2, **settings).running(), 1)
+        return told.tell(m.Started(worker=2, node="n1", pid=2), m.Started(worker=3, node="n0", pid=3))
+
+    assert story().tell(m.Died(worker=0, cause="")).emitted(events.Promoted)[0].worker == 3
+    stays = story(spares_stay=True).tell(m.Died(worker=0, cause=""), m.Died(worker=3, cause=""))
+    assert [promoted.worker for promoted in stays.emitted(events.Promoted)] == [3]
+    assert stays.all(m.Place) == [m.Place(worker=4, slot=0)]
+
+
+def test_a_dead_rank_s_accelerators_are_told_to_whoever_takes_it() -> None:
+    story = Story(spares=1).tell(m.Acquired(token=3, head=None))
+    story.tell(*(m.Started(worker=w, node="n", pid=w, accelerators=(f"gpu-{w}",)) for w in (0, 1)))
+    story.formed().returns("heal", StateTag(step=0))
+    progressed(story, 1).tell(m.Started(worker=2, node="n", pid=2), m.Died(worker=1, cause=""))
+    story.raises(0, "run", "peer", RuntimeError("gone")).returns("reserve", Address(host="h", port=1))
+    assert [call.argument.accelerators for call in story.calls("form")] == [("gpu-0",), ("gpu-1",)]
+
+
+def test_a_spare_s_end_is_no_failure_of_the_run() -> None:
+    story = with_spare().tell(m.Died(worker=2, cause="out of memory"))
+    assert story.state.phase is Phase.RUNNING and story.state.failures == 0
+    assert story.wanted == (m.Place(worker=3, slot=1, spare=True),)
+
+
+def test_spares_that_keep_ending_are_given_up_and_that_is_said() -> None:
+    story = progressed(Story(spares=1).running(), 1)
+    for number in range(SPARES_TRIED):
+        assert story.all(m.Place) == [m.Place(worker=2 + number, slot=number % 2, spare=True)]
+        story.tell(m.Died(worker=2 + number, cause="out of memory"))
+    assert "out of memory" in story.emitted(events.Noted)[0].text
+    assert not story.all(m.Place) and not progressed(story, 2).all(m.Place)
+
+
+def test_spares_end_with_the_run() -> None:
+    story = with_spare().tell(m.StopAsked(now=True))
+    assert {kill.worker for kill in story.all(m.Kill)} == {0, 1, 2}
