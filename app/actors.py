@@ -98,9 +98,9 @@ class WorkerProcess:
         self._worker.stop()
 
     @ray.method(concurrency_group="watch")
-    def interrupt(self, generation: int) -> bool:
-        """Free the stepping thread from a collective of that generation."""
-        return self._worker is not None and self._worker.interrupt(generation)
+    def interrupt(self, generation: int, explain: bool) -> str:
+        """Free the stepping thread from a collective of that generation; says where the threads stood, on request."""
+        return self._worker.interrupt(generation, explain) if self._worker is not None else ""
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:

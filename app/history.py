@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ from trainwright.core.events import (
     Prefetched,
     RunEnded,
     RunStarted,
+    Stacks,
     Steps,
     Waiting,
 )
@@ -220,6 +221,10 @@ class _Folding:
                 self.failures.append(event)
                 self.processes.pop(event.worker, None)
                 self.cause = self.cause or event
+            case Stacks() if self.failures:
+                stood = f"rank {event.rank} ({event.node}) stood at:\n{event.text}"
+                last = self.failures[-1]
+                self.failures[-1] = replace(last, detail="\n".join(part for part in (last.detail, stood) if part))
             case Noted():
                 self.notes.append(event)
             case RunEnded():

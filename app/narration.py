@@ -21,6 +21,7 @@ from trainwright.core.events import (
     Promoted,
     RunEnded,
     RunStarted,
+    Stacks,
     Steps,
     Waiting,
 )
@@ -281,6 +282,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=prefetch_text(event))
         case Failed():
             return Line(text=failure_text(event), tone="bad", detail=event.detail)
+        case Stacks():
+            return Line(text=f"rank {event.rank} ({event.node}) stood at:", detail=event.text)
         case Noted():
             return Line(text=f"note: {event.text}", tone="warning")
         case RunEnded():

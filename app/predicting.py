@@ -27,6 +27,7 @@ from trainwright.strategies.costs import place
 from trainwright.use import find_checkpoint
 
 ATTEMPTS = 3  # workers that may be lost with one range
+_HANG_S = 300.0  # for the next batch of a range, where the job says nothing
 _BATCH_ROWS = 1024  # where the job's global batch is larger
 _FACTS = ("train", "model", "inputs", "pad", "collate", "precision", "seed", "schedule")
 
@@ -330,7 +331,7 @@ def _compute(question: Question, plan: Plan, size: int, batch_size: int, meter: 
         keep=question.manifest.keep,
         batch_size=batch_size,
     )
-    patience = Patience(place_s=job.place_deadline_s, hang_s=job.hang_deadline_s)
+    patience = Patience(place_s=job.place_deadline_s, hang_s=job.hang_deadline_s or _HANG_S)
     device = plan.placement.accelerator or f"CPU, {words.count(plan.placement.threads, 'thread')} each"
     meter.note(
         f"{job.name} at step {question.checkpoint.step:,}: {words.count(len(question.waiting), 'part')} of "

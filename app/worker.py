@@ -27,6 +27,7 @@ from trainwright.datasets.stream import Feeds, Fetcher, Stream
 from trainwright.driver.messages import Heal, SegmentReport, Snapshot
 from trainwright.quarantine import Quarantine
 from trainwright.records import StepRecords
+from trainwright.stacks import stacks
 from trainwright.store import open_store
 from trainwright.strategies import engine_class
 from trainwright.travel import unpack
@@ -71,6 +72,7 @@ class Worker:
         self._rank = -1  # that the streams are for
         self._spare = False
         self._generation = 0
+        self._stepping: int | None = None  # the thread of steps
         self._turnover = threading.Lock()  # an interrupt that comes late must not hit the next generation
         self._step = 0
         self._stream: Stream | None = None
@@ -102,6 +104,7 @@ class Worker:
 
     def form(self, group: Group) -> StateTag:
         """Join the group; build model, optimizer and streams the first time."""
+        self._stepping = threading.get_ident()
         with self._turnover:
             self._generation = group.generation.number
         if self._spare and group.accelerators:
@@ -205,10 +208,16 @@ class Worker:
         """Wish to stop; it travels with the next reduction, so that all ranks leave after the same step."""
         self._wish.set()
 
-    def interrupt(self, generation: int) -> bool:
-        """Make a blocked collective of that generation raise PeerLost. False: it is over, or the engine cannot."""
+    def interrupt(self, generation: int, explain: bool) -> str:
+        """Make a blocked collective of that generation raise PeerLost, if it is not over and the engine can.
+
+        With `explain`, the stacks of all threads as they stood before; otherwise nothing.
+        """
+        found = stacks(self._stepping) if explain else ""
         with self._turnover:
-            return generation == self._generation and self._engine.interrupt(INTERRUPT_DEADLINE_S)
+            if generation == self._generation:
+                self._engine.interrupt(INTERRUPT_DEADLINE_S)
+        return found
 
     def leave(self) -> StateTag:
         """End the group; the process and its state live on."""

@@ -160,6 +160,17 @@ class Failed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stacks(Event):
+    """Where the threads of a rank stood when the group did not move."""
+
+    kind = "stacks"
+    worker: int = 0
+    rank: int = 0
+    node: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Noted(Event):
     """A line for the user: a fall-back to an older checkpoint, for instance."""
 
@@ -181,7 +192,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         RunStarted, Waiting, Placed, Promoted, Formed, Steps, Prefetched, Evaluated, Checkpointed, CheckpointSkipped,
-        Failed, Noted, RunEnded,
+        Failed, Stacks, Noted, RunEnded,
     )
 }  # fmt: skip
 

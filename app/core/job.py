@@ -64,7 +64,8 @@ class Job(BaseModel):
         on_error: `raise`, or `skip` samples that cannot be read or transformed: they get weight 0, and a line in the
             quarantine beside the run.
         skip_limit: samples that each worker may skip, before the run ends all the same.
-        hang_deadline_s: seconds without a completed step after which the workers that hang are replaced.
+        hang_deadline_s: seconds without a completed step, or for an evaluation, after which the workers that hang are
+            replaced; by default 30 times the longest wait so far, between 1 and 15 minutes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())
@@ -105,7 +106,7 @@ class Job(BaseModel):
     place_deadline_s: Annotated[float, Field(gt=0)] = 300.0
     on_error: Literal["raise", "skip"] = "raise"
     skip_limit: Annotated[int, Field(ge=0)] = 100
-    hang_deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    hang_deadline_s: Annotated[float, Field(gt=0)] | None = None
 
     def __init__(self, **fields: Any) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import Any
 from trainwright.core.group import Generation
 from trainwright.driver import checkpointing, ending, forming, recovering, training
 from trainwright.driver import messages as m
+from trainwright.driver.milestones import hang_deadline_s
 from trainwright.driver.state import Member, Phase, Settings, State
 from trainwright.driver.turn import Turn
 
@@ -39,6 +40,7 @@ POSSIBLE: Mapping[str, frozenset[Phase]] = {
     "Started": _WORKING,  # spares at any time
     "Returned": _CALLING | {Phase.GATHERING},
     "Raised": _CALLING | {Phase.GATHERING},
+    "Returned interrupt": frozenset({Phase.GATHERING}),
     "Returned upload": _UPLOADING,
     "Raised upload": _UPLOADING,
     "Died": _LIVING,
@@ -77,8 +79,8 @@ def decide(state: State, event: m.Happening, now_s: float) -> Decision:
 def kind_of(event: m.Happening) -> str:
     """Name of an event's kind: its type, with the upload's answers and the timers told apart."""
     match event:
-        case m.Returned(verb="upload") | m.Raised(verb="upload"):
-            return f"{type(event).__name__} upload"
+        case m.Returned(verb="upload" | "interrupt") | m.Raised(verb="upload"):
+            return f"{type(event).__name__} {event.verb}"
         case m.Expired(name=name):
             return f"Expired {name}"
     return type(event).__name__
@@ -97,8 +99,10 @@ def is_stale(state: State, event: m.Happening) -> bool:
             return event.worker not in state.starting and event.worker not in state.spares
         case m.Died():
             return event.worker not in state.rank_of and event.worker not in state.spares
-        case m.Returned(verb="stop" | "interrupt") | m.Raised(verb="stop" | "interrupt"):
-            return True  # what counts is the answer of the thread of steps
+        case m.Returned(verb="interrupt"):  # the answer of the thread of steps counts; this one explains
+            return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.rank_of
+        case m.Returned(verb="stop") | m.Raised(verb="stop" | "interrupt"):
+            return True
         case m.Returned(verb="upload") | m.Raised(verb="upload"):
             return state.upload is None or event.worker not in state.upload.owing
         case m.Returned() | m.Raised():
@@ -125,6 +129,8 @@ def _acquired(turn: Turn, event: m.Acquired) -> None:
 def _returned(turn: Turn, event: m.Returned) -> None:
     if event.verb == "upload":
         checkpointing.uploaded(turn, event)
+    elif event.verb == "interrupt":
+        recovering.explained(turn, event)
     elif turn.state.phase is Phase.GATHERING:
         recovering.returned(turn, event)
     else:
@@ -142,7 +148,7 @@ def _collect(turn: Turn, event: m.Returned) -> None:
         turn.disarm("call", "hang")
         COMPLETED[state.phase](turn)
     elif state.phase is Phase.RUNNING and not state.answers:
-        turn.arm("hang", state.settings.hang_deadline_s)
+        turn.arm("hang", hang_deadline_s(turn.state))
 
 
 def _raised(turn: Turn, event: m.Raised) -> None:
@@ -164,7 +170,7 @@ def _expired(turn: Turn, event: m.Expired) -> None:
         case "call":
             recovering.silent(turn, settings.call_deadline_s)
         case "hang":
-            recovering.silent(turn, settings.hang_deadline_s)
+            recovering.silent(turn, hang_deadline_s(state))
         case "retry":
             checkpointing.snapshot(turn)
         case "upload" if state.phase is Phase.CLOSING:

@@ -12,7 +12,7 @@ Verbs of `Call`, in the order of a run (the worker's methods of the same names):
 | snapshot   | step: int           | Snapshot                 | steps  |
 | upload     | checkpoint path     | tuple[FileEntry, ...]    | upload |
 | stop       | None                | None                     | watch  |
-| interrupt  | None                | bool                     | watch  |
+| interrupt  | explain: bool       | str: stacks, if explain  | watch  |
 | leave      | None                | StateTag                 | steps  |
 
 A verb that meets a lost peer raises PeerLost after it has left the group, so that the others notice too.

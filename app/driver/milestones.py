@@ -1,8 +1,11 @@
-"""Milestones: the steps at which a run pauses, and what is due there. Pure arithmetic."""
+"""Milestones: the steps at which a run pauses, what is due there, and how long to wait for one. Pure arithmetic."""
 
 from __future__ import annotations
 
-from trainwright.driver.state import Settings
+from trainwright.driver.state import Phase, Settings, State
+
+_PATIENCE = 30.0  # times the longest wait so far
+_LEAST_S, _MOST_S = 60.0, 900.0
 
 
 def checkpoint_due(settings: Settings, step: int) -> bool:
@@ -22,6 +25,19 @@ def next_milestone(settings: Settings, step: int) -> int:
     if settings.evaluate_steps is not None:
         intervals.append(settings.evaluate_steps)
     return min(settings.total_steps, *(step - step % every + every for every in intervals))
+
+
+def hang_deadline_s(state: State) -> float:
+    """Seconds without a completed step that are a hang: as the job says, or many times the longest wait so far.
+
+    Before the first step, which may compile, and for evaluations nothing is known: a quarter of an hour.
+    """
+    given = state.settings.hang_deadline_s
+    if given is not None:
+        return given
+    if state.phase is Phase.EVALUATING or not state.longest_s:
+        return _MOST_S
+    return min(max(_PATIENCE * state.longest_s, _LEAST_S), _MOST_S)
 
 
 def _checkpoint_steps(settings: Settings) -> int:

@@ -18,7 +18,7 @@ from trainwright.core.errors import (
     TrainwrightError,
     WorkerLost,
 )
-from trainwright.core.events import Failed, Noted, Placed, Promoted, Waiting
+from trainwright.core.events import Failed, Noted, Placed, Promoted, Stacks, Waiting
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
@@ -177,9 +177,18 @@ def silent(turn: Turn, deadline_s: float) -> None:
         f"{_ranks(ranks)} did not move for {deadline_s:g} s while {state.phase.value}",
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
     )
-    gather(turn, Blame(error=error, event=_failed(turn, -1, -1, error.what)))
+    turn.change(stacks={})
+    gather(turn, Blame(error=error, event=_failed(turn, -1, -1, error.what)), explain=True)
     if turn.state.phase is Phase.GATHERING:
         turn.arm("leave", state.settings.interrupt_deadline_s)
+
+
+def explained(turn: Turn, event: m.Returned) -> None:
+    """A rank says where it stood when the group did not move."""
+    state = turn.state
+    rank = state.rank_of[event.worker]
+    turn.change(stacks={**state.stacks, rank: event.value})
+    turn.emit(Stacks(worker=event.worker, rank=rank, node=state.members[rank].node, text=event.value))
 
 
 def upload_silent(turn: Turn) -> None:
@@ -203,6 +212,7 @@ def gather(
     left: Iterable[int] = (),
     kill: bool = False,
     again: bool = False,
+    explain: bool = False,
 ) -> None:
     """Count a failure, let the idle ranks go, and replace the lost workers.
 
@@ -211,6 +221,7 @@ def gather(
         lost: workers to replace; `kill` ends them first.
         left: workers that have left the group by themselves.
         again: a failure of its own, although one is being recovered from already.
+        explain: the busy ranks are to say where they stand.
     """
     state = turn.state
     entering = state.phase is not Phase.GATHERING
@@ -225,7 +236,7 @@ def gather(
         turn.change(blame=blame)
     lost, left = frozenset(lost), frozenset(left)
     if entering:
-        _let_idle_go(turn, lost | left)
+        _let_idle_go(turn, lost | left, explain)
     elif not lost and not blame.peer:
         _let_go(turn, frozenset({blame.event.worker}))
     _replace(turn, lost, kill=kill)
@@ -233,12 +244,12 @@ def gather(
         _replace(turn, left, kill=True)
 
 
-def _let_idle_go(turn: Turn, gone: frozenset[int]) -> None:
+def _let_idle_go(turn: Turn, gone: frozenset[int], explain: bool) -> None:
     state = turn.state
     turn.disarm()
     since_s = state.since_s if state.phase in RECOVERING else turn.now_s
     turn.enter(Phase.GATHERING, since_s=since_s)
-    turn.call(sorted(state.awaiting - gone), "interrupt")
+    turn.call(sorted(state.awaiting - gone), "interrupt", explain)
     _let_go(turn, frozenset(state.rank_of) - state.awaiting - gone)
     turn.arm("leave", turn.settings.leave_deadline_s)
 
@@ -284,9 +295,10 @@ def leave_expired(turn: Turn) -> None:
         f"{_ranks(ranks)} hung: no answer {turn.now_s - state.phase_s:.0f} s after being interrupted",
         where=", ".join(sorted({f"node {state.members[rank].node}" for rank in ranks})[:SHOWN_RANKS]),
         remedy="look at what they wait for; if a step or an evaluation takes that long, raise hang_deadline_s",
+        detail="\n".join(f"rank {rank} stood at:\n{state.stacks[rank]}" for rank in ranks if rank in state.stacks),
     )
     alone = ranks[0] if len(ranks) == 1 else -1
-    failed = _failed(turn, state.members[alone].worker if alone >= 0 else -1, alone, error.what)
+    failed = _failed(turn, state.members[alone].worker if alone >= 0 else -1, alone, error.what, error.detail)
     turn.emit(failed)
     if hanging:
         turn.change(blame=Blame(error=error, event=failed))

@@ -59,7 +59,8 @@ class Settings:
         call_deadline_s: for reserve, form, heal and snapshot.
         leave_deadline_s: for survivors to let go of a broken group, once one of them has.
         interrupt_deadline_s: for ranks that did not move in time to answer when they are interrupted.
-        hang_deadline_s: without a completed step while running; also for an evaluation.
+        hang_deadline_s: without a completed step while running, and for an evaluation; None learns it from the steps
+            (see `milestones`).
         upload_deadline_s: for an upload, once nothing but it is waited for.
         storage_attempts: uploads of the last step that may fail before the run does.
         retry_s: pause before the second of them; doubles each time.
@@ -81,7 +82,7 @@ class Settings:
     call_deadline_s: float = 90.0
     leave_deadline_s: float = 15.0
     interrupt_deadline_s: float = 5.0
-    hang_deadline_s: float = 300.0
+    hang_deadline_s: float | None = 300.0
     upload_deadline_s: float = 600.0
     storage_attempts: int = 4
     retry_s: float = 1.0
@@ -154,6 +155,9 @@ class State:
         progress: newest completed step of this line of states, as far as known.
         high: highest step ever completed; only beyond it does a step clear `failures`.
         failures: in a row.
+        moved_s: when steps were last known to be running or complete.
+        longest_s: longest time so far between news of steps.
+        stacks: by rank, where its threads stood when the group did not move.
         since_s: when the recovery, or the run, began.
         phase_s: when the phase began.
         head: newest committed checkpoint.
@@ -187,6 +191,9 @@ class State:
     high: int = 0
     failures: int = 0
     blame: Blame | None = None
+    moved_s: float = 0.0
+    longest_s: float = 0.0
+    stacks: Mapping[int, str] = field(default_factory=dict)
     since_s: float = 0.0
     phase_s: float = 0.0
     head: CheckpointRef | None = None

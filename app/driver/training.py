@@ -8,7 +8,7 @@ from trainwright.core.events import Evaluated, Noted, Prefetched
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_snapshot
 from trainwright.driver.ending import close
-from trainwright.driver.milestones import evaluation_due, next_milestone
+from trainwright.driver.milestones import evaluation_due, hang_deadline_s, next_milestone
 from trainwright.driver.recovering import replenish
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
@@ -41,16 +41,18 @@ def _wants_evaluation(state: State) -> bool:
 
 def _run(turn: Turn) -> None:
     until = next_milestone(turn.settings, turn.state.step)
-    turn.enter(Phase.RUNNING)
+    turn.enter(Phase.RUNNING, moved_s=turn.now_s)
     turn.call_all("run", until)
-    turn.arm("hang", turn.settings.hang_deadline_s)
+    turn.arm("hang", hang_deadline_s(turn.state))
 
 
 def progressed(turn: Turn, event: m.Progressed) -> None:
     """Steps were completed."""
     turn.reached(event.step)
     if turn.state.phase is Phase.RUNNING:
-        turn.arm("hang", turn.settings.hang_deadline_s)
+        waited_s = turn.now_s - turn.state.moved_s
+        turn.change(moved_s=turn.now_s, longest_s=max(turn.state.longest_s, waited_s))
+        turn.arm("hang", hang_deadline_s(turn.state))
         replenish(turn)
 
 
@@ -77,7 +79,7 @@ def _tell_prefetch(turn: Turn, found: list[Prefetch]) -> None:
 def _evaluate(turn: Turn) -> None:
     turn.enter(Phase.EVALUATING)
     turn.call_all("evaluate", turn.state.step)
-    turn.arm("hang", turn.settings.hang_deadline_s)
+    turn.arm("hang", hang_deadline_s(turn.state))
 
 
 def evaluated(turn: Turn) -> None:

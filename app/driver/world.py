@@ -178,7 +178,7 @@ class World:
         if effect.verb == "stop":
             ref = actor.stop.remote()
         elif effect.verb == "interrupt":
-            ref = actor.interrupt.remote(effect.generation.number)
+            ref = actor.interrupt.remote(effect.generation.number, effect.argument)
         else:
             ref = (actor.upload if effect.verb == "upload" else actor.call).remote(effect.verb, effect.argument)
         self._then(ref, lambda done: self._answered(effect, done))

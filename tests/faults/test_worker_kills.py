@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,28 @@ def test_a_frozen_worker_is_replaced_and_costs_no_step(
     formed = told(folder, "faulty", events.Formed)[-1]
     assert (formed.source, formed.step, formed.steps_lost, formed.survivors) == ("replica", 13, 0, workers - 1)
     assert state_of(folder, "faulty") == unbroken(workers)
+
+
+def test_a_worker_that_waits_for_ever_is_replaced_and_the_report_shows_where_it_stood(
+    folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    mark = folder.parent / "stuck"
+    step = jobs.make_step(())
+
+    def sometimes_stuck(model: Any, batch: Any) -> Any:
+        if jobs.rank() == 1 and int(getattr(model, "module", model).steps) == 13 and not mark.exists():
+            mark.touch()
+            threading.Event().wait()
+        return step(model, batch)
+
+    tw.fit(jobs.job(folder, step=sometimes_stuck, hang_deadline_s=5.0))
+    assert state_of(folder, "faulty") == unbroken(2)
+    stood: Any = told(folder, "faulty", events.Stacks)
+    assert {event.rank for event in stood} == {0, 1}
+    assert "sometimes_stuck" in next(event.text for event in stood if event.rank == 1)
+    culprit: Any = told(folder, "faulty", events.Failed)[-1]
+    assert culprit.rank == 1 and "sometimes_stuck" in culprit.detail
+    assert "sometimes_stuck" in (folder / "faulty" / "report.html").read_text()
 
 
 def test_a_worker_that_always_dies_ends_the_run(folder: Path) -> None:

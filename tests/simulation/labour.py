@@ -72,7 +72,7 @@ class Labour:
             if process.team is not None:
                 process.team.wish = True
         elif call.verb == "interrupt":
-            self.clock.after(self.between(0.0, 0.5), self._interrupt, process, call.generation.number)
+            self.clock.after(self.between(0.0, 0.5), self._interrupt, process, call)
         else:
             if process.call is not None:
                 raise Violation(f"worker {process.worker} is called for {call.verb} during {process.call.verb}")
@@ -296,10 +296,13 @@ class Labour:
         elif heal.source == "checkpoint" or any(move.target == process.rank for move in heal.moves):
             process.tear()
 
-    def _interrupt(self, process: Process, number: int) -> None:
+    def _interrupt(self, process: Process, call: m.Call) -> None:
         """Its connections are shut: it cannot wait for anybody any more, nor anybody for it."""
         team = process.team
-        if not process.alive or process.hung or team is None or team.number != number:
+        if call.argument and process.alive and not process.hung:
+            stood = m.Returned(worker=process.worker, generation=call.generation, verb="interrupt", value="a stack")
+            self.clock.after(self.between(0.0, 0.2), self.deliver, process.driver, stood)
+        if not process.alive or process.hung or team is None or team.number != call.generation.number:
             return
         process.freed = team
         if process.deaf:

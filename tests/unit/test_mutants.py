@@ -14,16 +14,35 @@ MUTANTS = (
     Mutant(
         name="lets busy ranks wait",
         module="recovering",
-        fragment='    turn.call(sorted(state.awaiting - gone), "interrupt")\n',
+        fragment='    turn.call(sorted(state.awaiting - gone), "interrupt", explain)\n',
         replacement="",
     ),
     Mutant(
         name="ends every rank that does not move",
         module="recovering",
-        fragment="event=_failed(turn, -1, -1, error.what)))\n    if turn.state.phase",
+        fragment="event=_failed(turn, -1, -1, error.what)), explain=True)\n    if turn.state.phase",
         replacement=(
             "event=_failed(turn, -1, -1, error.what)), lost=state.awaiting, kill=True)\n    if turn.state.phase"
         ),
+    ),
+    Mutant(
+        name="calls a spare that is not up yet",
+        module="recovering",
+        fragment="starting=state.starting if ready else state.starting | {worker},",
+        replacement="starting=state.starting,",
+    ),
+    Mutant(
+        name="starts spares without end",
+        module="recovering",
+        fragment="missing = state.settings.spares - len(state.spares)",
+        replacement="missing = state.settings.spares",
+    ),
+    Mutant(
+        name="gives one spare to two ranks",
+        module="recovering",
+        fragment="spares={number: held for number, held in state.spares.items() if number != worker},",
+        replacement="spares=state.spares,",
+        also=("kill two", "kill all"),
     ),
     Mutant(
         name="agrees on the lowest step",
@@ -97,14 +116,14 @@ MUTANTS = (
     Mutant(
         name="does not time a hang",
         module="training",
-        fragment='    turn.call_all("run", until)\n    turn.arm("hang", turn.settings.hang_deadline_s)\n',
+        fragment='    turn.call_all("run", until)\n    turn.arm("hang", hang_deadline_s(turn.state))\n',
         replacement='    turn.call_all("run", until)\n',
     ),
     Mutant(
         name="waits for the files of a dead uploader",
         module="recovering",
-        fragment="    forget(turn, frozenset(gone))\n    deadline_s",
-        replacement="    deadline_s",
+        fragment="    forget(turn, frozenset(gone))\n    if turn.state.starting",
+        replacement="    if turn.state.starting",
     ),
     Mutant(
         name="commits before all files are stored",
