@@ -139,9 +139,11 @@ class Session:
         from trainwright.datasets.rays import start_feeder
 
         assert index is not None, "a data set that is read has an index"
-        job, cpus = self._prepared.job, self._decision.chosen.placement.data_cpus
+        columns, plan = self._prepared.job.columns, self._decision.chosen
+        cluster, used = self._decision.cluster, plan.workers * plan.placement.accelerators
+        gpus = cluster.accelerators - used if cluster.accelerator == "GPU" else 0
         with by_value():
-            feeder = start_feeder(dataset, index, cpus=cpus, columns=job.columns, **ordering)
+            feeder = start_feeder(dataset, index, cpus=plan.placement.data_cpus, gpus=gpus, columns=columns, **ordering)
         self._feeders.append(feeder)
         return feeder
 

@@ -8,7 +8,7 @@ travel the same way, to the consumer that asked for the piece.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from trainwright.datasets.reader import Reader
 from trainwright.datasets.schedule import Schedule
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.stream import reader_of
-from trainwright.datasets.transforms import Counters, apply
+from trainwright.datasets.transforms import BatchMap, Counters, apply
 
 PIECE_ROWS = 128
 _TASKS = 1024  # read tasks of one Ray Data execution: their list is made at once
@@ -80,7 +80,7 @@ class Recipe:
     def stages(self) -> list[tuple[int, int]]:
         """Ranges of transforms: the light ones that are applied on reading, then each heavy one with those after it."""
         transforms = self.dataset.transforms
-        heavy = [number for number, transform in enumerate(transforms) if transform.cpus > 0]
+        heavy = [number for number, transform in enumerate(transforms) if transform.heavy]
         return list(zip([0, *heavy], [*heavy, len(transforms)], strict=True))
 
     def pieces(self, step: int, total: int) -> Iterator[Piece]:
@@ -154,7 +154,7 @@ class PlannedSource(Datasource):
 
 
 def run(
-    recipe: ray.ObjectRef[bytes], pieces: Iterable[Piece], cpus: float, gate: Gate
+    recipe: ray.ObjectRef[bytes], pieces: Iterable[Piece], free: Mapping[str, float], gate: Gate
 ) -> Iterator[ray.ObjectRef[pa.Table]]:
     """Run the pipeline over pieces; gives blocks as they are finished, in any order.
 
@@ -164,7 +164,7 @@ def run(
     Args:
         recipe: a pickled Recipe.
         pieces: to compute.
-        cpus: that the pipeline may use at a time.
+        free: CPUs and GPUs that the pipeline may use at a time.
         gate: passed before each piece is read.
     """
     stages, waiting = _recipe(recipe), list(pieces)
@@ -181,13 +181,16 @@ def run(
             num_cpus=0,
         )
         for number, (first, _) in enumerate(stages.stages[1:], 1):
-            need = stages.dataset.transforms[first].cpus
+            step = stages.dataset.transforms[first]
+            assert isinstance(step, BatchMap), "only functions of batches are heavy"
+            at_once = min(free[name] / need for name, need in (("CPU", step.cpus), ("GPU", step.gpus)) if need)
             data = data.map_batches(
                 _stage(recipe, number),
                 batch_size=1,
                 batch_format="pyarrow",
-                num_cpus=need,
-                compute=TaskPoolStrategy(size=int(cpus / need) + _QUEUED),
+                num_cpus=step.cpus,
+                num_gpus=step.gpus,
+                compute=TaskPoolStrategy(size=int(at_once) + _QUEUED),
             )
         for bundle in data.iter_internal_ref_bundles():
             yield from (entry.ref for entry in bundle.blocks)

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,11 +93,11 @@ class Feeder:
 
     Args:
         recipe: a pickled pipeline.Recipe.
-        cpus: that Ray Data may use.
+        free: CPUs and GPUs that Ray Data may use.
     """
 
-    def __init__(self, recipe: bytes, cpus: float) -> None:
-        self._recipe, self._cpus = cloudpickle.loads(recipe), cpus
+    def __init__(self, recipe: bytes, free: Mapping[str, float]) -> None:
+        self._recipe, self._free = cloudpickle.loads(recipe), free
         self._stored = ray.put(recipe)
         self._window: _Window | None = None
         self._news = asyncio.Event()
@@ -139,7 +139,7 @@ class Feeder:
                 else:  # those who wait for the pipeline that runs are served first
                     await self._wait(until, None)
         except TimeoutError:
-            return Answer(error=_late(step, rank, deadline_s, self._cpus))
+            return Answer(error=_late(step, rank, deadline_s, self._free))
         finally:
             self._tell()
 
@@ -173,7 +173,7 @@ class Feeder:
         try:
             pieces = self._recipe.pieces(window.start, window.total)
             gate = pipeline.Gate(handle, window.number)
-            for block in pipeline.run(self._stored, pieces, self._cpus, gate):
+            for block in pipeline.run(self._stored, pieces, self._free, gate):
                 found = pipeline.labels(ray.get(block))
                 loop.call_soon_threadsafe(self._arrived, window, block, found)
                 if self._window is not window:
@@ -275,7 +275,7 @@ class RayFetcher:
                 raise answer.error
             blocks = ray.get([block for block, _ in answer.blocks], timeout=self._deadline_s)
         except GetTimeoutError as error:
-            raise _late(step, rank, self._deadline_s, 0.0) from error
+            raise _late(step, rank, self._deadline_s, {}) from error
         found = [pipeline.content(block, row) for block, (_, row) in zip(blocks, answer.blocks, strict=True)]
         for piece in found:
             if piece.error is not None:
@@ -292,6 +292,7 @@ def start_feeder(
     *,
     batch_size: int,
     cpus: float,
+    gpus: float = 0.0,
     epochs: int = 1,
     seed: int = 0,
     shuffle: bool = True,
@@ -304,23 +305,25 @@ def start_feeder(
     """Start the feeder of a heavy data set; the driver's part. Give the fetcher to every `Stream` of the run.
 
     Args:
-        dataset: with a transform that asks for CPUs.
+        dataset: with a transform that asks for CPUs or GPUs.
         index: of the data set.
         batch_size: global; this and the rest as given to `Stream`.
         cpus: that Ray Data may use; the workers must have left them free.
+        gpus: the same.
         deadline_s: for a consumer to wait for one share.
 
     Raises:
-        ResourceError: a transform asks for more CPUs than Ray Data has.
+        ResourceError: a transform asks for more than Ray Data has.
     """
     from trainwright.datasets.pipeline import Recipe
 
-    most = max((transform.cpus for transform in dataset.transforms), default=0.0)
-    if most > cpus:
-        raise ResourceError(
-            f"a transform of {dataset!r} asks for {most:g} CPUs and {cpus:g} are left for Ray Data",
-            remedy=f"declare {cpus:g} CPUs or fewer, or leave more: set fewer workers",
-        )
+    free = {"CPU": cpus, "GPU": gpus}
+    for name, need in dataset.needs.items():
+        if need > free[name]:
+            raise ResourceError(
+                f"a transform of {dataset!r} asks for {need:g} {name}s and {free[name]:g} are left for Ray Data",
+                remedy=f"declare {free[name]:g} {name}s or fewer, or leave more: set fewer workers",
+            )
     schedule = schedule_of(
         index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
         epoch_samples=epoch_samples, window=window,
@@ -329,11 +332,11 @@ def start_feeder(
     names = None if columns is None else tuple(columns)
     recipe = Recipe(dataset=dataset, index=index, columns=names, schedule=schedule, length=length)
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Feeder)
-    return RayFetcher(actor.remote(cloudpickle.dumps(recipe), cpus), schedule, length, deadline_s)
+    return RayFetcher(actor.remote(cloudpickle.dumps(recipe), free), schedule, length, deadline_s)
 
 
-def _late(step: int, rank: int, deadline_s: float, cpus: float) -> HangError:
-    given = f" with {cpus:g} CPUs" if cpus else ""
+def _late(step: int, rank: int, deadline_s: float, free: Mapping[str, float]) -> HangError:
+    given = " with " + ", ".join(f"{number:g} {name}s" for name, number in free.items()) if free else ""
     return HangError(
         f"Ray Data{given} delivered nothing within {deadline_s:g} s",
         where=f"data rank {rank}, step {step}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,15 +60,16 @@ class Dataset:
         """
         return replace(self, transforms=(*self.transforms, RowMap(function=function)))
 
-    def map_batches(self, function: BatchFunction, cpus: float = 0.0) -> Dataset:
+    def map_batches(self, function: BatchFunction, cpus: float = 0.0, gpus: float = 0.0) -> Dataset:
         """Apply `function(columns) -> columns` to many rows at once.
 
         `columns` are arrays by name, of any number of rows; the function treats each row by itself and gives as many
-        rows in the same order. `cpus` > 0 declares it heavy: it runs on Ray Data with that many CPUs for each call.
+        rows in the same order. `cpus` or `gpus` > 0 declares it heavy: it runs on Ray Data, each call with that many.
         """
-        if not cpus >= 0:
-            raise DataError(f"cpus={cpus} is no number of CPUs", remedy="use 0 to run in the consumer, or 1 or more")
-        return replace(self, transforms=(*self.transforms, BatchMap(function=function, cpus=cpus)))
+        for name, need in (("cpus", cpus), ("gpus", gpus)):
+            if not (need >= 0 and math.isfinite(need)):
+                raise DataError(f"{name}={need} is no need", remedy="use 0 to run in the consumer, or 1 or more")
+        return replace(self, transforms=(*self.transforms, BatchMap(function=function, cpus=cpus, gpus=gpus)))
 
     def filter(self, function: RowPredicate) -> Dataset:
         """Keep the rows for which `function(row)` is true; see `trainwright.datasets.derived` for what that costs.
@@ -120,8 +122,17 @@ class Dataset:
 
     @property
     def heavy(self) -> bool:
-        """Whether a transform asks for CPUs of its own, and so for Ray Data."""
-        return any(step.cpus > 0 for step in self.transforms)
+        """Whether a transform asks for CPUs or GPUs of its own, and so for Ray Data."""
+        return any(step.heavy for step in self.transforms)
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """The most CPUs and GPUs that one call of a transform asks for."""
+        steps = [step for step in self.transforms if isinstance(step, BatchMap)]
+        return {
+            "CPU": max((step.cpus for step in steps), default=0.0),
+            "GPU": max((step.gpus for step in steps), default=0.0),
+        }
 
     def index(self) -> Index:
         """Look at the source: rows, row groups, columns. Raises DataError for anything wrong with it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,15 +23,21 @@ class RowMap:
     """f(row, rng) -> row, for each row by itself."""
 
     function: RowFunction
-    cpus: float = 0.0
+    heavy: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchMap:
-    """f(columns) -> columns with as many rows; `cpus` > 0 makes it a stage of Ray Data."""
+    """f(columns) -> columns with as many rows; a need of CPUs or GPUs for each call makes it a stage of Ray Data."""
 
     function: BatchFunction
     cpus: float = 0.0
+    gpus: float = 0.0
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it runs on Ray Data."""
+        return self.cpus > 0 or self.gpus > 0
 
 
 Transform = RowMap | BatchMap

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -102,7 +104,7 @@ def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
     recipe = pipeline.Recipe(dataset=data, index=data.index(), columns=None, schedule=schedule, length=2)
 
     async def ask() -> None:
-        local = Feeder(cloudpickle.dumps(recipe), 1.0)
+        local = Feeder(cloudpickle.dumps(recipe), {"CPU": 1.0})
         window = local._window = _Window(number=7, start=4, total=1)
         assert await local.admit(7, 12) and not await local.admit(6, 4)
         late = asyncio.ensure_future(local.admit(7, 14))
@@ -132,7 +134,7 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     data = dataset()
     fetcher = feeder(data)
 
-    def scrambled(stored: Any, pieces: Any, cpus: float, gate: Any) -> Iterator[Any]:
+    def scrambled(stored: Any, pieces: Any, free: Any, gate: Any) -> Iterator[Any]:
         made = cloudpickle.loads(ray.get(stored))
         contents = [(piece, made.transform(made.read(piece), 1)) for piece in pieces]
         blocks = [pipeline._block(piece, content) for piece, content in reversed(contents)]
@@ -142,7 +144,7 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     recipe = pipeline.Recipe(
         dataset=data, index=data.index(), columns=None, schedule=fetcher._schedule, length=fetcher._length
     )
-    local = Feeder(cloudpickle.dumps(recipe), 1.0)
+    local = Feeder(cloudpickle.dumps(recipe), {"CPU": 1.0})
     monkeypatch.setattr(local, "_handle", lambda: None)
     chunk = recipe.schedule.chunk(9, recipe.length)
     answer = asyncio.run(answer_of(local, chunk.start))
@@ -224,3 +226,34 @@ def test_too_few_cpus_are_told_before_anything_starts() -> None:
     data = table({"id": np.arange(9)}).map_batches(heavy, cpus=3)
     with pytest.raises(ResourceError, match="asks for 3 CPUs and 2 are left"):
         feeder(data)
+
+
+ON_A_GPU = """
+import numpy as np, ray
+from trainwright.core.data import Feeding
+from trainwright.datasets import table
+from trainwright.datasets.rays import start_feeder
+from trainwright.datasets.stream import Stream
+
+ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False)
+
+def visible(columns):
+    ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return {**columns, "gpus": np.full(len(columns["x"]), len(ids))}
+
+data = table({"x": np.arange(40)}).map_batches(visible, gpus=1)
+index = data.index()
+fetcher = start_feeder(data, index, batch_size=8, cpus=0.0, gpus=1)
+with Stream(data, index, batch_size=8, feeding=Feeding(data_ranks=range(1), total=1), fetcher=fetcher).feeds() as feeds:
+    found = [batch.columns for feed in feeds for part in feed.parts for batch in part]
+assert sorted(x for columns in found for x in columns["x"].tolist()) == list(range(40))
+print({gpu for columns in found for gpu in columns["gpus"].tolist()})
+"""
+
+
+def test_a_function_that_asks_for_a_gpu_gets_one() -> None:
+    """As Ray counts them: the machine needs none."""
+    done = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["{1}"], done.stderr
+    with pytest.raises(ResourceError, match="asks for 1 GPUs and 0 are left for Ray Data"):
+        feeder(dataset().map_batches(heavy, gpus=1))
