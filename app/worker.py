@@ -5,6 +5,7 @@ The driver's verbs are methods here (see `driver/messages.py` for who calls what
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -14,14 +15,15 @@ from typing import Any
 
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
 from trainwright.core.checkpoint import FileEntry
-from trainwright.core.data import Sums
+from trainwright.core.data import Feed, StepReport, Sums
 from trainwright.core.engine import Engine, StateCopy
-from trainwright.core.errors import StorageError
+from trainwright.core.errors import NonFiniteLoss, StorageError
 from trainwright.core.events import Steps
 from trainwright.core.group import Address, Generation, Group, Peer, StateTag
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
-from trainwright.datasets.salvage import Salvage
+from trainwright.datasets.feeds import weightless
+from trainwright.datasets.salvage import Salvage, Skipped
 from trainwright.datasets.sources import Index
 from trainwright.datasets.stream import Feeds, Fetcher, Stream
 from trainwright.driver.messages import Heal, SegmentReport, Snapshot
@@ -78,6 +80,7 @@ class Worker:
         self._stream: Stream | None = None
         self._evaluation: Stream | None = None
         self._feeds: Feeds | None = None
+        self._passed: set[int] = set()  # steps whose loss was not finite
         self._copy: StateCopy | None = None
 
     def rehearse(self) -> None:
@@ -170,7 +173,7 @@ class Worker:
             begun = time.perf_counter()
             feed = next(self._feeds)
             fed = time.perf_counter()
-            report = self._engine.train_step(replace(feed, wish=True) if self._wish.is_set() else feed)
+            report = self._stepped(replace(feed, wish=True) if self._wish.is_set() else feed)
             self._step, stopped = report.step, report.wish
             self._records.add(report, samples=feed.rows, step_s=time.perf_counter() - begun, wait_s=fed - begun)
         return SegmentReport(
@@ -178,8 +181,24 @@ class Worker:
             stopped=stopped,
             tag=StateTag(step=self._step),
             skipped=self._quarantine.count,
+            passed=len(self._passed),
             prefetch=self._feeds.prefetch,
         )
+
+    def _stepped(self, feed: Feed) -> StepReport:
+        """One step; where the job says so, one whose loss is not finite is taken with weight 0, on all ranks alike."""
+        try:
+            return self._engine.train_step(feed)
+        except NonFiniteLoss as error:
+            if self._job.on_nonfinite == "raise":
+                raise
+            self._passed.add(feed.step)
+            if len(self._passed) > self._job.skip_limit:
+                error.what = f"{error.what}, and {self._job.skip_limit} steps were passed by before, which is the limit"
+                raise
+            for sample in error.samples:
+                self._quarantine(Skipped(sample=sample, where=f"step {feed.step + 1}", error=error.what))
+        return replace(self._engine.train_step(weightless(feed)), loss=math.nan)
 
     def evaluate(self, step: int) -> Sums:
         """Sums over this rank's share of the evaluation set."""

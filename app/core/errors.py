@@ -90,7 +90,13 @@ class UserCodeError(TrainwrightError):
 
 
 class NonFiniteLoss(TrainwrightError):
-    """The loss became NaN or infinite; nothing of that step was applied."""
+    """The loss became NaN or infinite; nothing of that step was applied.
+
+    Attributes:
+        samples: row numbers where it happened, as far as this rank knows.
+    """
+
+    samples: tuple[int, ...] = ()
 
 
 class PeerLost(TrainwrightError):

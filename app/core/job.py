@@ -63,7 +63,9 @@ class Job(BaseModel):
         place_deadline_s: seconds to wait for the cluster to start the workers.
         on_error: `raise`, or `skip` samples that cannot be read or transformed: they get weight 0, and a line in the
             quarantine beside the run.
-        skip_limit: samples that each worker may skip, before the run ends all the same.
+        on_nonfinite: what to do where the loss or its gradient is NaN or infinite: `raise`, or `skip` the step: it
+            changes nothing, its bad samples get a line in the quarantine, and the next step follows.
+        skip_limit: samples that each worker may skip, and steps, before the run ends all the same.
         hang_deadline_s: seconds without a completed step, or for an evaluation, after which the workers that hang are
             replaced; by default 30 times the longest wait so far, between 1 and 15 minutes.
     """
@@ -105,6 +107,7 @@ class Job(BaseModel):
     failures: Annotated[int, Field(ge=0)] = 3
     place_deadline_s: Annotated[float, Field(gt=0)] = 300.0
     on_error: Literal["raise", "skip"] = "raise"
+    on_nonfinite: Literal["raise", "skip"] = "raise"
     skip_limit: Annotated[int, Field(ge=0)] = 100
     hang_deadline_s: Annotated[float, Field(gt=0)] | None = None
 

@@ -51,6 +51,7 @@ class SegmentReport:
     Attributes:
         stopped: a wish was heard.
         skipped: samples that this process has put into the quarantine so far.
+        passed: steps that changed nothing so far, because their loss was not finite.
         prefetch: how far it reads ahead by now.
     """
 
@@ -58,6 +59,7 @@ class SegmentReport:
     stopped: bool
     tag: StateTag
     skipped: int = 0
+    passed: int = 0
     prefetch: Prefetch | None = None
 
 

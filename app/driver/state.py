@@ -168,6 +168,7 @@ class State:
         named: highest step that a path was named after.
         attempts: uploads of the last step that failed.
         skipped: samples in the quarantines of the workers, as last told.
+        passed: steps whose loss was not finite and which changed nothing, as last told.
         prefetch: how far the ranks read ahead, as last told.
         timers: numbers of the timers that run, by name.
         clock: number of the last timer set.
@@ -208,6 +209,7 @@ class State:
     trouble: Exception | None = None
     stopping: bool = False
     skipped: int = 0
+    passed: int = 0
     prefetch: Prefetch | None = None
     outcome: Outcome = "failed"
     error: Exception | None = None

@@ -63,8 +63,11 @@ def segment_ended(turn: Turn) -> None:
     assert len(steps) == 1, f"ranks left the loop after different steps: {sorted(steps)}"
     skipped = sum(report.skipped for report in reports)
     if skipped > turn.state.skipped:
-        turn.emit(Noted(text=f"{skipped} samples could not be read and were skipped; see quarantine/ beside the run"))
-    turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped)
+        turn.emit(Noted(text=f"{skipped} samples were skipped so far; see quarantine/ beside the run"))
+    passed = max(report.passed for report in reports)
+    if passed > turn.state.passed:
+        turn.emit(Noted(text=f"{passed} steps changed nothing so far, because their loss was not finite"))
+    turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped, passed=passed)
     _tell_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
 
 

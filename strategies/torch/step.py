@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -169,15 +169,21 @@ def _check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
         bad = ~torch.isfinite(losses)
         if bool(bad.any()):
             rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
-            samples = ", ".join(str(sample) for sample in share.batch.samples[rows][:_SHOWN])
+            samples = share.batch.samples[rows].tolist()
+            shown = ", ".join(map(str, samples[:_SHOWN]))
             where = f"{runner.where}, data rank {share.data_rank}"
-            raise _non_finite(f"the loss became {totals.loss} in step {feed.step + 1}, in samples {samples}", where)
+            raise _non_finite(
+                f"the loss became {totals.loss} in step {feed.step + 1}, in samples {shown}", where, samples
+            )
     raise _non_finite(f"the loss became {totals.loss} in step {feed.step + 1}, on another data rank", runner.where)
 
 
-def _non_finite(what: str, where: str) -> NonFiniteLoss:
-    return NonFiniteLoss(
+def _non_finite(what: str, where: str, samples: Iterable[int] = ()) -> NonFiniteLoss:
+    error = NonFiniteLoss(
         what,
         where=where,
-        remedy="look at these samples, lower the learning rate, or set clip_norm; nothing of this step was applied",
+        remedy="look at these samples, lower the learning rate, set clip_norm, or pass such steps by with "
+        'on_nonfinite="skip"; nothing of this step was applied',
     )
+    error.samples = tuple(samples)
+    return error

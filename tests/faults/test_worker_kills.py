@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 
 import trainwright as tw
 from tests import jobs
 from tests.runs import State, told
 from tests.runs import final_state as state_of
+from tests.samples import account_of
 from trainwright.core import events
 from trainwright.core.errors import WorkerLost
 
@@ -25,13 +25,8 @@ TOTAL = 27
 
 def check_samples(state: State) -> None:
     """Each sample was counted once in each of the three epochs, inside the step."""
-    tensors: dict[str, Any] = {}
-    for name, payload in state.files.items():
-        if name.endswith(".safetensors"):
-            tensors.update(load(payload))
-    account = next(value for name, value in tensors.items() if name.endswith("seen") and value.shape == (jobs.ROWS,))
     # 8 batches of 24 and a last one of 11 samples: a sample's weight in its step is 1/24 or 1/11
-    shares = -account / 1e-2
+    shares = -account_of(state) / 1e-2
     possible = [a / 24 + (3 - a) / 11 for a in range(4)]
     assert all(np.isclose(shares[:, None], possible, rtol=0, atol=1e-9).any(axis=1)), shares
     assert np.isclose(shares.sum(), TOTAL)
