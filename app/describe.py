@@ -18,7 +18,7 @@ from trainwright.datasets.sources import Index
 _FREE = frozenset(
     {
         "storage", "workers", "spares", "strategy", "accelerator", "checkpoint_steps", "keep", "failures",
-        "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit",
+        "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit",
     }
 )  # fmt: skip
 _DATA = ", data "  # what follows says what a data set holds, whatever it is called and wherever it lies

@@ -109,6 +109,7 @@ class Session:
             checkpoint_steps=job.checkpoint_steps,
             evaluate_steps=per_epoch * job.evaluate_epochs if job.evaluate is not None else None,
             failures=job.failures,
+            failures_an_hour=job.failures_an_hour,
             place_deadline_s=job.place_deadline_s,
             call_deadline_s=max(CALL_DEADLINE_S, job.hang_deadline_s or 0.0),
             hang_deadline_s=job.hang_deadline_s,

@@ -171,9 +171,17 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
             for f in history.failures
         ],
         "recoveries": [
-            {"time_s": f.time_s, "step": f.step, "source": f.source, "seconds": f.seconds, "steps_lost": f.steps_lost}
-            for f in (recovery.formed for recovery in history.recoveries)
+            {
+                "time_s": recovery.formed.time_s,
+                "step": recovery.formed.step,
+                "cause": recovery.failure.cause if recovery.failure else "",
+                "source": recovery.formed.source,
+                "seconds": recovery.formed.seconds,
+                "steps_lost": recovery.formed.steps_lost,
+            }
+            for recovery in history.recoveries
         ],
+        "goodput": _known(history.totals.goodput),
         "steps_lost": history.steps_lost,
         "seconds": {name.removesuffix("_s"): value for name, value in asdict(history.totals).items()},
         "waiting": waiting_text(history.waiting) if history.waiting and history.state == "running" else "",

@@ -60,6 +60,8 @@ class Job(BaseModel):
         evaluate_epochs: epochs between evaluations.
         inexact: what may differ between one device and many, such as `("batch_norm",)`.
         failures: failures in a row without a completed step in between after which the run ends.
+        failures_an_hour: failures within any hour after which the run ends, even where each was recovered from; by
+            default any number.
         place_deadline_s: seconds to wait for the cluster to start the workers.
         on_error: `raise`, or `skip` samples that cannot be read or transformed: they get weight 0, and a line in the
             quarantine beside the run.
@@ -105,6 +107,7 @@ class Job(BaseModel):
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
     inexact: Names = ()
     failures: Annotated[int, Field(ge=0)] = 3
+    failures_an_hour: Annotated[int, Field(ge=0)] | None = None
     place_deadline_s: Annotated[float, Field(gt=0)] = 300.0
     on_error: Literal["raise", "skip"] = "raise"
     on_nonfinite: Literal["raise", "skip"] = "raise"

@@ -25,7 +25,7 @@ from trainwright.driver.ending import close
 from trainwright.driver.state import RECOVERING, Blame, Member, Phase, Spare, State
 from trainwright.driver.turn import Turn
 
-SHOWN_RANKS = 8
+SHOWN_RANKS, HOUR_S = 8, 3600.0
 SPARES_TRIED = 3  # that ended by themselves, one after another
 
 
@@ -231,7 +231,8 @@ def gather(
         close(turn, "stopped")
         return
     if entering or again:
-        turn.change(failures=turn.state.failures + 1, blame=blame)
+        recent = tuple(failed_s for failed_s in state.failed_s if failed_s > turn.now_s - HOUR_S)
+        turn.change(failures=turn.state.failures + 1, failed_s=(*recent, turn.now_s), blame=blame)
     elif state.blame is None or (state.blame.peer and not blame.peer):
         turn.change(blame=blame)
     lost, left = frozenset(lost), frozenset(left)
@@ -325,8 +326,14 @@ def gathered(turn: Turn) -> bool:
     if state.blame is not None and state.blame.peer:
         turn.emit(state.blame.event)
         turn.change(blame=replace(state.blame, peer=False, error=_nobody(state.blame.error)))
+    budget = state.settings.failures_an_hour
     if state.failures > state.settings.failures:
-        close(turn, "failed", _last_straw(turn))
+        told = f"failure {state.failures} in a row, none of which got past step {state.high}"
+        close(turn, "failed", _last_straw(turn, f"{told}; failures={state.settings.failures}"))
+        return False
+    if budget is not None and len(state.failed_s) > budget:
+        told = f"failure {len(state.failed_s)} within an hour; failures_an_hour={budget}"
+        close(turn, "failed", _last_straw(turn, told))
         return False
     return not state.starting
 
@@ -339,15 +346,14 @@ def _nobody(error: Exception) -> WorkerLost:
     )
 
 
-def _last_straw(turn: Turn) -> Exception:
+def _last_straw(turn: Turn, told: str) -> Exception:
     """The last failure's error; our own ones say how many came before."""
-    state = turn.state
-    assert state.blame is not None, "a failure has a cause"
-    error = state.blame.error
+    blame = turn.state.blame
+    assert blame is not None, "a failure has a cause"
+    error = blame.error
     if not isinstance(error, (WorkerLost, HangError)):
         return error
-    what = f"{error.what}; failure {state.failures} in a row without a new step, failures={state.settings.failures}"
-    return type(error)(what, where=error.where, remedy=error.remedy, detail=error.detail)
+    return type(error)(f"{error.what}; {told}", where=error.where, remedy=error.remedy, detail=error.detail)
 
 
 def _failed(turn: Turn, worker: int, rank: int, cause: str, detail: str = "") -> Failed:

@@ -55,6 +55,7 @@ class Settings:
         checkpoint_steps: steps between checkpoints.
         evaluate_steps: steps between evaluations, one more at the end; None never evaluates.
         failures: failures in a row, without a new completed step in between, that are recovered from.
+        failures_an_hour: failures within an hour that are recovered from; None for any number.
         place_deadline_s: for all missing processes to start.
         call_deadline_s: for reserve, form, heal and snapshot.
         leave_deadline_s: for survivors to let go of a broken group, once one of them has.
@@ -78,6 +79,7 @@ class Settings:
     checkpoint_steps: int | None = None
     evaluate_steps: int | None = None
     failures: int = 3
+    failures_an_hour: int | None = None
     place_deadline_s: float = 300.0
     call_deadline_s: float = 90.0
     leave_deadline_s: float = 15.0
@@ -155,6 +157,7 @@ class State:
         progress: newest completed step of this line of states, as far as known.
         high: highest step ever completed; only beyond it does a step clear `failures`.
         failures: in a row.
+        failed_s: when each failure of the last hour came.
         moved_s: when steps were last known to be running or complete.
         longest_s: longest time so far between news of steps.
         stacks: by rank, where its threads stood when the group did not move.
@@ -191,6 +194,7 @@ class State:
     progress: int = 0
     high: int = 0
     failures: int = 0
+    failed_s: tuple[float, ...] = ()
     blame: Blame | None = None
     moved_s: float = 0.0
     longest_s: float = 0.0

@@ -187,6 +187,7 @@ def key_figures(history: History) -> list[Figure]:
         )
     sessions = words.count(len(history.sessions), "session")
     found.append(Figure("duration", words.duration(history.totals.wall_s), sessions))
+    found.append(Figure("goodput", words.share(history.totals.goodput), "of the time: steps that count"))
     lost = f"{words.count(history.steps_lost, 'step')} lost"
     found.append(Figure("recoveries", str(len(history.recoveries) + len(history.resumes)), lost))
     return found

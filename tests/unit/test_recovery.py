@@ -1,9 +1,10 @@
-"""Spare workers, as the driver decides about them: when they start, which rank they take, and when it does without."""
+"""Spare workers and budgets of failures, as the driver decides about them."""
 
 from __future__ import annotations
 
 from tests.unit.story import Story
 from trainwright.core import events
+from trainwright.core.errors import WorkerLost
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.recovering import SPARES_TRIED
@@ -93,6 +94,31 @@ def test_spares_that_keep_ending_are_given_up_and_that_is_said() -> None:
         story.tell(m.Died(worker=2 + number, cause="out of memory"))
     assert "out of memory" in story.emitted(events.Noted)[0].text
     assert not story.all(m.Place) and not progressed(story, 2).all(m.Place)
+
+
+def test_a_budget_of_failures_an_hour_ends_a_run_that_recovers_each_time() -> None:
+    story = Story(failures_an_hour=2).running()
+    for number in range(3):
+        progressed(story, number + 1)
+        story.tell(m.Died(worker=story.state.members[1].worker, cause="killed"))
+        story.raises(0, "run", "peer", RuntimeError("gone")).start()
+        if number < 2:
+            story.returns("reserve", Address(host="h", port=1))
+            story.returns("form", StateTag(step=number + 1), StateTag(step=None)).returns(
+                "heal", StateTag(step=number + 1)
+            )
+    error = story.state.error
+    assert isinstance(error, WorkerLost) and "failure 3 within an hour; failures_an_hour=2" in error.what
+
+
+def test_failures_longer_ago_than_an_hour_do_not_count() -> None:
+    story = progressed(Story(failures_an_hour=1).running(), 1)
+    story.tell(m.Died(worker=1, cause="killed")).raises(0, "run", "peer", RuntimeError("gone")).start()
+    story.formed(StateTag(step=1), StateTag(step=None)).returns("heal", StateTag(step=1))
+    progressed(story, 2)
+    story.now_s += 3600
+    story.tell(m.Died(worker=2, cause="killed")).raises(0, "run", "peer", RuntimeError("gone")).start()
+    assert story.state.phase is Phase.RESERVING
 
 
 def test_spares_end_with_the_run() -> None:
