@@ -138,6 +138,8 @@ WORKER: Any = ray.remote(**_OPTIONS)(WorkerProcess)
 
 
 def _failure(error: Exception, where: str) -> Failure:
+    if isinstance(error, NonFiniteLoss) and error.elsewhere:
+        return Failure(kind="peer", error=error)
     for kinds, kind in _KINDS:
         if isinstance(error, kinds):
             assert isinstance(error, TrainwrightError)

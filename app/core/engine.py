@@ -35,6 +35,7 @@ class ModelSpec:
         metrics: name -> (outputs, targets) -> (samples,) or Terms.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate.
         clip_norm: largest global gradient norm; None does not clip.
+        guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
         inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
         outputs: names of the outputs that `predict_step` gives; empty gives all.
     """
@@ -51,6 +52,7 @@ class ModelSpec:
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     schedule: Callable[[int, int], float] | None = None
     clip_norm: float | None = None
+    guard: bool = False
     seed: int = 0
     inexact: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()

@@ -94,9 +94,11 @@ class NonFiniteLoss(TrainwrightError):
 
     Attributes:
         samples: row numbers where it happened, as far as this rank knows.
+        elsewhere: another rank knows them, whose error counts.
     """
 
     samples: tuple[int, ...] = ()
+    elsewhere: bool = False
 
 
 class PeerLost(TrainwrightError):

@@ -198,6 +198,7 @@ class Job(BaseModel):
             metrics=dict(self.metrics),
             schedule=self.schedule,
             clip_norm=self.clip_norm,
+            guard=self.on_nonfinite == "skip",
             seed=self.seed,
             inexact=self.inexact,
         )

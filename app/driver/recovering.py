@@ -158,6 +158,8 @@ def raised(turn: Turn, event: m.Raised) -> None:
     failed = _failed(turn, event.worker, rank, _text(error), detail)
     if kind in ("user", "data") or isinstance(error, CheckpointError):
         turn.emit(failed)
+        if event.verb == "upload":
+            forget(turn, frozenset({event.worker}), error)
         close(turn, "failed", error)
     elif kind == "internal" or event.verb in ("leave", "upload"):
         gather(turn, Blame(error=error, event=failed), lost={event.worker}, kill=True)

@@ -14,10 +14,11 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from trainwright.core.checkpoint import Reader, Writer
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, NonFiniteLoss
 from trainwright.strategies.torch.state import HostState, Slots
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -25,7 +26,14 @@ _FORMAT = 1
 
 
 def write(state: HostState, writer: Writer) -> None:
-    """Write a state's files. Raises StorageError."""
+    """Write a state's files. Raises StorageError, and NonFiniteLoss for a state that nobody would want back."""
+    for name in state.trained:
+        if not torch.isfinite(state.model[name]).all():
+            raise NonFiniteLoss(
+                f"parameter {name!r} is not finite after step {state.step}: a gradient was not, though the loss was",
+                remedy='set clip_norm or on_nonfinite="skip", which look at the gradient of each step; what was '
+                "committed before is kept",
+            )
     tensors: dict[str, Tensor] = {}
     plain: Slots = {}
     for name, entries in state.slots.items():

@@ -28,6 +28,7 @@ class HostState:
         slots: the optimizer's state by parameter name and key: tensors and plain values.
         options: for each parameter group the settings that training changed; the others are the job's.
         optimizer: name of the optimizer's class.
+        trained: names of the parameters that are trained, where they are known.
     """
 
     step: int | None
@@ -35,6 +36,7 @@ class HostState:
     slots: Slots
     options: list[dict[str, Any]]
     optimizer: str
+    trained: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -66,6 +68,7 @@ def snapshot(replica: Replica) -> HostState:
         },
         options=changed_options(replica),
         optimizer=type(replica.optimizer).__name__,
+        trained=tuple(replica.names.values()),
     )
 
 

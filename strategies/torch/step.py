@@ -62,10 +62,11 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
     with replica.attempt() as attempt:
         accumulate(replica, runner, feed)
         gradients = _gradients(replica, runner)
-        totals = _totals(runner, gradients, wants_norm=replica.spec.clip_norm is not None)
+        wants_norm = replica.spec.clip_norm is not None or replica.spec.guard
+        totals = _totals(runner, gradients, wants_norm=wants_norm)
         _check_finite(runner, totals, feed)
         rate = replica.set_rates(feed.step, runner.where)
-        norm = totals.norm
+        norm = None
         if totals.weight:
             norm = _scale(runner, gradients, totals, rows=feed.rows, largest=replica.spec.clip_norm)
             replica.apply(feed.step, runner.where)
@@ -162,8 +163,8 @@ def _scale(
 def _check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
     """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
     if math.isfinite(totals.loss) and math.isfinite(totals.weight):
-        if totals.norm is None or math.isfinite(totals.norm):
-            return
+        if not totals.weight or totals.norm is None or math.isfinite(totals.norm):
+            return  # what has no weight is not applied
         raise _non_finite(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
     for share, losses in runner.objective.tallies:
         bad = ~torch.isfinite(losses)
@@ -175,7 +176,9 @@ def _check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
             raise _non_finite(
                 f"the loss became {totals.loss} in step {feed.step + 1}, in samples {shown}", where, samples
             )
-    raise _non_finite(f"the loss became {totals.loss} in step {feed.step + 1}, on another data rank", runner.where)
+    error = _non_finite(f"the loss became {totals.loss} in step {feed.step + 1}, on another data rank", runner.where)
+    error.elsewhere = True
+    raise error
 
 
 def _non_finite(what: str, where: str, samples: Iterable[int] = ()) -> NonFiniteLoss:

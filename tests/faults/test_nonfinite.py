@@ -24,7 +24,13 @@ EPOCHS, STEPS = 3, 27
 def poisoned(model: Any, batch: Any) -> torch.Tensor:
     """NaN for one sample."""
     losses: torch.Tensor = STEP(model, batch)
-    return torch.where(batch["id"] == BAD, losses * torch.nan, losses)
+    return losses * torch.where(batch["id"] == BAD, torch.nan, 1.0)
+
+
+def quietly_poisoned(model: Any, batch: Any) -> torch.Tensor:
+    """Finite losses whose gradients are NaN, beside one sample: the root of zero."""
+    losses: torch.Tensor = STEP(model, batch)
+    return losses + (losses - losses).sqrt() if (batch["id"] == BAD).any() else losses
 
 
 STEP = jobs.make_step(())
@@ -42,6 +48,25 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_follows(folder: 
     assert kept["sample"] == [BAD] and "the loss became nan" in kept["error"][0]
     losses = [loss for event in told(folder, "faulty", events.Steps) for loss in event.loss]  # type: ignore[attr-defined]
     assert np.isnan(losses).sum() == EPOCHS and len(losses) == STEPS
+
+
+def test_a_gradient_that_is_not_finite_is_passed_by_too(folder: Path, ray_cluster: None) -> None:
+    tw.fit(jobs.job(folder, step=quietly_poisoned, on_nonfinite="skip"))
+    shares = -account_of(final_state(folder, "faulty")) / 1e-2
+    assert shares[BAD] == 0 and np.isclose(shares.sum(), STEPS - EPOCHS)
+
+
+def test_parameters_that_became_nan_are_never_committed(folder: Path, ray_cluster: None) -> None:
+    """Step 15 gets a NaN gradient, and a checkpoint is due after it: the one before stays the newest."""
+
+    def late(model: Any, batch: Any) -> torch.Tensor:
+        losses: torch.Tensor = STEP(model, batch)
+        return losses + (losses - losses).sqrt() if int(getattr(model, "module", model).steps) == 15 else losses
+
+    with pytest.raises(NonFiniteLoss, match=r"not finite|became nan"):
+        tw.fit(jobs.job(folder, step=late))
+    state = final_state(folder, "faulty")
+    assert state.step in (5, 10) and np.isfinite(account_of(state)).all()
 
 
 def test_too_many_such_steps_end_the_run(folder: Path, ray_cluster: None) -> None:

@@ -71,15 +71,15 @@ MUTANTS = (
     Mutant(
         name="never counts a failure",
         module="recovering",
-        fragment="turn.change(failures=turn.state.failures + 1, blame=blame)",
-        replacement="turn.change(blame=blame)",
+        fragment="turn.change(failures=turn.state.failures + 1, failed_s=",
+        replacement="turn.change(failed_s=",
         also=("crash loop",),
     ),
     Mutant(
         name="counts every sign of one failure",
         module="recovering",
-        fragment="    if entering or again:\n        turn.change(",
-        replacement="    if True:\n        turn.change(",
+        fragment="    if entering or again:\n        recent",
+        replacement="    if True:\n        recent",
     ),
     Mutant(
         name="does not count a newcomer's death",

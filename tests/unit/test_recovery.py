@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.story import Story
 from trainwright.core import events
-from trainwright.core.errors import WorkerLost
+from trainwright.core.errors import NonFiniteLoss, WorkerLost
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.recovering import SPARES_TRIED
@@ -119,6 +119,13 @@ def test_failures_longer_ago_than_an_hour_do_not_count() -> None:
     story.now_s += 3600
     story.tell(m.Died(worker=2, cause="killed")).raises(0, "run", "peer", RuntimeError("gone")).start()
     assert story.state.phase is Phase.RESERVING
+
+
+def test_an_upload_that_finds_the_state_unfit_ends_the_run_at_once() -> None:
+    story = Story().running().segment(4).snapshot(4)
+    story.raises(0, "upload", "user", NonFiniteLoss("a parameter is not finite"))
+    assert story.state.phase is Phase.RELEASING and story.all(m.Release)[0].outcome == "failed"
+    assert isinstance(story.state.error, NonFiniteLoss)
 
 
 def test_spares_end_with_the_run() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.unit.torch_jobs import Chosen, Files, Net, batch_normed, double, feed, one_device, saved, spec
 from trainwright.core.data import fold
-from trainwright.core.errors import CheckpointError, DataError
+from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch import batches, owns
 from trainwright.strategies.torch.files import load_weights
 from trainwright.strategies.torch.profile import profile_model, take_weights
@@ -50,6 +50,16 @@ def test_a_checkpoint_goes_on_bit_by_bit() -> None:
     for step in range(3, 6):
         resumed.train_step(feed(step=step))
     assert saved(resumed).files == saved(unbroken).files
+
+
+def test_parameters_that_are_not_finite_are_never_written() -> None:
+    engine, files = one_device(), Files()
+    engine.train_step(feed())
+    with torch.no_grad():
+        engine._replica.model.second.bias[1] = torch.inf  # type: ignore[union-attr, operator, index]
+    with pytest.raises(NonFiniteLoss, match=r"parameter 'second\.bias' is not finite after step 1"):
+        engine.save(engine.snapshot(), files)
+    assert not files.files
 
 
 def test_a_snapshot_shares_nothing_with_the_training() -> None:
