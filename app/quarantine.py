@@ -14,19 +14,24 @@ FOLDER = "quarantine"
 
 
 class Quarantine:
-    """Records skipped samples of one worker; `parquet(<storage>/<run>/quarantine)` reads them all.
+    """Records skipped samples of one data set; `parquet(<storage>/<run>/quarantine)` reads them all.
 
     The name of a file is its sample, so that a sample met again, by another worker or after a recovery, is there once.
+
+    Args:
+        data: `train` or `evaluate`.
     """
 
-    def __init__(self, store: Store, run: str) -> None:
-        self._store, self._run = store, run
+    def __init__(self, store: Store, run: str, data: str = "train") -> None:
+        self._store, self._run, self._data = store, run, data
         self.count = 0
 
     def __call__(self, skipped: Skipped) -> None:
         """Record one sample; raises StorageError."""
-        row = pa.table({"sample": [skipped.sample], "where": [skipped.where], "error": [skipped.error]})
+        row = pa.table(
+            {"data": [self._data], "sample": [skipped.sample], "where": [skipped.where], "error": [skipped.error]}
+        )
         file = io.BytesIO()
         pq.write_table(row, file)
-        self._store.put(f"{self._run}/{FOLDER}/{skipped.sample:012d}.parquet", file.getvalue())
+        self._store.put(f"{self._run}/{FOLDER}/{self._data}-{skipped.sample:012d}.parquet", file.getvalue())
         self.count += 1

@@ -67,6 +67,7 @@ class Worker:
         self._engine: Engine = engine_class(order.plan)()
         self._store = open_store(order.storage)
         self._quarantine = Quarantine(self._store, order.run)
+        self._evaluate_quarantine = Quarantine(self._store, order.run, "evaluate")
         self._store.exists(f"{order.run}/log/HINT")  # credentials that this node lacks are told now, not at an upload
         self._records = StepRecords()
         self._wish = threading.Event()
@@ -135,19 +136,24 @@ class Worker:
             "static_shapes": self._engine.capabilities.static_shapes,
             "columns": job.columns,
         }
-        if job.on_error == "skip":
-            shared["salvage"] = Salvage(job.skip_limit, self._quarantine)
+        skip = job.on_error == "skip"
         self._stream = Stream(
             job.train,
             order.train,
             accumulation=order.plan.accumulation,
             fetcher=order.fetcher,
+            salvage=Salvage(job.skip_limit, self._quarantine) if skip else None,
             **shared,
             **job.ordering(),
         )
         if job.evaluate is not None:
             self._evaluation = Stream(
-                job.evaluate, order.evaluate, fetcher=order.evaluate_fetcher, **shared, **job.ordering(evaluate=True)
+                job.evaluate,
+                order.evaluate,
+                fetcher=order.evaluate_fetcher,
+                salvage=Salvage(job.skip_limit, self._evaluate_quarantine) if skip else None,
+                **shared,
+                **job.ordering(evaluate=True),
             )
 
     def heal(self, heal: Heal) -> StateTag:
@@ -180,7 +186,7 @@ class Worker:
             step=self._step,
             stopped=stopped,
             tag=StateTag(step=self._step),
-            skipped=self._quarantine.count,
+            skipped=self._quarantine.count + self._evaluate_quarantine.count,
             passed=len(self._passed),
             prefetch=self._feeds.prefetch,
         )

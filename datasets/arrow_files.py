@@ -21,6 +21,7 @@ from trainwright.datasets.finding import absolute
 from trainwright.datasets.ranges import Ranges
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.surveys import FileSource, Piece, Place, Survey, table_arrays
+from trainwright.datasets.tables import distinct
 
 _MAGIC, _FEATHER_1 = b"ARROW1\0\0", b"FEA1"
 _CONTINUES = b"\xff\xff\xff\xff"
@@ -63,7 +64,7 @@ class ArrowFormat:
         schema = _schema(data.read(0, head), data.file)
         return Survey(
             pieces=tuple(piece for piece in pieces if piece.rows),
-            traits=dict(zip(schema.names, schema.types, strict=True)),
+            traits=dict(zip(distinct(schema.names, data.file), schema.types, strict=True)),
         )
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:

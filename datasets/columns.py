@@ -12,6 +12,13 @@ import pyarrow as pa
 from trainwright.core.errors import DataError, nearest
 
 Arrays = dict[str, npt.NDArray[Any]]
+_LISTS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
 
 
 class Field(NamedTuple):
@@ -38,16 +45,15 @@ def to_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
     """An Arrow column as an array (rows, *shape), without a copy where the memory allows.
 
     Fixed-shape tensors and fixed-size lists become dimensions; text, bytes, lists and structs become objects.
-    Raises DataError, naming `where`, for nulls.
+    Raises DataError, naming `where`, for nulls, those within lists and dictionaries included.
     """
     flat: pa.Array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # this copies even one
     rows, (_, shape) = len(flat), _tensor(flat.type)
-    _no_nulls(flat, where)
     if isinstance(flat, pa.ExtensionArray):
         flat = flat.storage
+    _no_nulls(flat, where)
     while pa.types.is_fixed_size_list(flat.type):
         flat = flat.flatten()
-        _no_nulls(flat, where)
     if pa.types.is_dictionary(flat.type):
         flat = flat.dictionary_decode()
     return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(rows, *shape)
@@ -55,7 +61,10 @@ def to_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
 
 def stack(values: list[Any], what: str) -> npt.NDArray[Any]:
     """One value a row as one array (rows, *shape). Raises DataError, naming `what`, where shapes or types differ."""
-    arrays = [np.asarray(value) for value in values]
+    try:
+        arrays = [np.asarray(value) for value in values]
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{what} makes no array: {error}", remedy="give every row one shape, or pad it") from error
     first = arrays[0]
     if first.dtype.kind in "OUS":
         column = np.empty(len(values), dtype=object)
@@ -97,9 +106,14 @@ def _tensor(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
 
 
 def _no_nulls(array: pa.Array, where: str) -> None:
+    """Refuse nulls at any depth of lists, and those that a dictionary holds."""
     if array.null_count:
         raise DataError(
             f"{array.null_count} of {len(array)} values are null",
             where=where,
             remedy="drop or fill them before training; nulls have no meaning as numbers",
         )
+    if any(is_list(array.type) for is_list in _LISTS):
+        _no_nulls(array.flatten(), where)
+    elif pa.types.is_dictionary(array.type) and array.dictionary.null_count:
+        _no_nulls(array.dictionary_decode(), where)

@@ -144,7 +144,7 @@ def record_ends(data: bytes, last: bool, delimiter: str = ",") -> Offsets:
     odd, even = marks[1::2], marks[::2]
     begins = np.isin(octets[even - 1], np.frombuffer(f"\n\r{delimiter}".encode(), np.uint8)) | (even == 0)
     begins[1:] |= even[1:] == odd[: len(even) - 1] + 1
-    inside = np.searchsorted(marks, ends - 1) % 2 == 1 if begins.all() else _inside(data, ends, delimiter)
+    inside = np.searchsorted(marks, ends) % 2 == 1 if begins.all() else _inside(data, ends, delimiter)
     kept: Offsets = ends[~inside]
     return kept
 
@@ -157,7 +157,7 @@ def _inside(data: bytes, ends: Offsets, delimiter: str) -> npt.NDArray[np.bool_]
         unclosed = match.group(1) is not None
         spans.append((match.start(), len(data) + 1 if unclosed else match.end()))
     starts, stops = np.array(spans, dtype=np.int64).T
-    inside: npt.NDArray[np.bool_] = ends - 1 < stops[np.searchsorted(starts, ends - 1, "right") - 1]
+    inside: npt.NDArray[np.bool_] = ends < stops[np.searchsorted(starts, ends - 1, "right") - 1]
     return inside
 
 

@@ -35,7 +35,7 @@ class Filter:
         """The rows that are kept."""
         keep = np.zeros(len(samples), dtype=np.bool_)
         for row, sample in enumerate(samples.tolist()):
-            keep[row] = bool(called(self.function, f"sample {sample}", _row(columns, row)))
+            keep[row] = called(self.function, f"sample {sample}", _row(columns, row), bool)
         return _kept(columns, keep)
 
 
@@ -114,7 +114,7 @@ class Pack:
         from 1 within its sequence, 0 for padding) and `position` (of a token within its piece of the document).
         """
         select(columns, (self.column,), "pack")
-        documents = [np.asarray(document) for document in columns[self.column]]
+        documents = [_document(value) for value in columns[self.column]]
         _check_documents(documents, samples, self.column)
         starts = self._starts([len(document) for document in documents])
         return self._laid(documents, starts)
@@ -168,6 +168,12 @@ def _same_columns(made: list[Mapping[str, Any]]) -> None:
             raise DataError(
                 f"flat_map gave {given} for a row", remedy="yield dicts with the same columns for every row"
             )
+
+
+def _document(value: Any) -> npt.NDArray[Any]:
+    """A document as an array; an empty one has no type of its own."""
+    document = np.asarray(value)
+    return document if document.size or document.ndim != 1 else document.astype(np.int64)
 
 
 def _check_documents(documents: list[npt.NDArray[Any]], samples: Rows, column: str) -> None:

@@ -20,7 +20,7 @@ from trainwright.core.errors import DataError
 from trainwright.datasets.columns import Arrays, Field, select
 from trainwright.datasets.index import Group, Index, Loader, digest
 from trainwright.datasets.order import Rows
-from trainwright.datasets.transforms import Counters
+from trainwright.datasets.transforms import Counters, owned
 
 if TYPE_CHECKING:
     from trainwright.datasets.sources import Dataset
@@ -112,7 +112,8 @@ class _Deriving:
         """What comes of row group `number` of the base."""
         group = self._base.groups[number]
         samples = np.arange(group.first, group.first + group.rows, dtype=np.int64)
-        columns = self._source.base.transform(self._loader.load(number, self._names), samples, Counters(), None)
+        loaded = {name: array.copy() for name, array in owned(self._loader.load(number, self._names)).items()}
+        columns = self._source.base.transform(loaded, samples, Counters(), None)
         return self._source.derivation.derive(columns, samples)
 
 

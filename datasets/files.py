@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from trainwright.datasets.finding import absolute, common_folder, find, system_o
 from trainwright.datasets.index import Group, Index, digest
 from trainwright.datasets.pages import PageReader
 from trainwright.datasets.retrying import retrying
+from trainwright.datasets.surveys import Place, table_arrays
+from trainwright.datasets.tables import distinct
 
 __all__ = ["ParquetLoader", "ParquetSource", "absolute"]
 
@@ -77,15 +79,19 @@ class ParquetLoader:
         self._system, self._index = system, index
         self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         self._pages = PageReader(system)
+        self._firsts: dict[str, int] = {}
+        for group in index.groups:
+            self._firsts.setdefault(group.file, group.first)
 
     def twin(self) -> ParquetLoader:
         """A loader of the same for another thread."""
         return ParquetLoader(self._system, self._index)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number` of the index; raises DataError that names file, row group and column."""
+        """Columns of row group `number` of the index; raises DataError that names file, row group, row and column."""
         group = self._index.groups[number]
-        where = f"{group.file}, row group {group.number}"
+        place = Place(file=group.file, group=group.number, row=group.first - self._firsts[group.file])
+        where = place.at()
         try:
             table = retrying(lambda: self._read(group, columns), where)
         except (OSError, pa.ArrowException, IndexError) as error:
@@ -99,7 +105,7 @@ class ParquetLoader:
                 remedy="keep the data as it is while a run reads it",
             )
         select(dict.fromkeys(table.column_names), columns, where)
-        return {name: to_array(table.column(name), f"{where}, column {name!r}") for name in columns}
+        return table_arrays(table, columns, place)
 
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
         """Take some rows of row group `number`, counted within it, from its pages, most of them without pyarrow.
@@ -138,9 +144,32 @@ class ParquetLoader:
         if path not in self._files:
             while len(self._files) >= _OPEN_FILES:
                 self._files.popitem(last=False)[1].close(force=True)
-            self._files[path] = pq.ParquetFile(path, filesystem=self._system, memory_map=True)
+            file = pq.ParquetFile(path, filesystem=self._system, memory_map=True)
+            _unchanged(file.schema_arrow, self._index.schema, path)
+            self._files[path] = file
         self._files.move_to_end(path)
         return self._files[path]
+
+
+def _unchanged(schema: pa.Schema, fields: Mapping[str, Field], file: str) -> None:
+    """Refuse a file whose columns are not what they were when it was indexed: its numbers would be misread."""
+    for name, field in fields.items():
+        place = schema.get_field_index(name)
+        if place < 0 or _field(schema.types[place]) != field:
+            raise DataError(
+                f"the file changed: column {name!r} is {schema.types[place] if place >= 0 else 'missing'} "
+                f"and was {field.dtype} of shape {field.shape} when the run began",
+                where=f"{file}, column {name!r}",
+                remedy="keep the data as it is while a run reads it",
+            )
+
+
+def _field(kind: pa.DataType) -> Field | None:
+    """What a column of this type becomes; None where it cannot become an array."""
+    try:
+        return field_of(kind)
+    except (pa.ArrowException, DataError):
+        return None
 
 
 def _footer(system: pafs.FileSystem, info: pafs.FileInfo) -> pq.FileMetaData:
@@ -159,7 +188,8 @@ def _footer(system: pafs.FileSystem, info: pafs.FileInfo) -> pq.FileMetaData:
 
 
 def _same_schema(schema: pa.Schema, other: pa.Schema, first: str, file: str, columns: tuple[str, ...] | None) -> None:
-    """Refuse files whose columns differ from those of the first file, where they are read."""
+    """Refuse files whose columns differ from those of the first file, or come twice, where they are read."""
+    distinct((name for name in other.names if columns is None or name in columns), file)
     expected = {name: str(schema.field(name).type) for name in columns or schema.names if name in schema.names}
     found = {name: str(other.field(name).type) for name in other.names if columns is None or name in columns}
     for name in sorted({**expected, **found}, key=lambda name: name in expected and name in found):

@@ -233,7 +233,7 @@ class DecodeImage:
             )
         try:
             with Image.open(io.BytesIO(content)) as image:
-                pixels = image.convert(self.mode)
+                pixels = self._eight_bits(image).convert(self.mode)
         except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
             raise DataError(
                 f"the image of {len(content)} bytes cannot be decoded: {error}",
@@ -243,6 +243,14 @@ class DecodeImage:
         if self.size is not None:
             pixels = pixels.resize((self.size[1], self.size[0]), Image.Resampling.BILINEAR)
         return np.asarray(pixels).copy()
+
+    def _eight_bits(self, image: Any) -> Any:
+        """16-bit grey with 8 bits, unless the mode has more: Pillow makes all above 255 white."""
+        if not image.mode.startswith("I") or self.mode.startswith(("I", "F")):
+            return image
+        from PIL import Image
+
+        return Image.fromarray(np.rint(np.asarray(image) / 257).clip(0, 255).astype(np.uint8))
 
 
 def decode_image(column: str = "image", size: int | tuple[int, int] | None = None, mode: str = "RGB") -> RowFunction:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +58,13 @@ class TableLoader:
 def arrays_of(data: Any) -> Arrays:
     """Arrays of one length from a mapping, a pandas DataFrame or an Arrow table; DataError for anything else."""
     if isinstance(data, pa.Table):
-        arrays = {name: to_array(data.column(name), f"column {name!r}") for name in data.column_names}
+        arrays = {name: to_array(data.column(name), f"column {name!r}") for name in distinct(data.column_names)}
     elif isinstance(data, Mapping):
-        arrays = {str(name): _array(value, f"column {name!r}") for name, value in data.items()}
+        pairs = zip(distinct(data), data.values(), strict=True)
+        arrays = {name: _array(value, f"column {name!r}") for name, value in pairs}
     elif hasattr(data, "columns") and hasattr(data, "to_numpy"):
-        arrays = {str(name): _series(data[name], f"column {name!r}") for name in data.columns}
+        pairs = zip(distinct(data.columns), data.columns, strict=True)
+        arrays = {name: _series(data[key], f"column {name!r}") for name, key in pairs}
     else:
         raise DataError(
             f"a {type(data).__name__} is no table",
@@ -76,11 +79,17 @@ def arrays_of(data: Any) -> Arrays:
     return arrays
 
 
+def distinct(names: Iterable[Any], where: str = "") -> list[str]:
+    """Names of columns as text; raises DataError, naming `where`, for one that comes twice."""
+    texts = [str(name) for name in names]
+    for name, count in Counter(texts).items():
+        if count > 1:
+            raise DataError(f"column {name!r} comes twice", where=where, remedy="give every column its own name")
+    return texts
+
+
 def _array(value: Any, where: str) -> npt.NDArray[Any]:
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise DataError(f"the values make no array: {error}", where=where, remedy="give every row one shape") from error
+    array = _converted(value, where)
     if not array.ndim:
         raise DataError("the column is a single value", where=where, remedy="give one value for each row")
     if array.dtype.kind in "US":
@@ -88,6 +97,21 @@ def _array(value: Any, where: str) -> npt.NDArray[Any]:
     if array.dtype == object and any(value is None for value in array.flat):
         raise DataError("some values are None", where=where, remedy="drop or fill them before training")
     return array
+
+
+def _converted(value: Any, where: str) -> npt.NDArray[Any]:
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise DataError("masked values have no meaning", where=where, remedy="fill or drop them before training")
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"the values make no array: {error}", where=where, remedy="give every row one shape") from error
+    except (RuntimeError, TypeError) as error:  # of tensors that track gradients, are bfloat16 or lie on a device
+        raise DataError(
+            f"the values make no array: {error}",
+            where=where,
+            remedy="give a tensor that numpy can hold: .detach(), .cpu(), and .float() for bfloat16",
+        ) from error
 
 
 def _series(series: Any, where: str) -> npt.NDArray[Any]:

@@ -19,7 +19,7 @@ from trainwright.datasets.sources import Dataset
 from trainwright.datasets.surveys import FileSource, Piece, Place, Survey
 
 _BREAK = re.compile(rb"\n[ \t\r]*\n\s*(?=\S)")  # what follows must have begun, or more of the break may come
-_DOCUMENTS = {"line": re.compile(r"\n"), "paragraph": re.compile(r"\n[ \t\r]*\n\s*"), "file": None}
+_DOCUMENTS = {"line": re.compile(r"\n"), "paragraph": re.compile(r"\n[ \t\r]*\n\s*", re.ASCII), "file": None}
 
 
 @dataclass(frozen=True, kw_only=True)

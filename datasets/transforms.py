@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from trainwright.core.data import fold
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
@@ -67,12 +69,29 @@ def apply(
         UserCodeError: a function raised.
         DataError: a function gave the wrong rows, types or shapes.
     """
+    columns = owned(columns) if transforms else columns
     for number, transform in enumerate(transforms, first):
         if isinstance(transform, RowMap):
             columns = _map_rows(transform.function, columns, samples, counters, number)
         else:
             columns = _map_batch(transform.function, columns, samples)
     return columns
+
+
+def owned(columns: Arrays) -> Arrays:
+    """Columns whose objects a function may change in place: others may keep and give them again."""
+    return {
+        name: np.fromiter(map(_copied, array), object, len(array))
+        if array.dtype == object and array.ndim == 1
+        else array
+        for name, array in columns.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.flags.writeable else value
+    return value if isinstance(value, str | bytes | int | float | None) else copy.deepcopy(value)
 
 
 def _map_rows(function: RowFunction, columns: Arrays, samples: Rows, counters: Counters, number: int) -> Arrays:
@@ -109,7 +128,7 @@ def _map_batch(function: BatchFunction, columns: Arrays, samples: Rows) -> Array
         raise DataError(
             f"the transform {_name(function)} returned a {type(result).__name__}", remedy="return a dict of arrays"
         )
-    arrays = {name: np.asarray(column) for name, column in result.items()}
+    arrays = {name: _array(function, name, column, where) for name, column in result.items()}
     for name, array in arrays.items():
         rows = len(array) if array.ndim else 0
         if rows != len(samples):
@@ -119,6 +138,17 @@ def _map_batch(function: BatchFunction, columns: Arrays, samples: Rows) -> Array
                 remedy="return as many rows as were given, in the same order",
             )
     return {name: array.astype(object) if array.dtype.kind in "US" else array for name, array in arrays.items()}
+
+
+def _array(function: BatchFunction, name: str, column: Any, where: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(column)
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{name!r} from {_name(function)} makes no array: {error}",
+            where=where,
+            remedy="give every row one shape, or an array of dtype object with one array for each row",
+        ) from error
 
 
 def called(

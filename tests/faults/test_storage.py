@@ -182,7 +182,7 @@ def test_samples_that_cannot_be_read_are_skipped_and_put_into_quarantine(folder:
     rows = kept.read(index, range(index.rows))
     assert rows["sample"].tolist() == [7, 100, 150]
     assert all("damaged" in error for error in rows["error"])
-    assert any("3 samples could not be read" in event.text for event in told(folder, "faulty", events.Noted))
+    assert any("3 samples were skipped so far" in event.text for event in told(folder, "faulty", events.Noted))
     seen = next(value for value in _tensors(folder) if value.shape == (jobs.ROWS,))
     assert (seen[[7, 100, 150]] == 0).all() and (np.delete(seen, [7, 100, 150]) < 0).all()
 

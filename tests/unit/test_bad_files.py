@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import trainwright.datasets as datasets
@@ -185,6 +186,20 @@ def test_nulls_name_file_group_row_and_column(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="null") as caught:
             data.read(index, [4300], ["x"])
         assert caught.value.where == f"{path}, row group 1, row 4200, column 'x'"
+
+
+@pytest.mark.parametrize(("source", "suffix"), [(parquet, "parquet"), (arrow, "arrow")])
+def test_a_column_that_comes_twice_is_named(tmp_path: Path, source: Callable[..., Any], suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    if suffix == "parquet":
+        pq.write_table(twice, path)
+    else:
+        with pa.ipc.new_file(path, twice.schema) as writer:
+            writer.write_table(twice)
+    with pytest.raises(DataError, match="column 'x' comes twice") as caught:
+        source(path).index()
+    assert caught.value.where == str(path)
 
 
 @pytest.mark.parametrize("delimiter", ["", "ab", '"', "\n", "é"])

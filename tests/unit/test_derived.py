@@ -192,3 +192,22 @@ def test_a_function_that_changes_its_mind_is_found_out(folder: Path) -> None:
 def test_a_filter_after_a_heavy_transform_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="filter comes after a transform that runs on Ray Data"):
         parquet(folder).map_batches(lambda columns: columns, cpus=1).filter(even)
+
+
+def test_functions_that_work_in_place_change_nothing_that_is_kept() -> None:
+    mine = np.arange(1, 5)
+
+    def double(columns: dict[str, Any]) -> dict[str, Any]:
+        columns["x"] *= 2
+        return columns
+
+    data = table({"x": mine}).map_batches(double).filter(lambda row: True)
+    index = data.index()
+    for _ in range(2):
+        assert data.read(index, range(4))["x"].tolist() == [2, 4, 6, 8]
+    assert mine.tolist() == [1, 2, 3, 4]
+
+
+def test_a_filter_that_gives_no_truth_value_is_the_user_s_error() -> None:
+    with pytest.raises(UserCodeError, match="truth value"):
+        table({"x": np.arange(4)}).filter(lambda row: np.array([1, 0])).index()

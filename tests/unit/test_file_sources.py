@@ -215,3 +215,13 @@ def test_json_objects_of_a_line_stay_objects(tmp_path: Path) -> None:
     data = json_lines(tmp_path)
     read = data.read(data.index(), [1, 0])
     assert read["x"].tolist() == [[3, 4], [1, 2]] and read["y"].tolist() == [rows[1]["y"], rows[0]["y"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"), [('a,b\n1,"x"', [(1, "x")]), ('a,b\n1,5" x\n2,"z"', [(1, '5" x'), (2, "z")])]
+)
+def test_a_last_value_may_be_quoted_without_a_line_end(tmp_path: Path, text: str, rows: list[Any]) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    data = csv(tmp_path)
+    read = data.read(data.index(), range(len(rows)))
+    assert list(zip(read["a"].tolist(), read["b"].tolist(), strict=True)) == rows

@@ -18,6 +18,7 @@ from trainwright.datasets import Dataset, decode_image, images
 from trainwright.datasets.image_files import ImageLoader, ImageSource
 
 RNG = np.random.default_rng(0)
+DEEP = RNG.integers(0, 65536, (40, 40), dtype=np.uint16)
 
 
 def pixels(number: int, shape: tuple[int, ...] = (6, 8, 3)) -> np.ndarray:
@@ -201,8 +202,19 @@ def test_size_and_mode(size: Any, mode: str, shape: tuple[int, ...]) -> None:
     assert decode({"photo": encoded(pixels(1)[..., 0])}, RNG)["photo"].shape == shape
 
 
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_grey_of_16_bits_keeps_its_shades(form: str) -> None:
+    deep = np.array([[0, 200, 257], [40000, 65278, 65535]], dtype=np.uint16)
+    row = {"image": encoded(deep, form)}
+    shades = [[0, 1, 1], [156, 254, 255]]
+    assert decode_image(mode="L")(row, RNG)["image"].tolist() == shades
+    assert decode_image()(row, RNG)["image"][..., 2].tolist() == shades
+    assert decode_image(mode="I")(row, RNG)["image"].tolist() == deep.tolist()
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"no image", encoded(pixels(0))[:-40], encoded(pixels(0, (99, 99, 3)), "JPEG")[:900]]
+    "content",
+    [b"", b"no image", encoded(pixels(0))[:-40], encoded(DEEP)[:-40], encoded(pixels(0, (99, 99, 3)), "JPEG")[:900]],
 )
 def test_a_damaged_image_is_named(content: bytes) -> None:
     with pytest.raises(DataError, match="cannot be decoded") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,6 @@ def test_good_rows_stay_and_bad_ones_are_told_once(samples: list[int], bad: set[
     told: list[Skipped] = []
     salvage = Salvage(40, told.append)
     rows = np.array(samples, dtype=np.int64)
-    if set(samples) <= bad:
-        with pytest.raises(DataError, match="none of"):
-            salvage.read(reading(bad, []), rows)
-        return
     for _ in range(2):
         columns, good = salvage.read(reading(bad, []), rows)
         assert good.tolist() == [sample not in bad for sample in samples]
@@ -80,3 +77,92 @@ def test_the_stream_gives_bad_samples_weight_0_and_keeps_the_order() -> None:
         used += batch.columns["id"][batch.weights > 0].tolist()
     assert sorted(used) == [row for row in range(100) if row != 13]
     assert [item.sample for item in told] == [13] and "ZeroDivisionError" in told[0].error
+
+
+ODD: list[tuple[dict[str, Any], str]] = [
+    ({"y": 1.5}, r"column 'y' is float64 of shape \(\) here and int64 of shape \(\) in the other rows"),
+    ({"y": np.zeros(3, dtype=np.int64)}, r"column 'y' is int64 of shape \(3,\) here and int64 of shape \(\) in"),
+    ({"z": 1}, "no column 'y'"),
+    ({"y": 1, "z": 2}, "a column 'z' that the other rows lack"),
+]
+
+
+def salvaged(data: Any, told: list[Skipped], start: int = 0, batch_size: int = 8) -> list[Any]:
+    """(columns, weights) of each step from `start` on."""
+    feeding = Feeding(data_ranks=range(1), total=1)
+    salvage = Salvage(10, told.append)
+    stream = Stream(data, batch_size=batch_size, feeding=feeding, shuffle=False, salvage=salvage)
+    with stream.feeds(start) as feeds:
+        batches = [feed.parts[0][0] for feed in feeds]
+    return [(batch.columns, batch.weights) for batch in batches]
+
+
+@pytest.mark.parametrize(("odd", "error"), ODD)
+@pytest.mark.parametrize("where", [0, 5, 8])
+def test_a_row_unlike_the_others_is_skipped(odd: dict[str, Any], error: str, where: int) -> None:
+    told: list[Skipped] = []
+    data = table({"x": np.arange(9)}).map(lambda row, rng: odd if row["x"] == where else {"y": int(row["x"])})
+    (columns, weights), (last, last_weights) = salvaged(data, told)
+    for part in (columns, last):
+        assert part.keys() == {"y"} and part["y"].dtype == np.int64 and part["y"].ndim == 1
+    assert [*weights, *last_weights] == [float(row != where) for row in range(9)]
+    assert [item.sample for item in told] == [where] and told[0].where == f"sample {where}"
+    assert re.search(error, told[0].error)
+
+
+@pytest.mark.parametrize("first", [0, 16])
+def test_what_rows_are_like_is_kept_across_reads(first: int) -> None:
+    def read(samples: Rows) -> Arrays:
+        return {"y": np.asarray([1.5 if sample == 19 else sample for sample in samples.tolist()])}
+
+    told: list[Skipped] = []
+    salvage = Salvage(1, told.append)
+    salvage.read(read, np.arange(first, first + 2))
+    columns, good = salvage.read(read, np.arange(16, 32))
+    assert columns["y"].dtype == np.int64
+    assert (columns["y"][good] == [row for row in range(16, 32) if row != 19]).all()
+    assert [item.sample for item in told] == [19], "the one row that widens the others is found"
+
+
+def test_texts_of_any_length_are_alike() -> None:
+    told: list[Skipped] = []
+    data = table({"x": np.arange(9)}).map(lambda row, rng: {"y": "a" * int(row["x"])} if row["x"] != 5 else {})
+    assert [len(text) for text in salvaged(data, told)[0][0]["y"]] == [0, 1, 2, 3, 4, 0, 6, 7]
+    assert [item.sample for item in told] == [5]
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_batch_with_no_good_row_does_not_end_the_run(start: int) -> None:
+    def fragile(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {"x": row["x"], "one": 1 // int(row["x"] < 7)}
+
+    told: list[Skipped] = []
+    steps = salvaged(table({"x": np.arange(9)}).map(fragile), told, start, batch_size=2)
+    columns, weights = steps[-1]
+    assert len(steps) == 5 - start and weights.tolist() == [0.0]
+    assert columns["x"].item() < 7 and columns["one"].dtype == np.int64
+    assert [item.sample for item in told] == list(range(7, 9))[-1 if start else 0 :]
+
+
+def test_a_good_row_is_repeated_once_it_was_seen() -> None:
+    told: list[Skipped] = []
+    calls: list[int] = []
+    salvage = Salvage(200, told.append)
+    read = reading(set(range(1, 200)), calls)
+    salvage.read(read, np.arange(1))
+    for _ in range(2):
+        columns, good = salvage.read(read, np.arange(100, 104))
+        assert columns["id"].tolist() == [0] * 4 and not good.any()
+    assert len(calls) == 1 + 7 and len(told) == 4
+
+
+def test_it_ends_where_no_row_is_found_anywhere() -> None:
+    told: list[Skipped] = []
+    with pytest.raises(DataError, match="none of 3 samples in a row can be read: row 100 is damaged"):
+        Salvage(5, told.append).read(reading(set(range(200)), []), np.arange(100, 103))
+    assert [item.sample for item in told] == [100, 101, 102], "others that were tried are not counted"
+
+
+def test_no_samples_are_no_error() -> None:
+    columns, good = Salvage(0, lambda item: None).read(reading(set(), []), np.arange(0))
+    assert len(columns["id"]) == len(good) == 0

@@ -132,12 +132,35 @@ def test_tables_of_three_kinds_are_the_same() -> None:
         (pd.DataFrame({"x": ["a", None]}), "1 of 2 values are missing"),
         (pd.DataFrame({"x": pd.array([1, None], dtype="Int64")}), "missing"),
         (pa.table({"x": pa.array([1, None])}), "1 of 2 values are null"),
+        (pa.table({"x": [[1, 2], [3, None], []]}), "1 of 4 values are null"),
+        (pa.table({"x": [[["a"]], [[None]]]}), "1 of 2 values are null"),
+        (pa.table({"x": pa.array([[1, None]], pa.list_(pa.int64(), 2))}), "1 of 2 values are null"),
+        (pa.table({"x": pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(["a", None]))}), "1 of 2 values"),
+        (pa.Table.from_arrays([pa.array([1])] * 2, names=["x", "x"]), "'x' comes twice"),
+        (pd.DataFrame([[1, 2]], columns=["x", "x"]), "'x' comes twice"),
+        ({1: [1], "1": [2]}, "column '1' comes twice"),
+        ({"x": np.ma.MaskedArray([1, 2], mask=[False, True])}, "masked values have no meaning"),
         (7, "a int is no table"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         table(data)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "bfloat16"])
+def test_tensors_that_numpy_cannot_hold_are_named(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(3, requires_grad=True) if kind == "gradient" else torch.ones(3, dtype=torch.bfloat16)
+    with pytest.raises(DataError, match="make no array") as caught:
+        table({"x": tensor})
+    assert caught.value.where == "column 'x'"
+    assert ".detach()" in caught.value.remedy and ".float()" in caught.value.remedy
+
+
+def test_a_masked_array_without_masked_values_is_a_column() -> None:
+    data = table({"x": np.ma.MaskedArray([1, 2], mask=False)})
+    assert data.read(data.index(), [1])["x"].tolist() == [2]
 
 
 def broken(tmp_path: Path, kind: str) -> Dataset:
@@ -200,7 +223,7 @@ def test_nulls_name_file_row_group_and_column(tmp_path: Path) -> None:
     assert data.read(data.index(), [2, 9])["score"].tolist() == [1.0, 2.0]
     with pytest.raises(DataError, match="1 of 4 values are null") as caught:
         data.read(data.index(), [5])
-    assert caught.value.where.endswith("x.parquet, row group 1, column 'score'")
+    assert caught.value.where.endswith("x.parquet, row group 1, row 7, column 'score'")
 
 
 def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
@@ -230,6 +253,30 @@ def test_a_file_that_vanishes_or_changes_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DataError, match="a row group cannot be read"):
         data.read(index, [0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"x": np.arange(4)}, {"x": np.arange(4) + 0.5}, "'x' is double and was int64"),
+        ({"x": np.arange(4.0)}, {"x": np.arange(4)}, "'x' is int64 and was float64"),
+        ({"x": np.arange(4.0)}, {"x": pa.array([[1.0]] * 4, pa.list_(pa.float64(), 1))}, "'x' is fixed_size_list"),
+        ({"x": np.arange(4)}, {"y": np.arange(4)}, "'x' is missing and was int64"),
+    ],
+)
+def test_a_column_that_changes_under_its_index_is_named(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table(before), path)
+    data = parquet(path)
+    index = data.index()
+    pq.write_table(pa.table(after), path)
+    loader = data.source.open(index)
+    for _ in range(2):
+        with pytest.raises(DataError, match=f"the file changed: column {message}") as caught:
+            loader.load(0, ["x"])
+        assert caught.value.where == f"{path}, column 'x'"
 
 
 def test_a_missing_column_is_answered_with_the_nearest() -> None:

@@ -336,3 +336,31 @@ def test_the_steps_of_a_run_follow_from_the_index() -> None:
 )
 def test_chunks_are_neither_slow_nor_large(rows: int, row_bytes: int, steps: int) -> None:
     assert chunk_steps(rows, row_bytes) == steps
+
+
+def test_objects_that_a_function_changes_in_place_are_whole_again_in_the_next_epoch() -> None:
+    turns = np.empty(4, dtype=object)
+    turns[:] = [[row] for row in range(4)]
+
+    def end(row: dict[str, Any], rng: Any) -> dict[str, Any]:
+        row["turns"].append(9)
+        return row
+
+    data = table({"turns": turns}).map(end)
+    feeding = Feeding(data_ranks=range(1), total=1)
+    feeds = collect(Stream(data, batch_size=4, epochs=3, shuffle=False, feeding=feeding))
+    assert [feed.parts[0][0].columns["turns"].tolist() for feed in feeds] == [[[row, 9] for row in range(4)]] * 3
+    assert turns.tolist() == [[row] for row in range(4)]
+
+
+@pytest.mark.parametrize("how", ["map", "map_batches"])
+def test_ragged_values_of_a_function_are_told_with_a_remedy(how: str) -> None:
+    data = table({"x": np.arange(2)})
+    ragged = (
+        data.map(lambda row, rng: {"w": [[1], [1, 2]]})
+        if how == "map"
+        else data.map_batches(lambda columns: {"w": [[1], [1, 2]]})
+    )
+    with pytest.raises(DataError, match=r"'w' from .* makes no array") as caught:
+        ragged.read(ragged.index(), [0, 1])
+    assert caught.value.remedy

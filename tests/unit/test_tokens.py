@@ -92,3 +92,10 @@ def test_a_tokeniser_travels_with_its_job() -> None:
 def test_what_goes_wrong_is_said(make: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         tokens(make(texts()))
+
+
+def test_empty_documents_are_packed_as_nothing() -> None:
+    tokens = np.empty(3, dtype=object)
+    tokens[:] = [[1, 2], [], [3]]
+    data = table({"tokens": tokens}).pack(4)
+    assert data.read(data.index(), [0])["tokens"].tolist() == [[1, 2, 3, 0]]
