@@ -69,7 +69,7 @@ class Job(BaseModel):
             changes nothing, its bad samples get a line in the quarantine, and the next step follows.
         skip_limit: samples that each worker may skip, and steps, before the run ends all the same.
         hang_deadline_s: seconds without a completed step, or for an evaluation, after which the workers that hang are
-            replaced; by default 30 times the longest wait so far, between 1 and 15 minutes.
+            replaced; by default 30 times the longest wait so far, between 2 and 15 minutes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())

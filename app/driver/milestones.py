@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainwright.driver.state import Phase, Settings, State
 
 _PATIENCE = 30.0  # times the longest wait so far
-_LEAST_S, _MOST_S = 60.0, 900.0
+_LEAST_S, _MOST_S = 120.0, 900.0  # a store that is slow is read again for a minute, and that is no hang
 
 
 def checkpoint_due(settings: Settings, step: int) -> bool:
