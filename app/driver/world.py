@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainwright.actors import WORKER
+from trainwright.causes import cause_of
 from trainwright.core import events
 from trainwright.core.errors import FencedError, TrainwrightError
 from trainwright.core.group import Generation
@@ -165,7 +166,7 @@ class World:
         actor = self._actors.pop(worker, None)
         if actor is not None:
             ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
-            self.put(m.Died(worker=worker, cause=_cause(error)))
+            self.put(m.Died(worker=worker, cause=cause_of(error)))
 
     def _call(self, effect: m.Call) -> None:
         actor = self._actors.get(effect.worker)
@@ -281,10 +282,3 @@ def _bundle(placement: Placement) -> dict[str, float]:
     if placement.accelerators:
         bundle[placement.accelerator] = float(placement.accelerators)
     return bundle
-
-
-def _cause(error: BaseException | None) -> str:
-    if error is None:
-        return "killed by the driver"
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

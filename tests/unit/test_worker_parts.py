@@ -1,4 +1,4 @@
-"""Small parts of worker and driver: records of steps, signals."""
+"""Small parts of worker and driver: records of steps, signals, causes of death."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import signal
 import threading
 
+import pytest
+
+from trainwright.causes import cause_of
 from trainwright.core.data import StepReport
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.records import StepRecords
@@ -77,3 +80,27 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join(10)
     assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+DIED = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: WorkerProcess\nThe actor is dead because "
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            f"{DIED}its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: ...",
+            "was killed, ran",
+        ),
+        (f"{DIED}its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY ...", "the node ran out of memory"),
+        (f"{DIED}its node has died.", "its node was lost"),
+        ("something else\nat length", "something else"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_a_death_is_told_in_words(text: str, words: str) -> None:
+    found = cause_of(RuntimeError(text))
+    assert words in found and "\n" not in found
+    assert cause_of(None) == "killed by the driver"
