@@ -87,9 +87,9 @@ def _datasets(path: str, kind: str | None) -> dict[str, tuple[Dataset, dict[str,
         from trainwright.jobfile import load_job
 
         job = load_job(path)
-        how = {"batch_size": job.batch_size, "window": job.shuffle_window}
-        found = {"train": job.train, "evaluate": job.evaluate}
-        return {name: (dataset, how) for name, dataset in found.items() if dataset is not None}
+        how = {"batch_size": job.batch_size, "window": job.shuffle_window, "shuffled": job.shuffle}
+        found: dict[str, tuple[Dataset, dict[str, Any]]] = {"train": (job.train, how)}
+        return found if job.evaluate is None else {**found, "evaluate": (job.evaluate, {"shuffled": False})}
     from trainwright.datasets.converting import source_at
 
     return {"": (source_at(path, kind), {})}

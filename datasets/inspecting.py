@@ -70,7 +70,7 @@ class Inspection:
         samples: the first rows; values as numbers, text, or words about an array.
         classes: by integer column of few values: rows of each value, the most frequent first.
         counted_rows: rows that `classes` was counted over.
-        shuffle: how well training shuffles it; None where it has too many rows to measure that.
+        shuffle: how well training shuffles it; None where it does not, or it has too many rows to measure that.
         problems: what could not be read, in words.
     """
 
@@ -99,13 +99,21 @@ class Inspection:
         return tuple(_warnings(self))
 
 
-def inspect(dataset: Dataset, sample_rows: int = 3, *, batch_size: int = 256, window: int | None = None) -> Inspection:
+def inspect(
+    dataset: Dataset,
+    sample_rows: int = 3,
+    *,
+    batch_size: int = 256,
+    window: int | None = None,
+    shuffled: bool = True,
+) -> Inspection:
     """Look at a data set. Reads its index, the first rows, and integer columns of up to a million rows.
 
     Args:
         sample_rows: rows to show.
         batch_size: of the training whose shuffle is measured.
         window: its `shuffle_window`.
+        shuffled: False where it is read in the order of storage.
 
     Raises:
         DataError: there is no index; what is wrong with single rows goes into `problems`.
@@ -128,7 +136,7 @@ def inspect(dataset: Dataset, sample_rows: int = 3, *, batch_size: int = 256, wi
         samples=samples,
         classes=_classes(dataset, index, picked, problems),
         counted_rows=sum(index.groups[number].rows for number in picked),
-        shuffle=shuffle_quality(Order(lanes=lanes), batch_size) if index.rows <= _SHUFFLED_ROWS else None,
+        shuffle=shuffle_quality(Order(lanes=lanes), batch_size) if shuffled and index.rows <= _SHUFFLED_ROWS else None,
         problems=tuple(problems),
     )
 

@@ -84,6 +84,7 @@ def test_inspect_as_json_and_of_a_job_file(tmp_path: Path) -> None:
     assert code == 0, err
     both = json.loads(out)
     assert [found["name"] for found in both] == ["train", "evaluate"]
+    assert both[1]["shuffle"] is None
     assert 0.8 < both[0]["shuffle"]["scatter"] < 1.2 and both[0]["shuffle"]["clumping"] < 1.2
     assert sum(found["rows"] for found in both) == 1000 and "split(" in both[0]["source"]
 
