@@ -1,13 +1,16 @@
 # The tasks of this checkout. Each sets up .venv first, once; nothing is needed beforehand but Python 3.11 or later,
-# make and git. Variables: VENV=folder, PYTHON=interpreter for a new VENV, ARGS="further arguments of the command".
+# make and git. Variables: VENV=folder, PYTHON=interpreter for a new VENV, ARGS="further arguments of the command",
+# MINUTES=of a soak.
 
 VENV ?= .venv
 PYTHON ?=
 ARGS ?=
+MINUTES ?= 30
 BIN := $(VENV)/bin
 CODE := app strategies datasets examples benchmarks tests .ci
 
 .DEFAULT_GOAL := help
+unexport PYTHONDONTWRITEBYTECODE # with it each of a thousand processes would compile what it imports
 
 .PHONY: help
 help: ## list the targets
@@ -19,8 +22,12 @@ demo: setup ## train a small network on Fashion-MNIST, to a report
 	$(BIN)/trainwright fit examples/fashion_mnist.py $$(test "$$done" = 0 || echo --fresh) $(ARGS)
 
 .PHONY: test
-test: setup ## run all tests; ARGS="-k word" picks some
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup ## run all tests, in two processes; ARGS="-k word" picks some
+	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+
+.PHONY: hosts
+hosts: setup ## run the tests of several hosts, in network namespaces; needs the rights of root
+	@$(BIN)/python -m pytest tests -m hosts $(ARGS)
 
 .PHONY: test-unit
 test-unit: setup ## run the tests that need no Ray
@@ -51,8 +58,12 @@ format: setup ## let ruff mend what it can
 	@$(BIN)/ruff check --fix $(CODE)
 	@$(BIN)/ruff format $(CODE)
 
+.PHONY: soak
+soak: setup ## half an hour under random faults; MINUTES=5 for less
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
 .PHONY: bench
-bench: setup ## measure against plain DDP and Ray Train
+bench: setup ## measure against plain DDP, Ray Train, torchrun and others
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 .PHONY: dist

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainwright import datasets as datasets
     from trainwright import schedules as schedules
+    from trainwright.api import chaos as chaos
     from trainwright.api import evaluate as evaluate
+    from trainwright.api import export as export
     from trainwright.api import fit as fit
     from trainwright.api import load_model as load_model
     from trainwright.api import plan as plan
@@ -22,44 +24,69 @@ if TYPE_CHECKING:
     from trainwright.core.data import Terms as Terms
     from trainwright.core.errors import TrainwrightError as TrainwrightError
     from trainwright.core.job import Job as Job
+    from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
+    from trainwright.core.profile import transformer_profile as transformer_profile
     from trainwright.run import Run as Run
+    from trainwright.strategies.calibration import Calibration as Calibration
+    from trainwright.strategies.estimating import estimate as estimate
+    from trainwright.strategies.fitting import Measurement as Measurement
+    from trainwright.strategies.fitting import calibrate as calibrate
+    from trainwright.strategies.ranking import rank as rank
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Calibration": "trainwright.strategies.calibration",
     "Cluster": "trainwright.core.cluster",
+    "Estimate": "trainwright.core.plan",
     "Job": "trainwright.core.job",
+    "Measurement": "trainwright.strategies.fitting",
     "Pad": "trainwright.core.collation",
     "Plan": "trainwright.core.plan",
     "Run": "trainwright.run",
     "Terms": "trainwright.core.data",
     "TrainwrightError": "trainwright.core.errors",
+    "calibrate": "trainwright.strategies.fitting",
+    "chaos": "trainwright.api",
+    "estimate": "trainwright.strategies.estimating",
     "evaluate": "trainwright.api",
+    "export": "trainwright.api",
     "fit": "trainwright.api",
     "load_model": "trainwright.api",
     "plan": "trainwright.api",
     "predict": "trainwright.api",
+    "rank": "trainwright.strategies.ranking",
     "start": "trainwright.api",
+    "transformer_profile": "trainwright.core.profile",
 }
 _MODULES = ("datasets", "schedules")
 
 __all__ = [
+    "Calibration",
     "Cluster",
+    "Estimate",
     "Job",
+    "Measurement",
     "Pad",
     "Plan",
     "Run",
     "Terms",
     "TrainwrightError",
+    "calibrate",
+    "chaos",
     "datasets",
+    "estimate",
     "evaluate",
+    "export",
     "fit",
     "load_model",
     "plan",
     "predict",
+    "rank",
     "schedules",
     "start",
+    "transformer_profile",
 ]
 
 

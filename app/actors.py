@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
+from trainwright.adoption import NAMESPACE, Adopted, Orphanage, keeper_name
 from trainwright.core.errors import (
     DataError,
+    FencedError,
     JobError,
     NonFiniteLoss,
     PeerLost,
@@ -21,8 +25,12 @@ from trainwright.core.errors import (
     UserCodeError,
 )
 from trainwright.core.events import Steps
-from trainwright.driver.messages import Failure, FailureKind
+from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
+from trainwright.keeper import Fetch, Shelf
+from trainwright.notices import Notices
 from trainwright.worker import Worker, WorkOrder
+
+FETCH_S = 120.0
 
 _KINDS: tuple[tuple[tuple[type[Exception], ...], FailureKind], ...] = (
     ((UserCodeError, NonFiniteLoss, JobError), "user"),
@@ -37,21 +45,42 @@ class Hello:
     """A process that is up.
 
     Attributes:
+        node_id: as Ray names the node.
         accelerators: ids of those that Ray gave it.
         trouble: why it is of no use as a spare.
     """
 
     node: str
+    node_id: str
     pid: int
     accelerators: tuple[str, ...] = ()
     trouble: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Berth:
+    """Who a worker process is.
+
+    Attributes:
+        slot: of which it holds the bundle; None for a spare beside others.
+        run: the run's name in the cluster.
+    """
+
+    worker: int
+    slot: int | None
+    run: str
+
+
 class WorkerProcess:
     """Answers are `value | Failure`: an error of ours never travels as Ray's."""
 
-    def __init__(self, order: WorkOrder, worker: int) -> None:
-        self._where = f"worker {worker} on {socket.gethostname()}, pid {os.getpid()}"
+    def __init__(self, order: WorkOrder, berth: Berth, token: int) -> None:
+        self._berth, self._token = berth, token
+        self._ranked = False
+        self._turn = threading.Condition()  # guards the token
+        self._orphanage = Orphanage()
+        self._notices = Notices(order.preemption_s)  # here, since this is the main thread
+        self._where = f"worker {berth.worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
         self._worker: Worker | None = None
         self._broken: Failure | None = None
@@ -62,28 +91,36 @@ class WorkerProcess:
         What goes wrong with that is the answer to every verb, so that it is told as it is and not as a lost worker. Of
         a spare it is told at once.
         """
+        gc.disable()  # until the engine is built: imports make no garbage, and looking for some takes an eighth longer
         try:
-            self._worker = Worker(self._order)
+            self._worker = Worker(self._order, socket.gethostname(), fetch_from(self._berth.run))
             if spare:
                 self._worker.rehearse()
         except Exception as error:
             self._broken = _failure(error, self._where)
-        ids = ray.get_runtime_context().get_accelerator_ids()
         return Hello(
             node=socket.gethostname(),
+            node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            accelerators=tuple(str(number) for numbers in ids.values() for number in numbers),
+            accelerators=_accelerators(),
             trouble=self._broken.error.summary if spare and self._broken else "",
         )
 
-    def call(self, verb: str, argument: Any) -> Any:
+    def call(self, verb: str, argument: Any, token: int) -> Any:
         """A verb of the stepping thread."""
-        return self._answer(verb, argument)
+        if verb == "form":
+            self._ranked, self._berth = True, replace(self._berth, slot=argument.slot)
+        return self._answer(verb, argument, token)
 
     @ray.method(concurrency_group="upload")
-    def upload(self, verb: str, argument: Any) -> Any:
+    def upload(self, verb: str, argument: Any, token: int) -> Any:
         """A verb of the upload thread."""
-        return self._answer(verb, argument)
+        return self._answer(verb, argument, token)
+
+    @ray.method(concurrency_group="keep")
+    def keep(self, verb: str, argument: Any, token: int) -> Any:
+        """A verb of the thread that writes into memory."""
+        return self._answer(verb, argument, token)
 
     @ray.method(concurrency_group="watch")
     def watch(self, after: int, timeout_s: float) -> Steps:
@@ -103,11 +140,49 @@ class WorkerProcess:
         return self._worker.interrupt(generation, explain) if self._worker is not None else ""
 
     @ray.method(concurrency_group="life")
-    def live(self) -> None:
-        """Never returns: its future ends with the process, which is how a death is told at once."""
-        threading.Event().wait()
+    def notice(self) -> float:
+        """Returns when this process is told that it will be ended: in so many seconds."""
+        return self._notices.wait()
 
-    def _answer(self, verb: str, argument: Any) -> Any:
+    @ray.method(concurrency_group="life")
+    def live(self, token: int) -> None:
+        """Ends with the process, which is how a death is told at once, or when another driver takes over."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._token != token)
+
+    @ray.method(concurrency_group="watch")
+    def beat(self) -> None:
+        """The driver lives."""
+        self._orphanage.heard()
+
+    @ray.method(concurrency_group="watch")
+    def end(self) -> None:
+        """The run goes on without this process."""
+        self._orphanage.end()
+
+    @ray.method(concurrency_group="watch")
+    def adopt(self, order: WorkOrder, token: int) -> Adopted:
+        """Belong to another driver of the same job: the group of the one before is let go of."""
+        self._orphanage.heard()
+        if self._worker is None or self._broken is not None or order.identity != self._order.identity:
+            return Adopted(trouble="it belongs to another job, or is not up")
+        with self._turn:
+            self._token = token
+            self._turn.notify_all()
+        self._order = order
+        self._worker.renew(order)
+        here, berth = ray.get_runtime_context(), self._berth
+        living = Living(
+            worker=berth.worker, node=socket.gethostname(), pid=os.getpid(), slot=berth.slot,
+            waiting=not self._ranked, accelerators=_accelerators(),
+        )  # fmt: skip
+        return Adopted(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
+
+    def _answer(self, verb: str, argument: Any, token: int) -> Any:
+        if token < self._token:
+            error = FencedError("another driver has taken this worker over", where=self._where)
+            return Failure(kind="internal", error=error)
+        self._orphanage.heard()
         if self._broken is not None:
             return self._broken
         assert self._worker is not None, "hello comes first"
@@ -116,7 +191,7 @@ class WorkerProcess:
             return method() if argument is None else method(argument)
         except Exception as error:
             failure = _failure(error, self._where)
-        if verb != "upload":
+        if verb not in ("upload", "keep"):
             self._let_go(self._worker, failure)
         return failure
 
@@ -131,10 +206,73 @@ class WorkerProcess:
 _OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"upload": 1, "watch": 2, "life": 1},
+    "concurrency_groups": {"upload": 1, "keep": 1, "watch": 3, "life": 8},
 }
 WORKER: Any = ray.remote(**_OPTIONS)(WorkerProcess)
-"""The actor class."""
+"""The actor class of workers."""
+
+
+class KeeperProcess:
+    """Guards a run's copies on one node: gives them to other nodes, and removes them at the end."""
+
+    def __init__(self, uri: str) -> None:
+        self._shelf = Shelf(uri)
+        self._sealed: KeptState | None = None
+        self._orphanage = Orphanage(self._shelf.remove)
+
+    def beat(self) -> None:
+        """The driver lives."""
+        self._orphanage.heard()
+
+    def end(self) -> None:
+        """The run goes on without these copies."""
+        self._orphanage.end()
+
+    def seal(self, kept: KeptState) -> None:
+        """This state is whole: remember it for a driver to come."""
+        self._sealed = kept
+
+    def sealed(self) -> KeptState | None:
+        """The newest state that is whole."""
+        self._orphanage.heard()
+        return self._sealed
+
+    def read(self, version: int, name: str) -> bytes | Failure:
+        """A file, for another node."""
+        try:
+            return self._shelf.read(version, name)
+        except StorageError as error:
+            return Failure(kind="storage", error=error)
+
+    def remove(self) -> None:
+        """The run has ended."""
+        self._shelf.remove()
+
+
+KEEPER: Any = ray.remote(num_cpus=0, max_restarts=0)(KeeperProcess)
+"""The actor class of keepers."""
+
+
+def fetch_from(run: str) -> Fetch:
+    """Reads files of a state from the keepers of other nodes."""
+
+    def fetch(node: str, version: int, name: str) -> bytes:
+        try:
+            keeper: Any = ray.get_actor(keeper_name(run, node), namespace=NAMESPACE)
+            found: Any = ray.get(keeper.read.remote(version, name), timeout=FETCH_S)
+        except (ValueError, RayError) as error:
+            raise StorageError(f"the memory of {node} cannot be reached: {error}") from error
+        if isinstance(found, Failure):
+            raise found.error
+        return bytes(found)
+
+    return fetch
+
+
+def _accelerators() -> tuple[str, ...]:
+    """Ids of those that Ray gave this process."""
+    ids = ray.get_runtime_context().get_accelerator_ids()
+    return tuple(str(number) for numbers in ids.values() for number in numbers)
 
 
 def _failure(error: Exception, where: str) -> Failure:

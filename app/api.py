@@ -1,35 +1,78 @@
-"""What a user calls: plan, fit, start, evaluate, predict, load_model. Each takes a Job, or the path of a job file."""
+"""What a user calls: plan, fit, start, evaluate, predict, load_model, export, chaos; with a Job or its file's path."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, overload
+
+from trainwright.core.cluster import Cluster
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
+    from trainwright.ordeal.verdict import Verdict
     from trainwright.planner import Decision
     from trainwright.predicting import Prediction
+    from trainwright.prepare import Prepared
     from trainwright.run import Run
+    from trainwright.whatif import Price, WhatIf
 
 
-def plan(job: Job | str) -> Decision:
-    """The plan for this job on the connected cluster (or this machine), and the rejected ones, with reasons."""
+@overload
+def plan(job: Job | str) -> Decision: ...
+
+
+@overload
+def plan(
+    job: Job | str, *, cluster: Cluster | str, price: Price = "on-demand", mtbf_hours: float | None = None
+) -> WhatIf: ...
+
+
+def plan(
+    job: Job | str,
+    *,
+    cluster: Cluster | str | None = None,
+    price: Price = "on-demand",
+    mtbf_hours: float | None = None,
+) -> Decision | WhatIf:
+    """The plan for this job, and the rejected ones, with reasons.
+
+    Args:
+        cluster: one that need not be there, such as `128x8xH100-80GB`: what would be best on it, how long it would take
+            and cost; by default the plan for the connected cluster, or this machine.
+        price: of its accelerators: on demand, or `spot`.
+        mtbf_hours: mean time between failures of one accelerator: adds goodput and the best checkpoint interval.
+    """
     from trainwright.discover import connect
-    from trainwright.prepare import decide_plan, prepare
+    from trainwright.prepare import decide_plan, prepare, profile_of
+    from trainwright.whatif import what_if
 
     prepared = prepare(_job(job), resume=True)
+    if cluster is not None:
+        return what_if(
+            profile_of(prepared),
+            Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
+            batch_size=prepared.job.batch_size,
+            precision=prepared.job.precision,
+            steps=prepared.total_steps,
+            price=price,
+            mtbf_hours=mtbf_hours,
+        )
     connect()
     return decide_plan(prepared)
 
 
-def start(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
+def start(
+    job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False, detached: bool = False
+) -> Run:
     """Plan, provision and train in the background; returns a handle at once.
 
     Args:
         resume: go on with a run of this name although the job was changed.
         fresh: begin the run of this name again.
         verbose: show Ray's own output.
+        detached: drive the run from an actor of the cluster: it outlives this process, and Ray starts it again when it
+            dies. It needs a cluster that lives longer than this process; its output is in Ray's logs.
 
     Raises:
         TrainwrightError: the job, its data, its storage or the cluster is not right; nothing was started.
@@ -44,13 +87,28 @@ def start(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose:
 
     job = _job(job)
     prepared = prepare(job, resume=resume, fresh=fresh)
-    connect(verbose)
+    own = connect(verbose)
     decision = decide_plan(prepared)
+    if detached:
+        return _start_detached(job, prepared, decision, own, resume=resume, fresh=fresh)
     session = Session(prepared, decision, fresh=fresh)
     session.listen(Progress(decision, verbose=verbose))
     session.listen(TensorBoard(prepared.store, job.name))
     session.listen(ReportListener(prepared.store, job.name))
     return Run(job, session, decision)
+
+
+def _start_detached(job: Job, prepared: Prepared, decision: Decision, own: bool, **options: bool) -> Run:
+    from trainwright.core.errors import ResourceError
+    from trainwright.detached import RemoteSession
+    from trainwright.run import Run
+
+    if own:
+        raise ResourceError(
+            "a detached driver needs a cluster that outlives this process",
+            remedy="set RAY_ADDRESS to that of a running cluster, or leave detached out",
+        )
+    return Run(job, RemoteSession(prepared, job, **options), decision)
 
 
 def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
@@ -139,6 +197,51 @@ def load_model(job: Job | str, *, step: int | None = None) -> Any:
     from trainwright import use
 
     return use.load_model(_job(job), step)
+
+
+def export(job: Job | str, path: str, *, step: int | None = None) -> str:
+    """Write the trained model for use elsewhere: torch to `.safetensors` or `.pt`, Keras to `.keras`, `.weights.h5` or,
+    where the path has no ending, to the folder of a SavedModel. Returns the path.
+
+    Raises:
+        TrainwrightError: there is no checkpoint, it does not fit the model, or the path's ending names no form.
+    """
+    from trainwright import use
+
+    return use.export(_job(job), path, step)
+
+
+def chaos(
+    job: Job | str,
+    *,
+    faults: Iterable[str] = (),
+    seed: int = 0,
+    every_s: float | None = None,
+    twice: bool = False,
+    keep: bool = False,
+    say: Callable[[str], object] = lambda _: None,
+) -> Verdict:
+    """Train the job unbroken and then under faults, each in scratch storage below its own, and compare them bitwise.
+
+    The verdict is true where at least one fault was given, no loss and no file of the last checkpoint differs, and
+    nothing is left behind. Where they differ, a second unbroken run tells whether the job itself is repeatable.
+
+    Args:
+        faults: names of `trainwright.ordeal.catalogue`, such as ("kill", "driver"); by default all that fit the job.
+        seed: of the schedule of faults.
+        every_s: seconds between faults, drawn at random until the run ends; by default each is given once.
+        twice: make the second unbroken run in any case.
+        keep: leave the runs where they are.
+        say: takes a line for people, now and then.
+
+    Raises:
+        JobError: the job, or a fault, is not right.
+        TrainwrightError: the unbroken run cannot start, or failed.
+    """
+    from trainwright.ordeal import trial
+
+    wish = trial.Wish(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
+    return trial.chaos(_job(job), wish, say)
 
 
 def _job(job: Job | str) -> Job:

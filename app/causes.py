@@ -6,6 +6,7 @@ _SIGNS = (
     ("NODE_OUT_OF_MEMORY", "Ray ended its process, because the node ran out of memory"),
     ("its node has died", "its node was lost"),
     ("node is dead", "its node was lost"),
+    ("temporarily unavailable", "its process or node cannot be reached"),
     ("exit type: SYSTEM_ERROR", "its process was killed, ran out of memory or crashed"),
     ("exit type: USER_ERROR", "its process ended by itself"),
     ("exit type: INTENDED_USER_EXIT", "its process ended by itself"),

@@ -17,8 +17,8 @@ from dataclasses import asdict
 
 from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest
 from trainwright.core.data import Cursor
-from trainwright.core.errors import CheckpointError
-from trainwright.store import MissingFile, Store
+from trainwright.core.errors import CheckpointError, StorageError
+from trainwright.store import MissingFile, Store, StoreDown
 
 MANIFEST = "MANIFEST.json"
 _FORMAT = 1
@@ -39,14 +39,32 @@ class CheckpointWriter:
         self._entries: dict[str, FileEntry] = {}
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Store one file, of which no other of this checkpoint has the name. From any thread; raises StorageError."""
+        """Store one file, of which no other of this checkpoint has the name. From any thread.
+
+        Where the store cannot take it for good, such as a full one, it gets back what the files before it took.
+
+        Raises:
+            StorageError: the checkpoint will not be whole.
+        """
         raw = data if isinstance(data, bytes) else _flat(data)
         entry = FileEntry(name=name, size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
         with self._lock:
             if name == MANIFEST or name in self._entries:
                 raise ValueError(f"the checkpoint has a file {name!r} already")
             self._entries[name] = entry
-        self._store.put(f"{self._folder}/{name}", raw)
+        try:
+            self._store.put(f"{self._folder}/{name}", raw)
+        except StoreDown:
+            raise  # it would not take the deletions either
+        except StorageError as error:
+            self._take_back(error)
+            raise
+
+    def _take_back(self, error: StorageError) -> None:
+        try:
+            self._store.delete(f"{self._folder}/{entry.name}" for entry in self.entries)
+        except StorageError as second:
+            error.detail += f"what was written of the checkpoint is still there: {second.what}"
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:

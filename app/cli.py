@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trainwright.chaoscommand import chaos
 from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.datacommands import data as data_commands
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_commands, name="data")
+app.command()(chaos)
 
 WIDTH = 120  # of tables in files and pipes
 
@@ -45,11 +47,19 @@ def fit(
     workers: Workers = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin the run of this name again.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Drive the run from the cluster and return at once.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Plan, provision, train, recover, report. The same command resumes a run that was stopped."""
     from trainwright import api
 
+    if detach:
+        job = _job(file, overrides, strategy, workers)
+        api.start(job, resume=resume, fresh=fresh, verbose=verbose, detached=True)
+        print(f"the cluster drives {job.name}; follow it with: trainwright logs {job.name} -f --storage {job.storage}")
+        return
     run = api.fit(_job(file, overrides, strategy, workers), resume=resume, fresh=fresh, verbose=verbose)
     if run.state == "stopped":
         raise typer.Exit(128 + (run.signal or signal.SIGINT))
@@ -62,18 +72,49 @@ def plan(
     overrides: Overrides = None,
     strategy: Strategy = None,
     workers: Workers = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NxGxKIND", help="One that is not there: 128x8xH100-80GB, 4x8xA100-80GB@800Gb."),
+    ] = None,
+    price: Annotated[str, typer.Option(help="With --cluster: on-demand, or spot.")] = "on-demand",
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="HOURS", help="With --cluster: between failures of one accelerator: 50000h.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the chosen plan and the rejected ones, with reasons. Starts no worker."""
     from dataclasses import asdict
 
     from trainwright import api
+    from trainwright.planner import Decision
+    from trainwright.whatif import Price, WhatIf
 
-    decision = api.plan(_job(file, overrides, strategy, workers))
+    job = _job(file, overrides, strategy, workers)
+    decision: Decision | WhatIf
+    if cluster is None:
+        decision = api.plan(job)
+    else:
+        if price not in ("on-demand", "spot"):
+            raise typer.BadParameter(f"{price!r} is neither on-demand nor spot", param_hint="--price")
+        kind: Price = "spot" if price == "spot" else "on-demand"
+        decision = api.plan(job, cluster=cluster, price=kind, mtbf_hours=_hours(mtbf))
     if as_json:
         _print_json(asdict(decision))
     else:
         print(decision)
+
+
+def _hours(text: str | None) -> float | None:
+    """`50000h` or `50000`."""
+    if text is None:
+        return None
+    try:
+        hours = float(text.removesuffix("h"))
+    except ValueError:
+        hours = 0.0
+    if not hours > 0:
+        raise typer.BadParameter(f"{text!r} is no number of hours", param_hint="--mtbf")
+    return hours
 
 
 @app.command()
@@ -91,6 +132,22 @@ def evaluate(
         _print_json(metrics)
     else:
         print("\n".join(f"{name:<20} {value:.6g}" for name, value in metrics.items()))
+
+
+@app.command()
+def export(
+    file: JobFile,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="By its ending: see below.")],
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
+) -> None:
+    """Write a run's model for use elsewhere.
+
+    torch: `.safetensors` or `.pt`. Keras: `.keras`, `.weights.h5`, or no ending for the folder of a SavedModel.
+    """
+    from trainwright import api
+
+    print(api.export(_job(file, overrides, None, None), path, step=step))
 
 
 @app.command()

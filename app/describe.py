@@ -17,8 +17,10 @@ from trainwright.datasets.sources import Index
 # Fields that say where or how fast a job runs, and never what it computes.
 _FREE = frozenset(
     {
-        "storage", "workers", "spares", "strategy", "accelerator", "checkpoint_steps", "keep", "failures",
-        "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit",
+        "storage", "workers", "min_workers", "max_workers", "shrink_s", "spares", "strategy", "accelerator",
+        "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
+        "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
+        "replace_stragglers", "devices", "tf_config",
     }
 )  # fmt: skip
 _DATA = ", data "  # what follows says what a data set holds, whatever it is called and wherever it lies
@@ -59,6 +61,11 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
         name for name in new if name not in free and _essence(name, old.get(name, "")) != _essence(name, new[name])
     ]
     return [f"{name}: {old.get(name, 'absent')} -> {new[name]}" for name in names]
+
+
+def essence(description: Mapping[str, str]) -> dict[str, str]:
+    """What of a description a process's state depends on; see `changes`."""
+    return {name: _essence(name, words) for name, words in description.items() if name not in _FREE}
 
 
 def _essence(name: str, words: str) -> str:

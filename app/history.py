@@ -15,6 +15,8 @@ from trainwright.core.events import (
     Event,
     Failed,
     Formed,
+    Kept,
+    Leaving,
     Noted,
     Placed,
     Prefetched,
@@ -22,6 +24,7 @@ from trainwright.core.events import (
     RunStarted,
     Stacks,
     Steps,
+    Straggling,
     Waiting,
 )
 from trainwright.journal import read_events
@@ -50,7 +53,7 @@ class History:
         evaluated: the last evaluation of each step, in order.
         failures: all, in order of time.
         recoveries: each formation after a failure.
-        resumes: the first formation of each session that went on from a checkpoint.
+        resumes: the first formation of each session that did not begin at step 0, or began from a checkpoint.
         checkpoints: all that were committed; retention may have removed some since.
         processes: the workers that are up, by number; a worker that takes a failed one's rank has a new number.
         prefetch: how far data is read ahead, as last told; None before the first segment has ended.
@@ -182,6 +185,7 @@ class _Folding:
         self.recoveries: list[Recovery] = []
         self.resumes: list[Formed] = []
         self.checkpoints: dict[str, Checkpointed] = {}
+        self.kept_s = 0.0  # that steps lost to copies in memory
         self.skipped: list[CheckpointSkipped] = []
         self.notes: list[Noted] = []
         self.processes: dict[int, Placed] = {}
@@ -215,6 +219,8 @@ class _Folding:
                 self.evaluation_s += event.seconds
             case Checkpointed():
                 self.checkpoints[event.path] = event
+            case Kept():
+                self.kept_s += event.blocked_s
             case CheckpointSkipped():
                 self.skipped.append(event)
             case Failed():
@@ -225,6 +231,8 @@ class _Folding:
                 stood = f"rank {event.rank} ({event.node}) stood at:\n{event.text}"
                 last = self.failures[-1]
                 self.failures[-1] = replace(last, detail="\n".join(part for part in (last.detail, stood) if part))
+            case Leaving() | Straggling():
+                self.notes.append(Noted(time_s=event.time_s, text=event.text))
             case Noted():
                 self.notes.append(event)
             case RunEnded():
@@ -299,7 +307,7 @@ class _Folding:
         wall_s = sum(session.ended_s - session.started_s for session in self.sessions)
         data_s = sum(record.wait_s for record in self.steps.values())
         computing_s = sum(record.step_s for record in self.steps.values()) - data_s
-        checkpoint_s = sum(item.blocked_s for item in self.checkpoints.values())
+        checkpoint_s = self.kept_s + sum(item.blocked_s for item in self.checkpoints.values())
         parts_s = computing_s + data_s + start_s + self.recovery_s + checkpoint_s + self.evaluation_s
         return Totals(
             wall_s=max(wall_s, parts_s),

@@ -2,7 +2,8 @@
 
 One driver writes `<run>/events/<token>-<seq>.jsonl`: batches of JSON lines, numbered from 0, never changed once they
 are written. A batch that could not be written is kept and written again under the same number with the same bytes, so
-that a put which timed out and landed after all does no harm.
+that a put which timed out and landed after all does no harm. What happens meanwhile waits in memory, within the bounds
+of a `Backlog`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol, Self
 
+from trainwright.backlog import Backlog
 from trainwright.core.errors import StorageError, TrainwrightError
 from trainwright.core.events import Event, Noted, from_json
 
@@ -63,19 +65,26 @@ class Journal:
         run: name of the run.
         clock: seconds since the epoch.
         flush_s: seconds between batches of a young run.
+        backlog: makes a list of events that is bounded.
     """
 
     def __init__(
-        self, store: Puts, run: str, *, clock: Callable[[], float] = time.time, flush_s: float = _FLUSH_S
+        self,
+        store: Puts,
+        run: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        flush_s: float = _FLUSH_S,
+        backlog: Callable[[], Backlog] = Backlog,
     ) -> None:
         self._store, self._run, self._clock, self._flush_s = store, run, clock, flush_s
         self._prefix = ""
-        self._events: list[Event] = []
+        self._events, self._pending = backlog(), backlog()
         self._listeners: list[Listener] = []
-        self._pending: list[Event] = []
         self._sealed: bytes | None = None
         self._sequence = 0
-        self._failing = False
+        self._failing = self._dropping = False
+        self._lost_steps = self._lost_lesser = 0  # dropped before the batch that is on its way
         # Guards the lists; re-entrant, because a listener may write. The second lock keeps batches in order.
         self._lock, self._flushing = threading.RLock(), threading.Lock()
         self._closed, self._wake = threading.Event(), threading.Event()
@@ -95,9 +104,9 @@ class Journal:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """All events of this driver so far."""
+        """All events of this driver so far; of a long run, steps are sparse."""
         with self._lock:
-            return tuple(self._events)
+            return tuple(self._events.items)
 
     def listen(self, listener: Listener) -> None:
         """Call `listener.on` with each event, those already written first.
@@ -106,17 +115,18 @@ class Journal:
         """
         with self._lock:
             self._listeners.append(listener)
-            for event in tuple(self._events):
+            for event in tuple(self._events.items):
                 self._tell(listener, event)
 
     def write(self, event: Event) -> Event:
         """Keep an event for the next batch and tell the listeners; returns it with its time filled in."""
         with self._lock:
             stamped = event if event.time_s else replace(event, time_s=self._clock())
-            self._events.append(stamped)
-            self._pending.append(stamped)
+            self._events.add(stamped)
+            self._pending.add(stamped)
             for listener in tuple(self._listeners):
                 self._tell(listener, stamped)
+            self._say_dropping()
             return stamped
 
     def _tell(self, listener: Listener, event: Event) -> None:
@@ -138,7 +148,7 @@ class Journal:
     def flush(self) -> bool:
         """Write what is pending and return when it is there. False: it could not be, and is kept."""
         if not self._prefix:
-            return not self._pending
+            return not self._pending.items
         with self._flushing:
             while self._seal():
                 try:
@@ -154,9 +164,10 @@ class Journal:
     def _seal(self) -> bool:
         """Make the next batch, if none is waiting to be written again; False when there is nothing to write."""
         with self._lock:
-            if self._sealed is None and self._pending:
-                self._sealed = "".join(f"{event.to_json()}\n" for event in self._pending).encode()
-                self._pending.clear()
+            if self._sealed is None and self._pending.items:
+                self._lost_steps += self._pending.steps_dropped
+                self._lost_lesser += self._pending.lesser_dropped
+                self._sealed = "".join(f"{event.to_json()}\n" for event in self._pending.take()).encode()
             return self._sealed is not None
 
     def _say_failing(self, error: Exception) -> None:
@@ -165,10 +176,20 @@ class Journal:
             what = error.what if isinstance(error, TrainwrightError) else str(error)
             self.write(Noted(text=f"events cannot be written to storage: {what}; they are kept and tried again"))
 
+    def _say_dropping(self) -> None:
+        """Said once, when it begins; what went is said when the store takes events again."""
+        if not self._dropping and self._pending.dropping:
+            self._dropping = True
+            self.write(Noted(text="too many events wait for storage: of these steps only some are kept in the records"))
+
     def _say_mended(self) -> None:
-        if self._failing:
-            self._failing = False
-            self.write(Noted(text="events are written to storage again; none was lost"))
+        """A batch is there. Where events were dropped, the one they are missing from is still to come."""
+        with self._lock:
+            if (self._failing or self._dropping) and not self._pending.dropping:
+                lost = _lost(self._lost_steps, self._lost_lesser)
+                self._failing = self._dropping = False
+                self._lost_steps = self._lost_lesser = 0
+                self.write(Noted(text=f"events are written to storage again; {lost}"))
 
     def _flush_now_and_then(self) -> None:
         while not self._closed.is_set():
@@ -184,20 +205,28 @@ class Journal:
     def close(self, *, patience_s: float = 10.0) -> bool:
         """Write the rest, then close the listeners; a failing store is tried again for `patience_s`.
 
-        False: some events could not be written, and are lost when the process ends. A second call does nothing new.
+        False: some events could not be written, and are lost when the process ends; listeners are told. A second call
+        does nothing new.
         """
         self._closed.set()
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
         written = self._flush_patiently(patience_s)
+        if not written and self._prefix:
+            self._say_lost()
         for listener in tuple(self._listeners):
             try:
                 listener.close()
                 self._listeners.remove(listener)
             except Exception as error:
                 self._take_off(listener, error)
-        return self.flush() and written
+        return written and self.flush()
+
+    def _say_lost(self) -> None:
+        with self._lock:
+            count = len(self._pending.items) + (self._sealed or b"").count(b"\n")
+        self.write(Noted(text=f"the last {count:,} events could not be written to storage and are lost"))
 
     def _flush_patiently(self, patience_s: float) -> bool:
         deadline_s, pause = time.monotonic() + patience_s, threading.Event()
@@ -237,6 +266,13 @@ class EventReader:
 def read_events(store: Reads, run: str) -> list[Event]:
     """All events of a run, of all its drivers, in order; see `EventReader.read`."""
     return EventReader(store, run).read()
+
+
+def _lost(steps: int, lesser: int) -> str:
+    """What was dropped, in words."""
+    parts = [f"the records of {steps:,} steps"] if steps else []
+    parts += [f"{lesser:,} lesser events"] if lesser else []
+    return f"{' and '.join(parts)} did not fit into memory and are lost" if parts else "none was lost"
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -9,7 +9,9 @@ from trainwright.checkpoints import newest_good, retain, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest
 from trainwright.core.data import Cursor
 from trainwright.core.errors import CheckpointError, StorageError
+from trainwright.core.events import Steps
 from trainwright.driver import messages as m
+from trainwright.journal import read_events
 from trainwright.log import Heartbeat, Owner, RunLog
 from trainwright.store import Store
 
@@ -54,7 +56,7 @@ class RunLedger:
         """
         entry = self._log.acquire(Owner.here(), self._job, fresh=self._fresh)
         self._token = entry.token
-        self._heartbeat = Heartbeat(self._store, self._run, entry.token)
+        self._heartbeat = Heartbeat(self._store.impatient(), self._run, entry.token, note=self._note)
         self._heartbeat.start()
         head, notes = newest_good(self._store, self._run, entry.checkpoints)
         if entry.checkpoints and head is None:
@@ -98,9 +100,24 @@ class RunLedger:
                     remedy="give a storage= that all nodes share: s3://, gs://, az:// or a network folder",
                 )
 
+    def told(self) -> int:
+        """The newest step that storage has an event of; 0 for none."""
+        steps = [event for event in read_events(self._store, self._run) if isinstance(event, Steps) and event.step]
+        return steps[-1].step[-1] if steps else 0
+
     def release(self, release: m.Release) -> None:
-        """Give the run back; the next driver may take it at once."""
-        self._log.release(self._token, release.outcome)
+        """Give the run back; the next driver may take it at once.
+
+        A store that fails here costs nothing that is committed: it is noted, and the next driver finds out that this
+        one is gone. Raises FencedError.
+        """
+        try:
+            self._log.release(self._token, release.outcome)
+        except StorageError as error:
+            self._note(
+                f"the log does not say that the run is over: {error.what}. No checkpoint is lost; "
+                "the next command of this name may wait some seconds until it takes the run over"
+            )
         self.close()
 
     def give_up(self) -> None:

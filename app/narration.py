@@ -15,14 +15,18 @@ from trainwright.core.events import (
     Event,
     Failed,
     Formed,
+    Kept,
+    Leaving,
     Noted,
     Placed,
     Prefetched,
     Promoted,
+    Resized,
     RunEnded,
     RunStarted,
     Stacks,
     Steps,
+    Straggling,
     Waiting,
 )
 from trainwright.history import epoch_of
@@ -120,6 +124,10 @@ class Narrator:
                 return self._tell_placed(event)
             case Promoted():
                 return [Line(text=promoted_text(event))] if self._verbose else []
+            case Leaving() | Straggling():
+                return [Line(text=event.text, tone="warning")]
+            case Resized():
+                return [resized_line(event)]
             case Formed():
                 return self._tell_formed(event)
             case Steps():
@@ -128,6 +136,8 @@ class Narrator:
                 return [Line(text=evaluation_text(event, self._start.steps_per_epoch))]
             case Checkpointed():
                 return [Line(text=checkpoint_text(event))] if self._verbose else []
+            case Kept():
+                return [Line(text=kept_text(event))] if self._verbose else []
             case CheckpointSkipped():
                 return [Line(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")]
             case Failed():
@@ -168,9 +178,11 @@ class Narrator:
         return [Line(text=f"{words.count(event.workers, 'worker')} ready after {words.duration(event.seconds)}")]
 
     def _resuming(self, event: Formed) -> str:
-        root = str(self._start.job.get("storage", "")).rstrip("/")
-        uri = "/".join(part for part in (root, self._start.run, event.checkpoint) if part)
-        return f"resuming step {event.step:,} from {uri} after {words.duration(event.seconds)}"
+        source = source_text(event)
+        if event.source == "checkpoint":
+            root = str(self._start.job.get("storage", "")).rstrip("/")
+            source = "/".join(part for part in (root, self._start.run, event.checkpoint) if part)
+        return f"resuming step {event.step:,} from {source} after {words.duration(event.seconds)}"
 
     def _count(self, event: Steps) -> list[Line]:
         self._recent.extend(zip(event.loss, event.samples, event.step_s, event.wait_s, strict=True))
@@ -199,6 +211,13 @@ def promoted_text(event: Promoted) -> str:
     return f"worker {event.worker}, a spare{f' on {event.node}' if event.node else ''}, takes rank {event.rank}"
 
 
+def resized_line(event: Resized) -> Line:
+    """`going on with 3 workers instead of 4: no more started within 30 s; the global batch stays`."""
+    verb = "going on" if event.workers < event.former else "growing: going on"
+    text = f"{verb} with {words.count(event.workers, 'worker')} instead of {event.former}: {event.why}"
+    return Line(text=f"{text}; the global batch stays", tone="warning" if event.workers < event.former else "good")
+
+
 def evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
     """`step 235 (epoch 1): accuracy 0.8812, loss 0.3312 (2.1 s)`."""
     metrics = ", ".join(f"{name} {words.figure(value)}" for name, value in sorted(event.metrics.items()))
@@ -212,6 +231,13 @@ def checkpoint_text(event: Checkpointed) -> str:
         f"checkpoint at step {event.step:,}: {words.size(event.size_bytes)}, "
         f"steps waited {words.duration(event.blocked_s)}, stored in {words.duration(event.seconds)}"
     )
+
+
+def kept_text(event: Kept) -> str:
+    """`state of step 235 kept in memory on node-a: 1.2 MiB, steps waited 3 ms`."""
+    where = f"on {', '.join(event.nodes)}" if event.nodes else ""
+    size, waited = words.size(event.size_bytes), words.duration(event.blocked_s)
+    return f"state of step {event.step:,} kept in memory {where}: {size}, steps waited {waited}"
 
 
 def prefetch_text(event: Prefetched) -> str:
@@ -231,10 +257,19 @@ def failure_text(event: Failed, pids: dict[int, int] | None = None) -> str:
 
 def recovery_text(event: Formed) -> str:
     """`back at step 412 after 2.1 s, 0 steps lost, state from a replica`."""
-    sources = {"replica": "a replica", "checkpoint": event.checkpoint or "a checkpoint", "initial": "the beginning"}
-    source = sources.get(event.source, event.source)
-    lost = words.count(event.steps_lost, "step")
-    return f"back at step {event.step:,} after {words.duration(event.seconds)}, {lost} lost, state from {source}"
+    lost, after = words.count(event.steps_lost, "step"), words.duration(event.seconds)
+    return f"back at step {event.step:,} after {after}, {lost} lost, state from {source_text(event)}"
+
+
+def source_text(event: Formed) -> str:
+    """Where a generation's state came from, in words."""
+    sources = {
+        "replica": "a replica",
+        "keeper": "a node's memory",
+        "checkpoint": event.checkpoint or "a checkpoint",
+        "initial": "the beginning",
+    }
+    return sources.get(event.source, event.source)
 
 
 def waiting_text(event: Waiting) -> str:
@@ -266,6 +301,10 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=placed_text(event))
         case Promoted():
             return Line(text=promoted_text(event))
+        case Leaving() | Straggling():
+            return Line(text=event.text, tone="warning")
+        case Resized():
+            return resized_line(event)
         case Formed():
             begins = event.source == "initial" and event.step == 0
             state = f"after {words.duration(event.seconds)}" if begins else f"again: {recovery_text(event)}"
@@ -276,6 +315,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=evaluation_text(event, steps_per_epoch))
         case Checkpointed():
             return Line(text=checkpoint_text(event))
+        case Kept():
+            return Line(text=kept_text(event))
         case CheckpointSkipped():
             return Line(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")
         case Prefetched():

@@ -6,9 +6,13 @@ import json
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
+from trainwright import words
 from trainwright.core.errors import StorageError
 from trainwright.store import Store
 
@@ -38,13 +42,21 @@ class Owner:
     @classmethod
     def here(cls, *, ray_job: str = "") -> Owner:
         """This process."""
-        pid = os.getpid()
+        return cls._of(os.getpid(), ray_job)
+
+    @classmethod
+    def parent(cls) -> Owner:
+        """The process that started this one."""
+        return cls._of(os.getppid(), "")
+
+    @classmethod
+    def _of(cls, pid: int, ray_job: str) -> Owner:
         return cls(
             host=socket.gethostname(),
             boot=_boot(),
             namespace=_namespace(),
             pid=pid,
-            started=_started(pid) or 0,
+            started=started_ticks(pid) or 0,
             ray_job=ray_job,
         )
 
@@ -61,7 +73,7 @@ def provably_dead(owner: Owner) -> bool:
         return False
     if (owner.boot, owner.namespace) != (_boot(), _namespace()):
         return False
-    return _started(owner.pid) != owner.started
+    return started_ticks(owner.pid) != owner.started
 
 
 def _boot() -> str:
@@ -78,7 +90,7 @@ def _namespace() -> str:
         return ""
 
 
-def _started(pid: int) -> int | None:
+def started_ticks(pid: int) -> int | None:
     """Start time of a living process; None when there is none, or only its unburied rest (a zombie)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -97,15 +109,30 @@ class Heartbeat:
     """Overwrites a counter in storage every second, so that others see that its owner lives.
 
     A beat that fails is not the end of a run: it is kept in `error`, and the next one tries again. Others take the run
-    over when they have seen no change for their patience, and then the next commit raises FencedError.
+    over when they have seen no change for their patience, and then the next commit raises FencedError. The heart is
+    also the first to notice that the store is gone, and that it is back: it says so once each.
+
+    Args:
+        note: takes a line for the user; from the heart's thread.
+        clock: seconds, from any origin.
 
     Attributes:
         error: why the last beat failed; None when it did not.
     """
 
-    def __init__(self, store: Store, run: str, token: int, *, every_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        token: int,
+        *,
+        every_s: float = HEARTBEAT_S,
+        note: Callable[[str], object] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.error: StorageError | None = None
         self._store, self._path, self._every_s = store, heartbeat_path(run, token), every_s
+        self._note, self._clock = note, clock
         self._count = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="trainwright-heartbeat", daemon=True)
@@ -126,10 +153,29 @@ class Heartbeat:
         self._store.put(self._path, json.dumps({"count": self._count}).encode(), sync=False)
 
     def _beat_on(self) -> None:
+        down_s = 0.0
         while not self._stopped.is_set():
+            began_s = self._clock()
             try:
                 self.beat()
-                self.error = None
             except StorageError as error:
-                self.error = error
+                before, self.error = self.error, error
+                if before is None:
+                    down_s = began_s
+                    self._say_down(error, began_s)
+            else:
+                before, self.error = self.error, None
+                if before is not None:
+                    self._say_back(down_s)
             self._stopped.wait(self._every_s)
+
+    def _say_down(self, error: StorageError, since_s: float) -> None:
+        since = datetime.now().astimezone() - timedelta(seconds=self._clock() - since_s)
+        cause = error.what.removeprefix("cannot write: ")
+        self._note(
+            f"since {since:%H:%M:%S} the store takes nothing from the driver: {cause}. Training goes on from memory; "
+            "checkpoints that fall due are tried, and events are kept, until it is back"
+        )
+
+    def _say_back(self, since_s: float) -> None:
+        self._note(f"the store is back, after {words.duration(self._clock() - since_s)}; checkpoints are written again")

@@ -63,7 +63,7 @@ class Totals:
         data_s: waiting for data in steps that count.
         start_s: from taking the run to the first step being possible, in every session.
         recovery_s: from each failure to the group being formed again, and steps that had to be done again.
-        checkpoint_s: what the steps lost to checkpoints.
+        checkpoint_s: what the steps lost to checkpoints and copies in memory.
         evaluation_s: evaluations.
         other_s: the rest.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError, ResourceError, nearest
@@ -11,7 +12,7 @@ from trainwright.core.plan import Infeasible, Plan, Rejected
 from trainwright.core.profile import ModelProfile
 from trainwright.planview import plan_html, plan_text
 from trainwright.strategies import STRATEGIES
-from trainwright.strategies.costs import CPU_WORKERS_PER_CPU
+from trainwright.strategies.costs import room_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -39,10 +40,12 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         PlanError: no strategy can run the job, or the pinned one cannot.
     """
     allowed = usable(cluster, job)
-    names = _names(job)
-    proposals = {name: STRATEGIES[name](profile, allowed, job) for name in STRATEGIES}
+    names = _names(job, profile.framework)
+    suited = {name: strategy for name, strategy in STRATEGIES.items() if profile.framework in strategy.ENGINES}
+    proposals = {name: _proposal(name, strategy, profile, allowed, job) for name, strategy in suited.items()}
     infeasible = tuple(item for item in proposals.values() if isinstance(item, Infeasible))
-    plans = {name: item for name, item in proposals.items() if isinstance(item, Plan)}
+    backend = profile.keras_backend
+    plans = {name: replace(item, keras_backend=backend) for name, item in proposals.items() if isinstance(item, Plan)}
     eligible = sorted((plan for name, plan in plans.items() if name in names), key=_predicted_s)
     if not eligible:
         reasons = "; ".join(f"{item.strategy}: {item.reason} ({item.hint})" for item in infeasible)
@@ -53,11 +56,28 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     return Decision(chosen=chosen, rejected=rejected, infeasible=infeasible, profile=profile, cluster=cluster)
 
 
-def _names(job: Job) -> tuple[str, ...]:
+def _proposal(name: str, strategy: ModuleType, profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasible:
+    """What a strategy proposes, if it has an engine for whose steps the job wants."""
+    if job.run == "fit" and not hasattr(strategy, "FIT"):
+        reason = getattr(strategy, "NO_FIT", f'run="fit" is Keras\' own, and this model is of {profile.framework}')
+        return Infeasible(strategy=name, reason=reason, hint="leave run= out: trainwright's steps train any model")
+    proposal: Plan | Infeasible = strategy.propose(profile, cluster, job)
+    return proposal
+
+
+def _names(job: Job, framework: str) -> tuple[str, ...]:
+    """The strategies that the job allows."""
     if job.strategy is None:
         return tuple(STRATEGIES)
     if job.strategy not in STRATEGIES:
         raise PlanError(f"strategy={job.strategy!r} is not known", remedy=nearest(job.strategy, STRATEGIES))
+    if framework not in STRATEGIES[job.strategy].ENGINES:
+        suited = [name for name, strategy in STRATEGIES.items() if framework in strategy.ENGINES]
+        others = ", ".join(name for name in STRATEGIES[job.strategy].ENGINES if name != "reference")
+        raise PlanError(
+            f"strategy={job.strategy!r} is for models of {others}, and this one is of {framework}",
+            remedy=f"use {', '.join(suited)}",
+        )
     return (job.strategy,)
 
 
@@ -76,11 +96,12 @@ def usable(cluster: Cluster, job: Job) -> Cluster:
         cluster = cluster.without_accelerators()
     elif cluster.accelerators:
         cluster = cluster.only(cluster.accelerator)  # a head without any is no place for a worker
-    room = cluster.accelerators or int(cluster.cpus * CPU_WORKERS_PER_CPU)
-    if job.workers and job.workers > room:
+    room = room_of(cluster)
+    needed = job.min_workers or job.workers
+    if needed and needed > room:
         what = cluster.accelerator or "CPU slots"
         raise ResourceError(
-            f"needs {job.workers} {what}, the cluster has {room}", where="workers", remedy=f"set workers={room}"
+            f"needs {needed} {what}, the cluster has {room}", where="workers", remedy=f"set workers={room}"
         )
     return cluster
 

@@ -43,7 +43,7 @@ def plan_table(decision: Decision) -> RenderableType:
         Padding(_facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
     ]
     if decision.chosen.estimate is not None:
-        parts.append(Padding(_estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
+        parts.append(Padding(estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
     others = other_rows(others_of(decision))
     if others:
         parts.append(Padding(_others_table(others), (1, 0, 0, 2)))
@@ -132,6 +132,7 @@ def plan_from(facts: Mapping[str, Any]) -> Plan | None:
             "placement": _known(Placement, facts["placement"]),
             "estimate": estimate or None,
             "notes": tuple(facts.get("notes", ())),
+            "stages": tuple(facts.get("stages", ())),
         },
     )
 
@@ -158,7 +159,8 @@ def _workers(plan: Plan) -> str:
     if place.accelerators:
         devices = f" x {place.accelerators}" if place.accelerators > 1 else ""
         return f"{workers}{devices} on {place.accelerator}"
-    return f"{workers} x {words.count(place.threads, 'thread')} on CPU"
+    devices = f" x {plan.devices_per_worker} logical devices" if plan.devices_per_worker > 1 else ""
+    return f"{workers}{devices} x {words.count(place.threads, 'thread')} on CPU"
 
 
 def _reserved(plan: Plan) -> str:
@@ -186,7 +188,8 @@ def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def _estimate_table(estimate: Estimate) -> Table:
+def estimate_table(estimate: Estimate) -> Table:
+    """Terms with their seconds as bars."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

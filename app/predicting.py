@@ -174,7 +174,7 @@ def plan_pool(question: Question, cluster: Cluster, workers: int | None) -> tupl
     """
     room = usable(cluster, question.job.replace(workers=workers) if workers else question.job)
     size = min(workers or room.slots, len(question.waiting))
-    alone = question.job.replace(workers=1, strategy="one_device")
+    alone = question.job.alone()
     plan = choose(profile_job(alone, alone.train, question.index), cluster, alone).chosen
     return replace(plan, placement=place(room, size)), size
 

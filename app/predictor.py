@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +87,8 @@ class Predictor:
         names = None if job.columns is None else tuple(dict.fromkeys((*job.columns, *order.keep)))
         self._names = names
         self._rows = self._data.reader(order.index, names)
-        self._engine = lone_engine(replace(job.model_spec(total_steps=1), outputs=order.outputs), order.plan)
+        spec = job.model_spec(1, partial(self._data.row, order.index, names))
+        self._engine = lone_engine(replace(spec, outputs=order.outputs), order.plan)
         manifest = read_manifest(order.runs, job.name, order.checkpoint)
         self._engine.load(CheckpointReader(order.runs, job.name, order.checkpoint, manifest))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, RunConflict, nearest
 from trainwright.core.job import Job
+from trainwright.core.plan import Plan
+from trainwright.core.profile import ModelProfile
 from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
 from trainwright.datasets.sources import Index
 from trainwright.describe import changes, describe
@@ -16,6 +19,13 @@ from trainwright.log import RunLog
 from trainwright.planner import Decision, choose
 from trainwright.profiling import profile_job
 from trainwright.store import Store, open_store
+
+_REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
+
+_IN_ORDER = (
+    "train= is a tf.data pipeline: rows come in its own order, every worker iterates all of it, and each row counts "
+    "exactly once as long as it gives the same rows in the same order each time it is iterated"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +78,11 @@ def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
     return prepared
 
 
+def profile_of(prepared: Prepared) -> ModelProfile:
+    """What the job's model costs."""
+    return profile_job(prepared.job, prepared.job.train, prepared.train)
+
+
 def decide_plan(prepared: Prepared) -> Decision:
     """The plan for the connected cluster."""
     return plan_for(prepared, discover())
@@ -76,7 +91,28 @@ def decide_plan(prepared: Prepared) -> Decision:
 def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
     """The plan for a given cluster."""
     job = prepared.job
-    return choose(profile_job(job, job.train, prepared.train), cluster, job)
+    decision = choose(profile_of(prepared), cluster, job)
+    _check_fit(prepared, decision.chosen)
+    notes = [*decision.chosen.notes]
+    if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
+        notes.append(_REPLACED)
+    if prepared.train.in_order:
+        notes.append(_IN_ORDER)
+    return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))
+
+
+def _check_fit(prepared: Prepared, plan: Plan) -> None:
+    """Refuse a last batch that Keras' fit would weigh unevenly. Raises JobError."""
+    job, devices = prepared.job, plan.mesh.data_ranks
+    for name, index in (("train", prepared.train), ("evaluate", prepared.evaluate)):
+        last = index.rows % job.batch_size if index is not None else 0
+        if job.run == "fit" and last % devices and not (job.drop_last and name == "train"):
+            raise JobError(
+                [
+                    f"the last batch of {name} has {last} rows, which Keras' fit would weigh differently on each of "
+                    f"{devices} devices: use a batch_size that leaves none, drop_last=True for train, or devices=1"
+                ]
+            )
 
 
 def _check_columns(job: Job, train: Index, evaluate: Index | None) -> None:
@@ -110,7 +146,8 @@ def _check_past(prepared: Prepared, resume: bool) -> None:
             remedy="--resume goes on from its last checkpoint, --fresh begins again, or give the job a new name",
         )
     done = max((item.step for item in head.checkpoints), default=0)
-    if head.outcome == "done" and done >= prepared.total_steps:
+    ended_early = prepared.job.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
+    if head.outcome == "done" and (done >= prepared.total_steps or ended_early):
         raise RunConflict(
             f"the run {name!r} is finished ({done} steps)",
             where=where,

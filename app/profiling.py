@@ -8,9 +8,6 @@ import logging
 import sys
 from typing import Any
 
-import numpy as np
-
-from trainwright.core.data import Batch
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.job import Job
 from trainwright.core.profile import ModelProfile
@@ -20,6 +17,7 @@ _log = logging.getLogger(__name__)
 
 # A framework's models are told by the modules of their classes; the module named here profiles and loads them.
 _FRAMEWORKS = {
+    "keras.src.backend.tensorflow": "trainwright.strategies.tensorflow.profile",
     "torch.nn": "trainwright.strategies.torch.profile",
     "trainwright.strategies.reference": "trainwright.strategies.reference.profile",
 }
@@ -32,8 +30,7 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
         UserCodeError: `model()` raised.
         JobError: `model()` returned something that no engine knows.
     """
-    row = Batch(columns=dataset.sample(index, job.columns), weights=np.ones(1), samples=np.zeros(1, dtype=np.int64))
-    sample = job.collation(row)
+    sample = job.collation(dataset.row(index, job.columns))
     model = _build(job)
     profile: ModelProfile = profiler_of(model).profile_model(
         model, sample, job.arguments, keywords=job.keywords, step=job.step
@@ -60,7 +57,8 @@ def profiler_of(model: Any) -> Any:
         for package, module in _FRAMEWORKS.items():
             if kind.__module__.startswith(package):
                 return importlib.import_module(module)
-    problem = f"model() returned {type(model).__module__}.{type(model).__qualname__}: return a torch.nn.Module"
+    named = f"{type(model).__module__}.{type(model).__qualname__}"
+    problem = f"model() returned {named}: return a torch.nn.Module, or a keras.Model on TensorFlow or torch"
     raise JobError([problem])
 
 

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.job import Job
 from trainwright.driver.messages import Finish
 from trainwright.history import History, read_history
+from trainwright.journal import Listener
 from trainwright.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from trainwright.session import Session
+
+class Drives(Protocol):
+    """Who drives a run: a session in this process, or a driver in the cluster."""
+
+    @property
+    def store(self) -> Store:
+        """Where the run lives."""
+
+    def run(self) -> Finish:
+        """Returns when the run has ended."""
+
+    def stop(self, now: bool = False) -> None:
+        """Ask the run to end."""
+
+    def flush(self) -> None:
+        """Write the events so far."""
+
+    def listen(self, listener: Listener) -> None:
+        """Add somebody who hears every event. Raises TrainwrightError where none can be heard."""
 
 
 class Run:
-    """A run that was started here. Everything but `wait` and `stop` is read from storage.
+    """A run that was started here. Everything but `wait`, `stop` and `listen` is read from storage.
 
     Attributes:
         job: what was started.
@@ -27,7 +46,7 @@ class Run:
 
     signal = 0
 
-    def __init__(self, job: Job, session: Session, decision: Any) -> None:
+    def __init__(self, job: Job, session: Drives, decision: Any) -> None:
         self.job, self.decision, self.plan = job, decision, decision.chosen
         self._session = session
         self._finish: Finish | None = None
@@ -56,9 +75,18 @@ class Run:
             raise self._finish.error
         return True
 
+    @property
+    def finish(self) -> Finish | None:
+        """How the run ended; None while it runs."""
+        return self._finish
+
     def stop(self, now: bool = False) -> None:
         """Ask for the end: at the next step after a checkpoint, or at once without one. Returns immediately."""
         self._session.stop(now)
+
+    def listen(self, listener: Listener) -> None:
+        """Let somebody hear every event, those so far first."""
+        self._session.listen(listener)
 
     @property
     def state(self) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from trainwright.core import events
+from trainwright.core.group import Capabilities
 from trainwright.core.plan import Plan
 from trainwright.datasets.schedule import Schedule
 from trainwright.datasets.sources import Dataset, Index
 from trainwright.datasets.stream import Fetcher, schedule_of
+from trainwright.describe import essence
 from trainwright.driver import messages as m
 from trainwright.driver.decide import begin, decide
 from trainwright.driver.state import Settings
@@ -48,7 +53,7 @@ class Session:
             note=lambda text: self._journal.write(events.Noted(text=text)),
         )
         self._feeders: list[Any] = []
-        self._world = World(self._order(), self._ledger, self._journal.write)
+        self._world = World(self._order(), self._ledger, self._journal.write, elastic=job.elastic, fresh=fresh)
 
     @property
     def store(self) -> Store:
@@ -56,7 +61,7 @@ class Session:
         return self._prepared.store
 
     def listen(self, listener: Listener) -> None:
-        """Add somebody who hears every event; call before `run`."""
+        """Add somebody who hears every event, those so far first."""
         self._journal.listen(listener)
 
     def stop(self, now: bool = False) -> None:
@@ -100,17 +105,28 @@ class Session:
         capabilities = engine_class(plan).capabilities
         return Settings(
             workers=plan.workers,
-            spares=job.spares if job.spares is not None else int(plan.workers > 1),
+            min_workers=min(plan.workers, job.min_workers or plan.workers),
+            max_workers=max(plan.workers, job.max_workers or job.workers or 0),
+            spares=job.spares if job.spares is not None else _spares(plan, capabilities),
             spares_stay=bool(plan.placement.accelerators),
             reform=capabilities.reform,
             topology=capabilities.topology,
             total_steps=self._prepared.total_steps,
             steps_per_epoch=per_epoch,
-            checkpoint_steps=job.checkpoint_steps,
+            checkpoint_steps=job.checkpoint_steps if isinstance(job.checkpoint_steps, int) else None,
+            checkpoint_auto=job.checkpoint_steps == "auto",
+            keep_s=None if job.keeper_s == 0 else job.keeper_s,
             evaluate_steps=per_epoch * job.evaluate_epochs if job.evaluate is not None else None,
             failures=job.failures,
             failures_an_hour=job.failures_an_hour,
+            max_loss_ratio=job.max_loss_ratio,
+            spike_limit=job.skip_limit if job.on_spike == "rollback" else 0,
+            pass_limit=job.skip_limit if job.on_crash_loop == "skip" else 0,
+            samples_of=partial(_samples_of, _schedule(self._prepared), plan),
             place_deadline_s=job.place_deadline_s,
+            shrink_s=job.shrink_s,
+            replace_stragglers=job.replace_stragglers,
+            preemption_s=job.preemption_s,
             call_deadline_s=max(CALL_DEADLINE_S, job.hang_deadline_s or 0.0),
             hang_deadline_s=job.hang_deadline_s,
             threads=plan.placement.threads,
@@ -131,6 +147,8 @@ class Session:
             run=job.name,
             train=prepared.train,
             evaluate=prepared.evaluate,
+            identity=_identity(prepared, self._decision.chosen),
+            preemption_s=job.preemption_s,
             fetcher=fetcher,
             evaluate_fetcher=evaluate_fetcher,
         )
@@ -172,8 +190,27 @@ def _schedule(prepared: Prepared) -> Schedule:
     return schedule_of(prepared.train, **prepared.job.ordering())
 
 
-def _devices(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Devices of each worker by the framework's name; Ray shows a worker only its own, numbered from 0."""
+def _identity(prepared: Prepared, plan: Plan) -> str:
+    """Of job, data and plan, as far as a worker's state depends on them."""
+    facts = {"job": essence(prepared.description), "plan": asdict(replace(plan, estimate=None))}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _samples_of(schedule: Schedule, plan: Plan, step: int, rank: int, workers: int) -> tuple[int, ...]:
+    """Rows of the training set that a worker is fed in a step, which is counted from 1."""
+    feeding, steps = plan.resized(workers).feed_of(rank), range(step - 1, step)
+    shares = [schedule.share(steps, data_rank, feeding.total) for data_rank in feeding.data_ranks]
+    return tuple(int(sample) for share in shares if share.real[0] for sample in share.samples)
+
+
+def _spares(plan: Plan, capabilities: Capabilities) -> int:
+    """One where there are several workers; for all of them where every failure needs new processes."""
+    if plan.workers == 1:
+        return 0
+    return plan.workers if capabilities.reform == "new_process" else 1
+
+
+def _devices(plan: Plan) -> tuple[str, ...]:
+    """Devices of a worker by the framework's name; Ray shows a worker only its own, numbered from 0."""
     device = "cuda" if plan.placement.accelerator == "GPU" else "cpu"
-    names = tuple(f"{device}:{number}" if device != "cpu" else "cpu" for number in range(plan.devices_per_worker))
-    return (names,) * plan.workers
+    return tuple(f"{device}:{number}" if device != "cpu" else "cpu" for number in range(plan.devices_per_worker))

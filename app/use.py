@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from trainwright.checkpoints import CheckpointReader, newest_good, read_manifest
@@ -33,6 +34,18 @@ def load_model(job: Job, step: int | None = None) -> Any:
     return model
 
 
+def export(job: Job, path: str, step: int | None = None) -> str:
+    """Write the trained model to a file or folder for use elsewhere, in the form that the path's ending names.
+
+    Raises:
+        JobError: the ending names no form; says which there are.
+        CheckpointError: there is no checkpoint, or it does not fit the model.
+    """
+    model = load_model(job, step)
+    profiler_of(model).export(model, path)
+    return path
+
+
 def how_to_load(file: str, overrides: list[str]) -> str:
     """The Python that loads the model of a run that was started from a job file."""
     if not overrides:
@@ -53,11 +66,11 @@ def evaluate(job: Job, step: int | None = None) -> dict[str, float]:
     if job.evaluate is None:
         raise JobError(["evaluate= is missing: give the job a data set to evaluate on"])
     reader = _reader(job, step)
-    alone = job.replace(workers=1, strategy="one_device", accelerator="cpu")
+    alone = job.alone(accelerator="cpu")
     index = job.evaluate.index()
     here = Cluster(nodes=(Node(name="here", cpus=os.cpu_count() or 1, memory_bytes=0),))
     plan = choose(profile_job(alone, job.evaluate, index), here, alone).chosen
-    engine = lone_engine(alone.model_spec(total_steps=1), plan)
+    engine = lone_engine(alone.model_spec(1, partial(job.evaluate.row, index, job.columns)), plan)
     engine.load(reader)
     stream = Stream(
         job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.seed, shuffle=False, drop_last=False,

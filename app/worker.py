@@ -5,19 +5,22 @@ The driver's verbs are methods here (see `driver/messages.py` for who calls what
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
 from trainwright.core.checkpoint import FileEntry
 from trainwright.core.data import Feed, StepReport, Sums
 from trainwright.core.engine import Engine, StateCopy
-from trainwright.core.errors import NonFiniteLoss, StorageError
+from trainwright.core.errors import NonFiniteLoss, StoreDown
 from trainwright.core.events import Steps
 from trainwright.core.group import Address, Generation, Group, Peer, StateTag
 from trainwright.core.job import Job
@@ -26,7 +29,8 @@ from trainwright.datasets.feeds import weightless
 from trainwright.datasets.salvage import Salvage, Skipped
 from trainwright.datasets.sources import Index
 from trainwright.datasets.stream import Feeds, Fetcher, Stream
-from trainwright.driver.messages import Heal, SegmentReport, Snapshot
+from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
+from trainwright.keeper import Fetch, Shelf, ShelfReader, no_fetch
 from trainwright.quarantine import Quarantine
 from trainwright.records import StepRecords
 from trainwright.stacks import stacks
@@ -35,6 +39,7 @@ from trainwright.strategies import engine_class
 from trainwright.travel import unpack
 
 INTERRUPT_DEADLINE_S = 5.0
+REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,8 @@ class WorkOrder:
         run: name of the run in the store at `storage`.
         train: index of the training set, made once by the driver.
         evaluate: index of the evaluation set.
+        identity: of job, data and plan: a driver takes over processes of its own alone.
+        preemption_s: that a process lives on after a preemption notice.
         fetcher: delivers heavy transforms through Ray Data; None when the workers read for themselves.
     """
 
@@ -55,24 +62,33 @@ class WorkOrder:
     run: str
     train: Index
     evaluate: Index | None = None
+    identity: str = ""
+    preemption_s: float = 25.0
     fetcher: Fetcher | None = None
     evaluate_fetcher: Fetcher | None = None
 
 
 class Worker:
-    """The methods named after verbs run on one thread, `upload`, `watch`, `stop` and `interrupt` on others."""
+    """The methods named after verbs run on one thread, `upload`, `keep`, `watch`, `stop` and `interrupt` on others.
 
-    def __init__(self, order: WorkOrder) -> None:
-        self._order = order
+    Args:
+        node: this process's, as the driver names it.
+        fetch: reads from the memory of another node.
+    """
+
+    def __init__(self, order: WorkOrder, node: str = "", fetch: Fetch = no_fetch) -> None:
+        self._order, self._node, self._fetch = order, node, fetch
         self._engine: Engine = engine_class(order.plan)()
         self._store = open_store(order.storage)
+        self._shelf = Shelf(self._store.uri_of(order.run))
         self._quarantine = Quarantine(self._store, order.run)
         self._evaluate_quarantine = Quarantine(self._store, order.run, "evaluate")
-        self._store.exists(f"{order.run}/log/HINT")  # credentials that this node lacks are told now, not at an upload
+        with suppress(StoreDown):  # an outage passes; credentials that this node lacks are told now, not at an upload
+            self._store.exists(f"{order.run}/log/HINT")
         self._records = StepRecords()
         self._wish = threading.Event()
         self._built = False
-        self._rank = -1  # that the streams are for
+        self._seat = (-1, 0)  # rank and world size that the streams are for
         self._spare = False
         self._generation = 0
         self._stepping: int | None = None  # the thread of steps
@@ -82,22 +98,23 @@ class Worker:
         self._evaluation: Stream | None = None
         self._feeds: Feeds | None = None
         self._passed: set[int] = set()  # steps whose loss was not finite
-        self._copy: StateCopy | None = None
+        self._passing: dict[int, str] = {}  # steps whose batch ends the workers, and how
+        self._blank: Feed | None = None  # of weight 0, of another step than those
+        self._copies: dict[str, StateCopy] = {}  # by the verb that they are for
 
     def rehearse(self) -> None:
         """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
 
-        Where a new generation needs new processes anyway, the imports of framework and job are all.
+        Where a new generation needs new processes anyway, the framework's imports are all: a job that is opened may use
+        the framework, which some cannot bear before their group is formed.
         """
         self._spare = True
         capabilities = self._engine.capabilities
         if capabilities.reform == "new_process" or capabilities.topology != "collective":
-            assert self._job
             return
-        generation = Generation(token=0, number=0)
-        peer = Peer(rank=0, address=self._engine.reserve(generation, "worker"))
+        peer = Peer(rank=0, address=self._engine.reserve(REHEARSAL, "worker"))
         threads = self._order.plan.placement.threads
-        self.form(Group(generation=generation, rank=0, peers=(peer,), threads=threads))
+        self.form(Group(generation=REHEARSAL, rank=0, peers=(peer,), threads=threads))
         assert self._stream is not None, "form opens the streams"
         self._engine.warm(self._stream.warm_feed(0))
         self._engine.leave()
@@ -114,12 +131,19 @@ class Worker:
         if self._spare and group.accelerators:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(group.accelerators)
         tag = self._engine.form(group)
-        if self._rank != group.rank:
-            self._open(group.rank)
+        if self._seat != (group.rank, group.size):
+            rehearsal = group.generation == REHEARSAL
+            self._open(group.rank, self._order.plan if rehearsal else self._order.plan.resized(group.size))
+            self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
             assert self._stream is not None
-            tag = self._engine.build(self._job.model_spec(self._stream.total_steps), self._order.plan)
+            row = partial(self._job.train.row, self._order.train, self._job.columns)
+            validation = self._evaluation_feeds if self._job.evaluate is not None else None
+            spec = self._job.model_spec(self._stream.total_steps, row, validation)
+            tag = self._engine.build(spec, self._order.plan)
             self._built = True
+            gc.freeze()  # `leave` collects what holds the group: 0.13 s where it looks through all imports, 0.1 ms so
+            gc.enable()
         return tag
 
     @cached_property
@@ -127,12 +151,12 @@ class Worker:
         """Opened only after the engine has formed its first group."""
         return unpack(self._order.job)
 
-    def _open(self, rank: int) -> None:
+    def _open(self, rank: int, plan: Plan) -> None:
         """Open the streams of a rank."""
         order, job = self._order, self._job
-        self._rank = rank
+        self._close_feeds()
         shared: dict[str, Any] = {
-            "feeding": order.plan.feed_of(rank),
+            "feeding": plan.feed_of(rank),
             "static_shapes": self._engine.capabilities.static_shapes,
             "columns": job.columns,
         }
@@ -140,7 +164,7 @@ class Worker:
         self._stream = Stream(
             job.train,
             order.train,
-            accumulation=order.plan.accumulation,
+            accumulation=plan.accumulation,
             fetcher=order.fetcher,
             salvage=Salvage(job.skip_limit, self._quarantine) if skip else None,
             **shared,
@@ -160,12 +184,17 @@ class Worker:
         """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""
         assert self._stream is not None, "form comes before heal"
         self._close_feeds()
-        if heal.checkpoint is None:
+        if heal.kept is not None:
+            tag = self._engine.load(ShelfReader(self._shelf, heal.kept, self._node, self._fetch))
+        elif heal.checkpoint is None:
             tag = self._engine.transfer(heal.moves)
         else:
             manifest = read_manifest(self._store, self._order.run, heal.checkpoint)
             tag = self._engine.load(CheckpointReader(self._store, self._order.run, heal.checkpoint, manifest))
-        self._engine.warm(self._stream.warm_feed(heal.step))
+        self._passing = {passed.step - 1: passed.why for passed in heal.passing}
+        blank = self._stream.warm_feed(heal.step, self._passing)
+        self._blank = blank if self._passing else None
+        self._engine.warm(blank)
         self._feeds = self._stream.feeds(heal.step)
         self._step = heal.step
         self._records.begin(self._generation, heal.step)
@@ -174,59 +203,81 @@ class Worker:
     def run(self, until: int) -> SegmentReport:
         """Step until that many steps are complete, or a wish to stop has reached every rank."""
         assert self._feeds is not None, "heal comes before run"
-        stopped = False
-        while self._step < until and not stopped:
+        stopped = finished = False
+        while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
             feed = next(self._feeds)
             fed = time.perf_counter()
             report = self._stepped(replace(feed, wish=True) if self._wish.is_set() else feed)
-            self._step, stopped = report.step, report.wish
+            self._step, stopped, finished = report.step, report.wish, report.finished
             self._records.add(report, samples=feed.rows, step_s=time.perf_counter() - begun, wait_s=fed - begun)
+        self._wish.clear()
         return SegmentReport(
             step=self._step,
             stopped=stopped,
+            finished=finished,
             tag=StateTag(step=self._step),
             skipped=self._quarantine.count + self._evaluate_quarantine.count,
             passed=len(self._passed),
             prefetch=self._feeds.prefetch,
+            own_s=self._records.own_s,
         )
 
     def _stepped(self, feed: Feed) -> StepReport:
         """One step; where the job says so, one whose loss is not finite is taken with weight 0, on all ranks alike."""
+        if feed.step in self._passing:
+            return self._pass_by(feed)
         try:
             return self._engine.train_step(feed)
         except NonFiniteLoss as error:
             if self._job.on_nonfinite == "raise":
                 raise
             self._passed.add(feed.step)
-            if len(self._passed) > self._job.skip_limit:
+            if len(self._passed) + len(self._passing) > self._job.skip_limit:
                 error.what = f"{error.what}, and {self._job.skip_limit} steps were passed by before, which is the limit"
                 raise
             for sample in error.samples:
                 self._quarantine(Skipped(sample=sample, where=f"step {feed.step + 1}", error=error.what))
         return replace(self._engine.train_step(weightless(feed)), loss=math.nan)
 
+    def _pass_by(self, feed: Feed) -> StepReport:
+        """Take a step with weight 0 and without its batch, which stays in the order of the samples all the same."""
+        assert self._blank is not None, "heal comes before run"
+        report = self._engine.train_step(replace(self._blank, step=feed.step, wish=feed.wish))
+        for batch in itertools.chain.from_iterable(feed.parts):
+            for sample in batch.samples[batch.weights > 0].tolist():
+                self._quarantine(Skipped(sample=sample, where=f"step {feed.step + 1}", error=self._passing[feed.step]))
+        return replace(report, loss=math.nan)
+
     def evaluate(self, step: int) -> Sums:
         """Sums over this rank's share of the evaluation set."""
-        assert self._evaluation is not None, "the driver asks only where there is an evaluation set"
         sums = Sums()
-        for feed in self._evaluation.feeds(0):
+        for feed in self._evaluation_feeds():
             sums = sums + self._engine.evaluate_step(feed)
         return sums
 
-    def snapshot(self, step: int) -> Snapshot:
+    def _evaluation_feeds(self) -> Feeds:
+        assert self._evaluation is not None, "asked for only where there is an evaluation set"
+        return self._evaluation.feeds(0)
+
+    def snapshot(self, wanted: Copying) -> Snapshot:
         """Copy the state to host memory; steps may go on at once."""
         begun = time.perf_counter()
-        self._copy = self._engine.snapshot()
-        return Snapshot(step=step, size_bytes=self._copy.size_bytes, blocked_s=time.perf_counter() - begun)
+        copy = self._engine.snapshot()
+        self._copies.update(dict.fromkeys(wanted.verbs, copy))
+        return Snapshot(step=wanted.step, size_bytes=copy.size_bytes, blocked_s=time.perf_counter() - begun)
 
     def upload(self, path: str) -> tuple[FileEntry, ...]:
         """Write the last snapshot's files into a checkpoint's folder."""
-        if self._copy is None:
-            raise StorageError("no snapshot to upload", where=path, remedy="report this: upload came before snapshot")
         writer = CheckpointWriter(self._store, self._order.run, path)
-        self._engine.save(self._copy, writer)
-        self._copy = None
+        self._engine.save(self._copies.pop("upload"), writer)
+        return writer.entries
+
+    def keep(self, order: KeepOrder) -> tuple[FileEntry, ...]:
+        """Put the last snapshot's files into the node's memory, where they outlive this process."""
+        copy = self._copies.pop("keep")
+        writer = self._shelf.write(order.version, copy.size_bytes, order.hold)
+        self._engine.save(copy, writer)
         return writer.entries
 
     def stop(self) -> None:
@@ -243,6 +294,12 @@ class Worker:
             if generation == self._generation:
                 self._engine.interrupt(INTERRUPT_DEADLINE_S)
         return found
+
+    def renew(self, order: WorkOrder) -> None:
+        """Another driver: let go of the group of the one before. Its streams are opened anew."""
+        self._order, self._seat = order, (-1, 0)
+        with self._turnover:
+            self._engine.interrupt(INTERRUPT_DEADLINE_S)
 
     def leave(self) -> StateTag:
         """End the group; the process and its state live on."""

@@ -21,7 +21,7 @@ class Figure:
     Attributes:
         benchmark: its name.
         what: what was measured, against whom.
-        unit: of `ours` and `peer`, which are medians.
+        unit: of `ours` and `peer`, which are medians, and of their 95th percentiles.
         ratio: ours over the peer's; None where a ratio says nothing.
         pairs: how many measurements of each.
         target: what the ratio must not exceed; None without a target.
@@ -37,6 +37,8 @@ class Figure:
     ratio: Ratio | None = None
     target: float | None = None
     strict: bool = False
+    ours_p95: float | None = None
+    peer_p95: float | None = None
 
     @property
     def met(self) -> bool | None:
@@ -48,8 +50,12 @@ class Figure:
     @property
     def cells(self) -> tuple[str, ...]:
         """One row of the table, under `HEADINGS`."""
-        ours, peer = (f"{value:.4g} {self.unit}" for value in (self.ours, self.peer))
+        ours, peer = self._value(self.ours, self.ours_p95), self._value(self.peer, self.peer_p95)
         return self.benchmark, self.what, ours, peer, self._ratio, str(self.pairs), self._target
+
+    def _value(self, median: float, p95: float | None) -> str:
+        tail = f", 95%: {p95:.4g} {self.unit}" if p95 is not None else ""
+        return f"{median:.4g} {self.unit}{tail}"
 
     @property
     def _ratio(self) -> str:
@@ -75,8 +81,9 @@ def compare(
     ratio: bool = True,
     target: float | None = None,
     strict: bool = False,
+    tails: bool = False,
 ) -> Figure:
-    """The figure of interleaved pairs: `ours[i]` was measured next to `peers[i]`."""
+    """The figure of interleaved pairs: `ours[i]` was measured next to `peers[i]`; with 95th percentiles on request."""
     return Figure(
         benchmark=benchmark,
         what=what,
@@ -87,6 +94,8 @@ def compare(
         ratio=ratio_of(ours, peers) if ratio else None,
         target=target,
         strict=strict,
+        ours_p95=float(np.percentile(ours, 95)) if tails else None,
+        peer_p95=float(np.percentile(peers, 95)) if tails else None,
     )
 
 
@@ -144,8 +153,8 @@ def page(sections: Sequence[Section]) -> str:
         "Written by `make bench` (`ARGS=NAME` runs one benchmark); do not edit. Every figure was measured, on the "
         "machine and at the time named with it; none is a promise for another machine.",
         "",
-        "Values are medians. Ratios are trainwright's over the peer's, pair by pair: below 1 trainwright is faster. "
-        "n counts pairs; below six pairs the interval is only the range of the ratios.",
+        "Values are medians, `95%` is the 95th percentile. Ratios are trainwright's over the peer's, pair by pair: "
+        "below 1 trainwright is faster. n counts pairs; below six pairs the interval is only the range of the ratios.",
     ]
     for section in sections:
         lines += ["", f"## {section.name}", "", section.note, ""]

@@ -46,8 +46,8 @@ def _lines(path: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def ray_cluster(object_store_bytes: int = 200 * 2**20) -> Iterator[None]:
-    """A local cluster of two CPU slots that is up; its workers have the priority of any other process.
+def ray_cluster(object_store_bytes: int = 200 * 2**20, cpus: int = WORKERS) -> Iterator[None]:
+    """A local cluster of so many CPU slots that is up; its workers have the priority of any other process.
 
     Ray starts its workers with niceness 15, which on two cores would compare the scheduler, not the libraries.
     """
@@ -56,7 +56,7 @@ def ray_cluster(object_store_bytes: int = 200 * 2**20) -> Iterator[None]:
 
     ray.init(
         address="local",
-        num_cpus=WORKERS,
+        num_cpus=cpus,
         object_store_memory=object_store_bytes,
         include_dashboard=False,
         log_to_driver=False,
@@ -64,7 +64,7 @@ def ray_cluster(object_store_bytes: int = 200 * 2**20) -> Iterator[None]:
     )
     try:
         answer = ray.remote(lambda: os.getpid())
-        ray.get([answer.remote() for _ in range(WORKERS)], timeout=60)
+        ray.get([answer.remote() for _ in range(cpus)], timeout=60)
         settle()
         yield
     finally:

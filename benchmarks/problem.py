@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import trainwright as tw
+if TYPE_CHECKING:
+    import trainwright as tw
 
 ROWS, FEATURES, HIDDEN, CLASSES = 8192, 256, 768, 10
 BATCH_SIZE, WORKERS, THREADS = 64, 2, 1
@@ -37,9 +38,9 @@ def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(outputs, targets, reduction="none")
 
 
-def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW as torch has it."""
-    return torch.optim.AdamW(parameters, lr=RATE)
+def adam(parameters: Iterable[nn.Parameter], *, fused: bool | None = None) -> torch.optim.Optimizer:
+    """torch's AdamW."""
+    return torch.optim.AdamW(parameters, lr=RATE, fused=fused)
 
 
 def data(rows: int = ROWS) -> dict[str, npt.NDArray[Any]]:
@@ -49,7 +50,7 @@ def data(rows: int = ROWS) -> dict[str, npt.NDArray[Any]]:
     return {"x": x, "y": x[:, :CLASSES].argmax(1).astype(np.int64)}
 
 
-def batches(rows: int, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(rows: int, rank: int, workers: int = WORKERS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A rank's share of each global batch, for ever: tensors in memory by a shuffled index, as in a loop by hand."""
     columns = data(rows)
     x, y = torch.from_numpy(columns["x"]), torch.from_numpy(columns["y"])
@@ -57,12 +58,14 @@ def batches(rows: int, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     while True:
         order = torch.randperm(rows, generator=generator)
         for start in range(0, rows - BATCH_SIZE + 1, BATCH_SIZE):
-            own = order[start + rank : start + BATCH_SIZE : WORKERS]
+            own = order[start + rank : start + BATCH_SIZE : workers]
             yield x[own], y[own]
 
 
 def job(storage: Path | str, *, epochs: int = 1, rows: int = ROWS, **fields: Any) -> tw.Job:
     """The same as a job of trainwright, without a checkpoint but the last."""
+    import trainwright as tw  # here, so that a peer's process does not pay for it
+
     described: dict[str, Any] = {
         "name": "benchmark",
         "model": build_model,

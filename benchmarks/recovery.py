@@ -1,146 +1,107 @@
-"""SIGKILL of one of two workers in the middle of a run: time to the next completed step, and steps done again."""
+"""SIGKILL of one of two workers, again and again: time to the next completed step, and steps done again."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from contestants import Contest
 from figures import Figure, compare
+from kills import Recovery, Schedule
 from machine import ray_cluster, settle
-from peers import ray_train
-from problem import BATCH_SIZE, WORKERS, job
-from stamps import Stamp, read_stamps, stamping
+from peers import torchft_ddp
 
-import trainwright as tw
-
-PAUSE_S = 0.1
-CHECKPOINT_STEPS = 20
-KILL_STEPS = (93, 173, 253, 333)
-TARGET = 1 / 12
-ROWS = 20 * BATCH_SIZE
-NOTE = (
-    f"The job of `step_time` with {WORKERS} workers on a Ray cluster that is up, a pause of {PAUSE_S:g} s after "
-    f"each step and a checkpoint after each {CHECKPOINT_STEPS} steps (Ray Train's by `ray.train.report` with a "
-    "FailureConfig, as its guides show), turn by turn; trainwright keeps one spare worker, as by default. When rank 1 "
-    f"has stamped its steps {', '.join(map(str, KILL_STEPS))}, its process gets SIGKILL, 13 steps after a checkpoint. "
-    "Every `optimizer.step()` is stamped by a hook with the clock that also times the kill. `next completed step` is "
-    "the first stamp of a process that had stamped none before the kill, so that a step which the survivor had under "
-    "way does not count; `next new step` is that process's first step which the victim had not completed. `steps done "
-    "again` counts completed steps that were computed once more."
+KILLS, PAUSE_S, CHECKPOINT_STEPS, AFTER_STEPS = 7, 0.1, 20, 13
+TARGET, LIMIT_S = 1 / 12, 0.6
+NEXT, WHOLE, AGAIN = "SIGKILL to next completed step", "SIGKILL to a step with all workers again", "steps done again"
+_PEERS = (
+    f"The job of `step_time` with a pause of {PAUSE_S:g} s after each step and a checkpoint after each "
+    f"{CHECKPOINT_STEPS} steps, one run for each of them in turn; the same model, batch, threads, data and optimizer. "
+    f"When rank 1 has stamped a step that is {AFTER_STEPS} past a checkpoint, its process gets SIGKILL, {KILLS} times "
+    "in a run, each time after its replacement has completed 10 steps at least. Every `optimizer.step()` is stamped by "
+    "a hook with the clock that also times the kill. `next completed step` is the first stamp, of whatever process, "
+    "of a step that was not under way before the kill; `a step with all workers again` the first of the replacement; "
+    "`steps done again` counts completed steps that were computed once more, over all kills. The 95th "
+    "percentile is interpolated. "
+    "What each was given: trainwright a Ray cluster that is up, and one spare (its default; a kill then waits until "
+    "the spare is ready) or none. TorchTrainer the same cluster, checkpoints by `ray.train.report` and a FailureConfig "
+    "as its guides show. torchrun `--standalone --max-restarts`, a monitor interval of 0.1 s (its default), a snapshot "
+    "by rank 0 that is loaded at the start as torch's tutorial on fault tolerance has it, and "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its restarts over gloo fail or hang (pytorch#135712). "
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """What one kill cost."""
-
-    next_step_s: float
-    new_step_s: float
-    replayed: int
+_TORCHFT = (
+    "torchft 0.2 a replica group of one process for each worker, each under a torchrun of its own, a lighthouse with "
+    f"the settings of its README and heartbeats that time out after {torchft_ddp.HEARTBEAT_TIMEOUT_MS / 1000:g} s "
+    "instead of 5 s; it goes on with fewer workers, whose batch is smaller, until the replacement is there, and takes "
+    "no checkpoints."
+)
+_NO_TORCHFT = "torchft was not measured: it was not installed (`pip install torchft`; 0.2 runs with torch 2.13)."
+NOTE = _PEERS + (_TORCHFT if torchft_ddp.INSTALLED else _NO_TORCHFT)
 
 
 def measure(folder: Path, *, quick: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    rounds, kill_steps = (1, KILL_STEPS[:1]) if quick else (2, KILL_STEPS)
-    ours: list[Recovery] = []
-    theirs: list[Recovery] = []
-    with ray_cluster():
-        for number in range(rounds):
-            for fit, found in ((_ours, ours), (_theirs, theirs)):
-                found += _killed(fit, folder / f"{fit.__name__}-{number}", kill_steps)
-                settle()
-    seconds = {"next completed step": "next_step_s", "next new step": "new_step_s"}
-    timed = [
-        compare("recovery", f"SIGKILL to {what}, against TorchTrainer", "s", *(
-            [getattr(item, name) for item in found] for found in (ours, theirs)
-        ), target=TARGET)
-        for what, name in seconds.items()
-    ]  # fmt: skip
-    slowest = ([max(item.next_step_s for item in found)] for found in (ours, theirs))
-    timed.append(compare("recovery", "the same, the slowest of all kills", "s", *slowest, ratio=False))
-    replayed = ([float(item.replayed) for item in found] for found in (ours, theirs))
-    return [*timed, compare("recovery", "steps done again, against TorchTrainer", "steps", *replayed, ratio=False)]
-
-
-def _ours(folder: Path, steps: int) -> None:
-    epochs = steps * BATCH_SIZE // ROWS
-    optimizer = stamping(folder, PAUSE_S)
-    fields = {"optimizer": optimizer, "checkpoint_steps": CHECKPOINT_STEPS}
-    tw.fit(job(folder / "runs", rows=ROWS, epochs=epochs, **fields))
-
-
-def _theirs(folder: Path, steps: int) -> None:
-    settings = ray_train.Settings(
-        steps=steps,
-        rows=ROWS,
-        stamps=str(folder),
-        pause_s=PAUSE_S,
-        checkpoint_steps=CHECKPOINT_STEPS,
-        max_failures=2 * len(KILL_STEPS),
+    found = contest(folder, workers=2, kills=2 if quick else KILLS)
+    ours = next_s(found["spare"])
+    limit = compare(
+        "recovery", f"{NEXT}, one spare, against the limit", "s", ours, [LIMIT_S] * len(ours), target=1, tails=True
     )
-    ray_train.fit(folder, settings)
+    return [limit, *figures_of("recovery", found)]
 
 
-def _killed(fit: Callable[[Path, int], None], folder: Path, kill_steps: tuple[int, ...]) -> list[Recovery]:
-    """One run in which rank 1 is killed at these steps, and what each kill cost."""
-    folder.mkdir()
-    killer = Killer(folder, kill_steps)
-    killer.start()
-    try:
-        fit(folder, kill_steps[-1] + 27)
-    finally:
-        killer.stop()
-    if len(killer.kills) < len(kill_steps):
-        raise RuntimeError(f"the run ended after {len(killer.kills)} of {len(kill_steps)} kills")
-    stamps = read_stamps(folder)
-    return [recovery_of(stamps, victim, killed_s) for victim, killed_s in killer.kills]
+def contest(folder: Path, *, workers: int, kills: int) -> dict[str, list[Recovery]]:
+    """What each kill cost each of them. Those that need no Ray run without a Ray cluster beside them."""
+    schedule = Schedule(kills=kills, every=CHECKPOINT_STEPS, offset=AFTER_STEPS, pause_s=PAUSE_S)
+    all_in = Contest(workers=workers, schedule=schedule)
+    found = {"torchrun": _after_rest(all_in.torchrun, folder / "torchrun")}
+    if torchft_ddp.INSTALLED:
+        found["torchft"] = _after_rest(all_in.torchft, folder / "torchft")
+    with ray_cluster(cpus=workers):
+        found["spare"] = _after_rest(lambda place: all_in.ours(place, spares=1), folder / "spare")
+        found["TorchTrainer"] = _after_rest(all_in.ray_train, folder / "ray_train")
+        found["none"] = _after_rest(lambda place: all_in.ours(place, spares=0), folder / "none")
+    return found
 
 
-def recovery_of(stamps: list[Stamp], victim: Stamp, killed_s: float) -> Recovery:
-    """What the kill of the process of `victim`'s rank and pid at `killed_s` cost. Pure."""
-    known = {stamp.pid for stamp in stamps if stamp.time_s <= killed_s}
-    done = max(stamp.step for stamp in stamps if stamp.pid == victim.pid)
-    newcomers = [stamp for stamp in stamps if stamp.pid not in known and stamp.time_s > killed_s]
-    first = newcomers[0]
-    return Recovery(
-        next_step_s=first.time_s - killed_s,
-        new_step_s=next(stamp.time_s for stamp in newcomers if stamp.step > done) - killed_s,
-        replayed=max(0, done - first.step + 1),
+def figures_of(name: str, found: dict[str, list[Recovery]]) -> list[Figure]:
+    """trainwright with and without a spare against each peer."""
+    figures = []
+    for which, peer, target in (
+        ("one spare", "TorchTrainer", TARGET), ("one spare", "torchrun", 1), ("one spare", "torchft", None),
+        ("no spare", "TorchTrainer", 1), ("no spare", "torchrun", 1), ("no spare", "torchft", None),
+    ):  # fmt: skip
+        if peer in found:
+            ours, theirs = found["spare" if which == "one spare" else "none"], found[peer]
+            against = f"{which}, against {peer}"
+            figures.append(timed(name, f"{NEXT}, {against}", next_s(ours), next_s(theirs), target))
+            if peer == "torchft":
+                figures.append(timed(name, f"{WHOLE}, {against}", _whole_s(ours), _whole_s(theirs), None))
+            figures.append(again(name, against, ours, theirs))
+    return figures
+
+
+def _after_rest(run: Callable[[Path], list[Recovery]], folder: Path) -> list[Recovery]:
+    settle()
+    return run(folder)
+
+
+def timed(name: str, what: str, ours: list[float], theirs: list[float], target: float | None) -> Figure:
+    return compare(name, what, "s", ours, theirs, target=target, tails=True)
+
+
+def again(
+    name: str, against: str, ours: Sequence[Recovery], theirs: Sequence[Recovery], target: float | None = 0
+) -> Figure:
+    """Over all kills; where the peer does any, none is the target, unless another is given."""
+    own, other = (float(sum(item.replayed for item in items)) for items in (ours, theirs))
+    return compare(
+        name, f"{AGAIN}, {against}", "steps", [own], [other], ratio=other > 0, target=target if other > 0 else None
     )
 
 
-class Killer(threading.Thread):
-    """Watches the stamps and kills the process of rank 1 when it has completed each of `steps`."""
+def next_s(items: Sequence[Recovery]) -> list[float]:
+    return [item.next_step_s for item in items]
 
-    def __init__(self, folder: Path, steps: tuple[int, ...]) -> None:
-        super().__init__(daemon=True)
-        self._folder, self._steps = folder, steps
-        self._through = threading.Event()
-        self.kills: list[tuple[Stamp, float]] = []
 
-    def run(self) -> None:
-        """Until every kill is done, or the run is over."""
-        for step in self._steps:
-            victim = self._victim(step)
-            if victim is None:
-                return
-            self.kills.append((victim, time.time()))
-            os.kill(victim.pid, signal.SIGKILL)
-
-    def stop(self) -> None:
-        """The run is over."""
-        self._through.set()
-        self.join()
-
-    def _victim(self, step: int) -> Stamp | None:
-        while not self._through.wait(0.01):
-            reached = [stamp for stamp in read_stamps(self._folder) if stamp.rank == 1 and stamp.step >= step]
-            fresh = [stamp for stamp in reached if all(stamp.pid != victim.pid for victim, _ in self.kills)]
-            if fresh:
-                return fresh[-1]
-        return None
+def _whole_s(items: Sequence[Recovery]) -> list[float]:
+    return [item.whole_s for item in items]

@@ -24,8 +24,9 @@ from machine import facts
 
 HERE = Path(__file__).resolve().parent
 DEADLINES_S = {
-    "step_time": 420, "ray_step_time": 420, "first_step": 420, "recovery": 420,
-    "data_light": 420, "data_heavy": 420, "data_start": 240, "data_step": 240,
+    "step_time": 420, "tf_step_time": 420, "ray_step_time": 420, "first_step": 420,
+    "recovery": 900, "tf_recovery": 900, "recovery_4": 900, "recovery_large": 420,
+    "data_light": 420, "data_heavy": 420, "data_start": 240, "data_step": 240, "tf_feed": 240,
 }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(DEADLINES_S)}; all by default")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, under three minutes; not to be quoted")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, under four minutes; not to be quoted")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in DEADLINES_S]
     if unknown:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainwright.datasets.sources import Dataset, parquet, table
     from trainwright.datasets.splits import split
     from trainwright.datasets.text_files import text
+    from trainwright.datasets.tf_pipelines import from_tf
 
 __all__ = [
     "Dataset",
@@ -30,6 +31,7 @@ __all__ = [
     "fashion_mnist",
     "from_huggingface",
     "from_ray",
+    "from_tf",
     "from_torch",
     "images",
     "json_lines",
@@ -50,6 +52,7 @@ _HOMES = {
     "fashion_mnist": "fashion_mnist",
     "from_huggingface": "objects",
     "from_ray": "ray_source",
+    "from_tf": "tf_pipelines",
     "from_torch": "objects",
     "images": "image_files",
     "json_lines": "jsonl_files",

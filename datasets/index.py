@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from trainwright.datasets.columns import Arrays, Field
 
 
@@ -45,6 +48,7 @@ class Index:
         base: of derived rows, the index of those that they come from.
         traits: by column, what a first pass found out and the source's own loader needs; the schema follows from it.
         sizes: by file, its bytes at the time; empty where they are not compared.
+        in_order: whether rows come one after the other only, in an order of their own.
     """
 
     rows: int
@@ -55,6 +59,7 @@ class Index:
     base: Index | None = None
     traits: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    in_order: bool = False
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
@@ -67,6 +72,17 @@ class Loader(Protocol):
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; raises DataError that names file, row group and column."""
+
+
+class Rowwise(Protocol):
+    """What gives rows by number to a stream."""
+
+    def gather(self, rows: npt.NDArray[np.int64], epoch: int = 0) -> Arrays:
+        """Columns of the rows, in the order asked for: fresh arrays (rows, *shape). Raises DataError.
+
+        Args:
+            epoch: the pass that they are of, for sources whose rows are not the same in each.
+        """
 
 
 class Source(Protocol):

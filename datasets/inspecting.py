@@ -121,7 +121,8 @@ def inspect(
     index = dataset.index()
     lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
     problems: list[str] = []
-    picked = list(_picked(index.groups))
+    picked = [] if index.in_order else list(_picked(index.groups))
+    shuffled = shuffled and not index.in_order and index.rows <= _SHUFFLED_ROWS
     rows = np.array([group.rows for group in index.groups])
     columns, samples = _samples(dataset, index, sample_rows, problems)
     return Inspection(
@@ -136,7 +137,7 @@ def inspect(
         samples=samples,
         classes=_classes(dataset, index, picked, problems),
         counted_rows=sum(index.groups[number].rows for number in picked),
-        shuffle=shuffle_quality(Order(lanes=lanes), batch_size) if shuffled and index.rows <= _SHUFFLED_ROWS else None,
+        shuffle=shuffle_quality(Order(lanes=lanes), batch_size) if shuffled else None,
         problems=tuple(problems),
     )
 
@@ -182,6 +183,8 @@ def _value(value: Any) -> Any:
 
 
 def _classes(dataset: Dataset, index: Index, picked: list[int], problems: list[str]) -> Mapping[str, Mapping[int, int]]:
+    if not picked:
+        return {}
     loader = dataset.source.open(index)
     integers = [name for name, field in index.schema.items() if not field.shape and field.dtype.kind in "iub"]
     counts: dict[str, Counter[int]] = {name: Counter() for name in integers}

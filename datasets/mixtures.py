@@ -22,9 +22,8 @@ import numpy.typing as npt
 from trainwright.core.data import fold
 from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.columns import Arrays, Field
-from trainwright.datasets.index import Group, Index, digest
+from trainwright.datasets.index import Group, Index, Rowwise, digest
 from trainwright.datasets.order import MEMORY_BYTES, Rows
-from trainwright.datasets.reader import Reader
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.transforms import Counters
 
@@ -206,7 +205,7 @@ class MixedLoader:
 
     def __init__(self, source: MixedSource, index: MixedIndex) -> None:
         self._source, self._index = source, index
-        self._readers: dict[tuple[int, tuple[str, ...]], Reader] = {}
+        self._readers: dict[tuple[int, tuple[str, ...]], Rowwise] = {}
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the mixture; raises what the parts raise."""
@@ -236,7 +235,7 @@ class MixedLoader:
             found.append(dataset.transform(gathered, samples, counters, columns))
         return {name: np.concatenate([arrays[name] for arrays in found]) for name in columns}
 
-    def _reader(self, part: int, columns: tuple[str, ...]) -> Reader:
+    def _reader(self, part: int, columns: tuple[str, ...]) -> Rowwise:
         if (part, columns) not in self._readers:
             dataset, index = self._source.parts[part][1], self._index.parts[part]
             memory_bytes = MEMORY_BYTES // (4 * len(self._source.parts))
@@ -293,6 +292,7 @@ def _check(parts: Mapping[str, Dataset], rows: int | None) -> None:
     if rows is not None and rows < 1:
         raise DataError(f"rows={rows} is no length of an epoch", remedy="give 1 or more, or leave it out")
     for name, dataset in parts.items():
+        dataset.need_rows_by_number("mix")
         if dataset.heavy:
             raise DataError(
                 "a part of a mixture has a transform that runs on Ray Data",

@@ -66,7 +66,9 @@ class ObjectSource:
             raise DataError("the data set has no rows", where=self.describe(), remedy="give one with at least one row")
         picks = sorted({rows * turn // _SAMPLE_ROWS for turn in range(_SAMPLE_ROWS)} | {rows - 1})
         samples = [self.access.fetch(range(row, row + 1)) for row in picks]
-        if self.replayable and _digest(samples) != _digest(self.access.fetch(range(row, row + 1)) for row in picks):
+        if self.replayable and values_digest(samples) != values_digest(
+            self.access.fetch(range(row, row + 1)) for row in picks
+        ):
             raise DataError(
                 "the data set gives other values each time it is asked for the same row",
                 where=self.describe(),
@@ -75,7 +77,7 @@ class ObjectSource:
             )
         fields = {name: self._field(name, samples) for name in samples[0]}
         row_bytes = max(sum(_size(values[0]) for row in samples for values in row.values()) // len(samples), 1)
-        content = _digest(samples) if self.replayable else ""
+        content = values_digest(samples) if self.replayable else ""
         schema = sorted((name, field.dtype.str, field.shape) for name, field in fields.items())
         return Index(
             rows=rows,
@@ -369,7 +371,7 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else 64
 
 
-def _digest(samples: Iterable[Values]) -> str:
+def values_digest(samples: Iterable[Values]) -> str:
     """SHA-256 over the content of sampled rows."""
     sums = hashlib.sha256()
     for sample in samples:

@@ -21,9 +21,8 @@ from ray.data.block import BlockMetadata
 
 from trainwright.core.errors import TrainwrightError
 from trainwright.datasets.columns import Arrays, select
-from trainwright.datasets.index import Index
+from trainwright.datasets.index import Index, Rowwise
 from trainwright.datasets.order import Rows
-from trainwright.datasets.reader import Reader
 from trainwright.datasets.schedule import Schedule
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.stream import reader_of
@@ -72,7 +71,7 @@ class Recipe:
     length: int
 
     @cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> Rowwise:
         """This process's reader; it keeps what it decoded."""
         return reader_of(self.dataset, self.index, self.columns, self.schedule.order)
 

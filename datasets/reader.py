@@ -63,8 +63,11 @@ class Reader:
         self._idle = deque([self._loader])
         self._whole = len(groups) == len(self._blocks) == 2 and not index.groups[0].file
 
-    def gather(self, rows: Rows) -> Arrays:
-        """Columns of the rows, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
+    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """Columns of the rows, in the order asked for: fresh arrays (rows, *shape); alike in each epoch.
+
+        Raises DataError.
+        """
         if not self._schema:
             return {}
         with self._lock:

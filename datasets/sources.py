@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trainwright.core.data import Batch
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
 from trainwright.datasets.columns import Arrays, Field, select
 from trainwright.datasets.derivations import (
@@ -23,7 +24,7 @@ from trainwright.datasets.derivations import (
 )
 from trainwright.datasets.derived import Derivation, DerivedSource
 from trainwright.datasets.files import ParquetSource, absolute
-from trainwright.datasets.index import Group, Index, Source
+from trainwright.datasets.index import Group, Index, Rowwise, Source
 from trainwright.datasets.order import MEMORY_BYTES, Rows
 from trainwright.datasets.reader import Reader
 from trainwright.datasets.tables import TableSource, arrays_of
@@ -69,6 +70,8 @@ class Dataset:
         for name, need in (("cpus", cpus), ("gpus", gpus)):
             if not (need >= 0 and math.isfinite(need)):
                 raise DataError(f"{name}={need} is no need", remedy="use 0 to run in the consumer, or 1 or more")
+        if cpus or gpus:
+            self.need_rows_by_number("map_batches on Ray Data")
         return replace(self, transforms=(*self.transforms, BatchMap(function=function, cpus=cpus, gpus=gpus)))
 
     def filter(self, function: RowPredicate) -> Dataset:
@@ -105,7 +108,17 @@ class Dataset:
             raise DataError(f"length={length} holds no token", remedy="give the length of a sequence, 1 or more")
         return self._derived(Pack(column=column, length=length, split=split))
 
+    def need_rows_by_number(self, word: str) -> None:
+        """Raise DataError, naming the operation, where rows come in an order of their own only."""
+        if hasattr(self.source, "passes"):
+            raise DataError(
+                f"{word} needs rows by number, and a tf.data pipeline has none",
+                where=repr(self),
+                remedy="do it in the pipeline itself, or write its rows as parquet once and read those",
+            )
+
     def _derived(self, derivation: Derivation) -> Dataset:
+        self.need_rows_by_number(derivation.word)
         if self.heavy:
             raise DataError(
                 f"{derivation.word} comes after a transform that runs on Ray Data",
@@ -158,15 +171,22 @@ class Dataset:
         assert failure is not None, "an index has a row"
         raise failure
 
+    def row(self, index: Index, columns: Iterable[str] | None = None) -> Batch:
+        """The same row as a batch of its own. Raises as `sample`."""
+        return Batch(columns=self.sample(index, columns), weights=np.ones(1), samples=np.zeros(1, dtype=np.int64))
+
     def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
         """Columns to read so that `columns` can be given; DataError for one that is not there."""
         return tuple(index.schema) if self.transforms else select(index.schema, columns, repr(self))
 
     def reader(
         self, index: Index, columns: Iterable[str] | None, blocks: Rows | None = None, memory_bytes: int = MEMORY_BYTES
-    ) -> Reader:
-        """Random access to the source's rows, before any transform."""
+    ) -> Rowwise:
+        """The source's rows by number, before any transform."""
         names = self.source_columns(index, columns)
+        if index.in_order:
+            passes: Rowwise = self.source.passes(index, names)  # type: ignore[attr-defined]
+            return passes
         return Reader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes)
 
     def transform(self, arrays: Arrays, samples: Rows, counters: Counters, columns: Iterable[str] | None) -> Arrays:
@@ -189,7 +209,7 @@ class Dataset:
         if len(samples) and not (samples.min() >= 0 and samples.max() < index.rows):
             raise DataError(f"rows go from 0 to {index.rows - 1}", where=repr(self), remedy="ask for such rows")
         counters = Counters(seed=seed, epoch=epoch)
-        return self.transform(self.reader(index, names).gather(samples), samples, counters, names)
+        return self.transform(self.reader(index, names).gather(samples, epoch), samples, counters, names)
 
 
 def parquet(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:

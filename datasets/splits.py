@@ -238,6 +238,7 @@ def split(dataset: Dataset, shares: Mapping[str, float], *, by: str | None = Non
     Raises:
         DataError: the shares are wrong; when a part is read: it has no rows, or there is no such column of keys.
     """
+    dataset.need_rows_by_number("split")
     for name, share in shares.items():
         if not (share > 0 and math.isfinite(share)):
             raise DataError(f"the share {share} of {name!r} is not positive", remedy="leave the part out")

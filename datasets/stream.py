@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,9 +14,8 @@ from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.ahead import ReadAhead
 from trainwright.datasets.columns import Arrays
 from trainwright.datasets.feeds import Assembly, Shares, weightless
-from trainwright.datasets.index import Index
+from trainwright.datasets.index import Index, Rowwise
 from trainwright.datasets.order import MEMORY_BYTES, Order, Rows, choose_lanes
-from trainwright.datasets.reader import Reader
 from trainwright.datasets.salvage import Salvage
 from trainwright.datasets.schedule import Schedule, Share
 from trainwright.datasets.sources import Dataset
@@ -163,14 +162,19 @@ class Stream:
         """Feeds of the steps from `start_step` to the end of the last epoch. Reading begins at once."""
         return Feeds(self._chunks(start_step))
 
-    def warm_feed(self, step: int = 0) -> Feed:
+    def warm_feed(self, step: int = 0, avoid: Collection[int] = ()) -> Feed:
         """A feed of the shape of an ordinary step: real samples, all of weight 0.
 
         Args:
             step: about where the feeds will start, so that what is read for it is of use to them.
+            avoid: steps whose samples are not to be used.
         """
         full = self._schedule.size(step) == self._schedule.batch_size
         start = step if full else step - step % self._schedule.steps_per_pass
+        if start in avoid:
+            others = (*range(start + 1, self.total_steps), *range(start))
+            alike = (other for other in others if self._schedule.size(other) == self._schedule.size(start))
+            start = next((other for other in alike if other not in avoid), start)
         steps = range(start, start + 1)
         shares: dict[int, tuple[Share, Arrays]] = {}
         for rank in self._feeding.data_ranks:
@@ -233,7 +237,7 @@ class Stream:
         counters = Counters(seed=self._schedule.order.seed, epoch=epoch)
 
         def read(wanted: Rows) -> Arrays:
-            return self._dataset.transform(self._reader.gather(wanted), wanted, counters, self._columns)
+            return self._dataset.transform(self._reader.gather(wanted, epoch), wanted, counters, self._columns)
 
         return (read(samples), None) if self._salvage is None else self._salvage.read(read, samples)
 
@@ -251,13 +255,13 @@ def schedule_of(
 ) -> Schedule:
     """The steps of a run, from the index alone: the same in every process. Raises DataError where there is no step."""
     lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
-    order = Order(lanes=lanes, seed=seed, shuffle=shuffle)
+    order = Order(lanes=lanes, seed=seed, shuffle=shuffle and not index.in_order)
     return Schedule(order=order, batch_size=batch_size, epochs=epochs, drop_last=drop_last, epoch_samples=epoch_samples)
 
 
 def reader_of(
     dataset: Dataset, index: Index, columns: tuple[str, ...] | None, order: Order, memory_bytes: int = MEMORY_BYTES
-) -> Reader:
+) -> Rowwise:
     """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
     fits = index.rows * index.row_bytes <= memory_bytes or not index.groups[0].file
     return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.job import Job
-from trainwright.core.plan import Estimate, Placement
+from trainwright.core.plan import Estimate, Infeasible, Placement
 from trainwright.core.profile import ModelProfile
 
 FLOPS_PER_S: Mapping[str, float] = {"": 2e10, "GPU": 3e13, "TPU": 5e13}  # one thread, or one accelerator
@@ -22,13 +22,56 @@ RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
 CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
 
 
-def no_engine(profile: ModelProfile, cluster: Cluster) -> str:
-    """Why a framework cannot be run on a cluster yet."""
-    return f"there is no engine for {profile.framework} on {cluster.accelerator or 'CPU'} yet"
+def no_engine(name: str, profile: ModelProfile) -> Infeasible:
+    """A framework cannot be run on TPUs yet."""
+    reason = f"there is no engine for {profile.framework} on TPU yet"
+    return Infeasible(strategy=name, reason=reason, hint="use GPU or CPU")
 
 
-def place(cluster: Cluster, workers: int) -> Placement:
-    """What each of `workers` actors reserves, leaving CPU on every node for Ray Data."""
+def unequal(name: str, profile: ModelProfile, job: Job, data_ranks: int) -> Infeasible | None:
+    """Why so many data ranks cannot do what one device does; None where they can, or the job accepts the difference."""
+    if job.batch_size < data_ranks:
+        reason = f"batch_size={job.batch_size} is smaller than the {data_ranks} data ranks"
+        return Infeasible(strategy=name, reason=reason, hint=f"set batch_size={data_ranks} or more")
+    undeclared = tuple(item for item in profile.inexact if item not in job.inexact)
+    if undeclared:
+        reason = f"{', '.join(undeclared)} would give another result than one device"
+        hint = f"use a layer that looks at one sample (group or layer norm), or accept it: inexact={undeclared}"
+        return Infeasible(strategy=name, reason=reason, hint=hint)
+    return None
+
+
+def inexact_notes(profile: ModelProfile) -> tuple[str, ...]:
+    """What is not equal to one device."""
+    return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in profile.inexact)
+
+
+def devices_of(cluster: Cluster, job: Job) -> int:
+    """Devices of a worker that drives all of its node's: accelerators, or logical devices of a CPU."""
+    return job.devices or min((node.accelerators for node in cluster.nodes if node.accelerators), default=1)
+
+
+def room_of(cluster: Cluster) -> int:
+    """Workers that the cluster can hold: one for each accelerator, a few for each CPU where there is none."""
+    return cluster.accelerators or int(cluster.cpus * CPU_WORKERS_PER_CPU)
+
+
+def workers_of(cluster: Cluster, job: Job, devices: int = 1) -> int:
+    """Workers to begin with: what the job pins, or one for each slot; an elastic job begins with what there is.
+
+    Args:
+        devices: of each worker; on a CPU they share a slot.
+    """
+    shared = devices if cluster.accelerators else 1
+    slots, room = max(1, cluster.slots // shared), max(1, room_of(cluster) // shared)
+    if not job.elastic:
+        return job.workers or min(slots, job.batch_size)
+    wanted = job.workers or min(slots, job.max_workers or job.batch_size)
+    return max(min(wanted, room), job.min_workers or 1)
+
+
+def place(cluster: Cluster, workers: int, devices: int = 1) -> Placement:
+    """What each of `workers` actors with so many devices reserves, leaving CPU on every node for Ray Data."""
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
     reserved = RESERVED_CPUS if cpus >= 2 else cpus / 2
@@ -36,7 +79,7 @@ def place(cluster: Cluster, workers: int) -> Placement:
     share = int(100 * (cpus - reserved) / on_a_node) / 100
     return Placement(
         cpus=max(0.01, share),
-        accelerators=1 if cluster.accelerators else 0,
+        accelerators=devices if cluster.accelerators else 0,
         accelerator=cluster.accelerator,
         threads=max(1, int(cpus // on_a_node)),
         data_cpus=reserved * nodes,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from trainwright.core.cluster import Cluster
 from trainwright.core.job import Job
 from trainwright.core.plan import Infeasible, Mesh, Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies import costs
+from trainwright.strategies.shapes import Shape
+from trainwright.strategies.work import Machine
 
 ENGINES = {
     "torch": "trainwright.strategies.torch.data_parallel:DataParallel",
@@ -15,43 +19,47 @@ ENGINES = {
 
 
 def propose(profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasible:
-    """One replica for each slot of the cluster, or for each of the workers that the job pins."""
-    workers = job.workers or min(cluster.slots, job.batch_size)
-    refusal = _refusal(profile, cluster, job, workers)
+    """One replica for each slot of the cluster, or for each of the workers that the job pins, where there is room."""
+    return replicas("data_parallel", ENGINES[profile.framework], profile, cluster, job)
+
+
+def shapes(machine: Machine, profile: ModelProfile) -> Iterator[Shape]:
+    """A replica on each device."""
+    if machine.devices > 1:
+        yield Shape(mesh=Mesh(data=machine.devices))
+
+
+def replicas(
+    name: str, engine: str, profile: ModelProfile, cluster: Cluster, job: Job, devices: int = 1
+) -> Plan | Infeasible:
+    """A plan for several workers, each with so many devices and a replica on each of them."""
+    workers = costs.workers_of(cluster, job, devices)
+    refusal = _refusal(cluster, job, workers)
     if refusal:
-        return Infeasible(strategy="data_parallel", reason=refusal[0], hint=refusal[1])
-    placement = costs.place(cluster, workers)
+        return Infeasible(strategy=name, reason=refusal[0], hint=refusal[1])
+    unequal = costs.unequal(name, profile, job, workers * devices)
+    if unequal:
+        return unequal
+    if cluster.accelerator == "TPU":
+        return costs.no_engine(name, profile)
+    placement = costs.place(cluster, workers, devices)
     return Plan(
-        strategy="data_parallel",
-        engine=ENGINES[profile.framework],
-        mesh=Mesh(data=workers),
+        strategy=name,
+        engine=engine,
+        mesh=Mesh(data=workers * devices),
         batch_size=job.batch_size,
         placement=placement,
         accumulation=job.accumulation,
+        devices_per_worker=devices,
         precision=job.precision,
-        estimate=costs.estimate(profile, job, placement, workers),
-        notes=_notes(profile, job),
+        estimate=costs.estimate(profile, job, placement, workers * devices),
+        notes=costs.inexact_notes(profile),
     )
 
 
-def _refusal(profile: ModelProfile, cluster: Cluster, job: Job, workers: int) -> tuple[str, str] | None:
-    """Why it cannot be, and what would make it possible."""
-    if profile.framework not in ENGINES or cluster.accelerator == "TPU":
-        return costs.no_engine(profile, cluster), "use torch on GPU or CPU"
-    if workers == 1:
+def _refusal(cluster: Cluster, job: Job, workers: int) -> tuple[str, str] | None:
+    """Why there are not several workers, and what would make it possible."""
+    if workers == 1 and not job.elastic:
         why = "workers=1 is pinned" if job.workers else "there is room for one worker only"
         return why, "give the job two workers or more"
-    if job.batch_size < workers:
-        return f"batch_size={job.batch_size} is smaller than the {workers} workers", f"set batch_size={workers} or more"
-    undeclared = [item for item in profile.inexact if item not in job.inexact]
-    if undeclared:
-        return (
-            f"{', '.join(undeclared)} would give another result than one device",
-            f"use a layer that looks at one sample (group or layer norm), or accept it: inexact={tuple(undeclared)}",
-        )
     return None
-
-
-def _notes(profile: ModelProfile, job: Job) -> tuple[str, ...]:
-    """What is not equal to one device, and what one should know."""
-    return tuple(f"{item}: computed over each worker's own share, as the job accepts" for item in profile.inexact)

@@ -132,17 +132,17 @@ def _arm_upload(kills: list[Kill]) -> None:
     CheckpointWriter.write = torn
 
 
-def keep_pace(storage: str, step: int, every: int = 5) -> None:
+def keep_pace(storage: str, step: int, every: int = 5, run: str = "faulty") -> None:
     """Wait until the checkpoint that was due before `step` is committed, so that tests know which ones there are."""
     tick, patience = threading.Event(), 3000
-    while step and step % every == 0 and not _committed(storage, step):
+    while step and step % every == 0 and not _committed(storage, run, step):
         tick.wait(0.02)
         patience -= 1
         assert patience, f"the checkpoint of step {step} was not committed within a minute"
 
 
-def _committed(storage: str, step: int) -> bool:
-    entry = RunLog(open_store(storage), "faulty").head()
+def _committed(storage: str, run: str, step: int) -> bool:
+    entry = RunLog(open_store(storage), run).head()
     return entry is not None and any(checkpoint.step >= step for checkpoint in entry.checkpoints)
 
 
@@ -194,7 +194,8 @@ def job(
     awaits: Mapping[int, Awaited] | None = None,
     **fields: Any,
 ) -> tw.Job:
-    """A job of 3 epochs of 9 steps (203 samples by 24, the last batch short), a checkpoint each 5 steps, no spares."""
+    """A job of 3 epochs of 9 steps (203 samples by 24, the last batch short), a checkpoint each 5 steps,
+    neither spares nor keepers."""
     return tw.Job(
         **{
             "name": "faulty",
@@ -209,6 +210,7 @@ def job(
             "storage": str(folder),
             "workers": 2,
             "spares": 0,
+            "keeper_s": 0,
             "hang_deadline_s": 60.0,
             **fields,
         }

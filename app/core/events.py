@@ -65,7 +65,60 @@ class Promoted(Event):
     kind = "promoted"
     worker: int = 0
     rank: int = 0
+    slot: int = 0
     node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving(Event):
+    """A worker is to give its rank (-1: a spare, it has none) to another process; `left_s` 0 means at leisure."""
+
+    kind = "leaving"
+    worker: int = 0
+    rank: int = -1
+    node: str = ""
+    why: str = ""
+    left_s: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """`rank 1 (node-a) is handed over: preemption notice, 25 s left`."""
+        who = f"rank {self.rank}" if self.rank >= 0 else "a spare"
+        left = f", {self.left_s:.0f} s left" if self.left_s else ""
+        verb = "is handed over" if self.rank >= 0 else "is let go"
+        return f"{who}{f' ({self.node})' if self.node else ''} {verb}: {self.why}{left}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggling(Event):
+    """A rank takes longer than the others over its own part of a step, which they wait for: `own_s`, not `usual_s`."""
+
+    kind = "straggling"
+    worker: int = 0
+    rank: int = 0
+    node: str = ""
+    ratio: float = 1.0
+    own_s: float = 0.0
+    usual_s: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """`rank 1 (node-a) is a straggler: its part of a step takes 2.1 times the others' (42 ms, not 20 ms)`."""
+        times = f"{self.own_s * 1e3:.0f} ms, not {self.usual_s * 1e3:.0f} ms"
+        return (
+            f"rank {self.rank} ({self.node}) is a straggler: its part of a step takes "
+            f"{self.ratio:.1f} times the others' ({times})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resized(Event):
+    """The next generation has another world size, the global batch stays; `why` in words."""
+
+    kind = "resized"
+    workers: int = 0
+    former: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +129,7 @@ class Formed(Event):
     generation: int = 0
     workers: int = 0
     step: int = 0
-    source: str = "initial"  # initial | replica | checkpoint
+    source: str = "initial"  # initial | replica | keeper | checkpoint
     checkpoint: str = ""
     survivors: int = 0
     seconds: float = 0.0  # since the failure, or since the run was acquired
@@ -99,8 +152,21 @@ class Steps(Event):
 
     def after(self, step: int) -> Steps:
         """Only the steps after `step`."""
-        first = bisect.bisect_right(self.step, step)
-        lists = {name: value[first:] for name, value in vars(self).items() if isinstance(value, list)}
+        return self._sliced(slice(bisect.bisect_right(self.step, step), None))
+
+    def every_second(self, *, last: bool) -> Steps:
+        """Half of the steps: the last one and every second before it, or the others."""
+        count = len(self.step)
+        return self._sliced(slice((count - 1) % 2 if last else count % 2, None, 2))
+
+    def followed_by(self, newer: Steps) -> Steps:
+        """These steps and those of a newer event, at its time."""
+        ours, theirs = vars(self), vars(newer)
+        lists = {name: value + theirs[name] for name, value in ours.items() if isinstance(value, list)}
+        return dataclasses.replace(newer, **lists)
+
+    def _sliced(self, part: slice) -> Steps:
+        lists = {name: value[part] for name, value in vars(self).items() if isinstance(value, list)}
         return dataclasses.replace(self, **lists)  # type: ignore[arg-type]
 
 
@@ -132,6 +198,18 @@ class Checkpointed(Event):
     step: int = 0
     path: str = ""
     size_bytes: int = 0
+    blocked_s: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Event):
+    """A copy of the state is whole in the memory of these nodes; times as of Checkpointed."""
+
+    kind = "kept"
+    step: int = 0
+    size_bytes: int = 0
+    nodes: list[str] = field(default_factory=list)
     blocked_s: float = 0.0
     seconds: float = 0.0
 
@@ -191,8 +269,8 @@ class RunEnded(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        RunStarted, Waiting, Placed, Promoted, Formed, Steps, Prefetched, Evaluated, Checkpointed, CheckpointSkipped,
-        Failed, Stacks, Noted, RunEnded,
+        RunStarted, Waiting, Placed, Promoted, Leaving, Straggling, Resized, Formed, Steps, Prefetched, Evaluated,
+        Checkpointed, Kept, CheckpointSkipped, Failed, Stacks, Noted, RunEnded,
     )
 }  # fmt: skip
 

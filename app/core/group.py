@@ -32,6 +32,7 @@ class Capabilities:
         tolerates: roles that may die or join without a new generation.
         devices_per_worker: devices one actor drives; None means all of its node.
         static_shapes: every micro-batch must have the same number of rows.
+        xla: it can compile steps by XLA.
     """
 
     reform: Reform = "in_place"
@@ -39,6 +40,7 @@ class Capabilities:
     tolerates: frozenset[Role] = frozenset()
     devices_per_worker: int | None = 1
     static_shapes: bool = False
+    xla: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Group:
         rank: the receiver's own rank; `peers[rank]` is itself.
         peers: all members in rank order.
         devices: the receiver's devices, such as `("cpu",)` or `("cuda:0",)`.
+        slot: the receiver's room, for as long as it lives.
         accelerators: their ids on the node, which a process that was not given them must make visible to itself.
         threads: CPU threads the receiver may use.
         deadline_s: seconds within which the group must have formed and any collective must end.
@@ -76,6 +79,7 @@ class Group:
     rank: int
     peers: tuple[Peer, ...]
     devices: tuple[str, ...] = ("cpu",)
+    slot: int = 0
     accelerators: tuple[str, ...] = ()
     threads: int = 1
     deadline_s: float = 60.0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainwright.core.collation import MASK, Collation, Pad
+from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
 
 Names = tuple[str, ...]
+LOOP = 3  # failures alike in a row, after which the batch is passed by
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -22,8 +25,9 @@ class Job(BaseModel):
 
     Attributes:
         name: of the run; the same name resumes it. Letters, digits, dots, dashes and underscores.
-        model: () -> torch.nn.Module; called in each worker.
-        optimizer: (parameters) -> torch.optim.Optimizer.
+        model: () -> torch.nn.Module or keras.Model; called in each worker.
+        optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. May be left out, like loss and
+            metrics, where `run="fit"` and model() returns a compiled model.
         train: data set to train on, such as `tw.datasets.parquet("data/train")`.
         loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks.
         inputs: column name or names given to the model, or the model's argument -> column:
@@ -43,11 +47,32 @@ class Job(BaseModel):
         seed: of everything random.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
         workers: number of worker actors; by default what the planner finds best.
+        min_workers: fewest with which the run goes on, or starts, where there is no room for more; by default all of
+            them. The global batch stays, the results agree within float tolerance (not bitwise, nor with dropout).
+        max_workers: to which the run grows while there is room; by default `workers`.
+        shrink_s: seconds that missing workers are waited for before the others go on without them.
         spares: processes that wait, warmed up, to take the rank of one that is lost; by default one where there are two
-            workers or more. Each holds what a worker does before its first step: framework, model and one batch.
+            workers or more. Each holds what a worker does before its first step: framework, model and one batch. Where
+            every failure needs new processes (TensorFlow) it is one for each of two workers or more, which holds the
+            framework alone (about 0.4 GB).
+        preemption_s: seconds from a preemption notice (SIGTERM to a worker's process) to its end: by then
+            a checkpoint is made, and the rank goes to a spare, a new process or, within `min_workers`, to nobody.
+        replace_stragglers: how many times as long as the others' a worker's own part of a step (data, forward and
+            backward, known on the CPU) takes when another process gets its rank, once an hour and node; by default
+            stragglers are only named.
+        devices: that each worker drives, where its strategy drives several (`tf_mirrored` and others): by default all
+            accelerators of its node; without any, logical devices of its CPU.
+        tf_config: where the addresses of TensorFlow's workers come from: `own` has each choose a port, and writes
+            their TF_CONFIG anew; `environment` takes each worker's address from the TF_CONFIG that it finds.
         strategy: name of a strategy to pin; by default what the planner finds best.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
         precision: `fp32` leaves the model's own types, `bf16` computes under autocast.
+        compile: how steps run: `auto` as the framework does by itself (TensorFlow as a graph), `eager` operation by
+            operation, to look into them with a debugger, or `xla` compiled by TensorFlow's XLA (`jit_compile`).
+        run: whose steps: `step`, trainwright's, or `fit`, Keras' own on one node: the model's `train_step`, its
+            `compile`, metrics of any kind, callbacks and validation after each `evaluate_epochs` epochs, as `Model.fit`
+            has them. Fed, copied and resumed as all runs are, in the middle of an epoch too; callbacks begin anew then.
+        callbacks: () -> list of keras.callbacks.Callback, for `run="fit"`; one that sets `model.stop_training` ends it.
         accumulation: micro-batches of a worker in one step.
         clip_norm: largest global gradient norm.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate; see `tw.schedules`.
@@ -55,7 +80,12 @@ class Job(BaseModel):
         shuffle_window: rows that are permuted together, larger for a better shuffle and more memory; by default as many
             as fit a reader's memory. `trainwright data inspect` measures what that gives.
         drop_last: leave out the short last batch of an epoch.
-        checkpoint_steps: a checkpoint after this many steps; by default at the end of each epoch.
+        checkpoint_steps: a checkpoint after this many steps; by default at the end of each epoch. `auto` lets their
+            measured cost and the failures seen decide how often (Young, 1974).
+        keeper_s: seconds between copies of the state in the nodes' shared memory, which outlive all processes: what a
+            failure of all workers costs at most. At most a hundredth of the time goes into them. They take twice the
+            state on one node (on two, where every failure needs new processes); 0 for none. Where replicas live on two
+            nodes or more none are made.
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
         inexact: what may differ between one device and many, such as `("batch_norm",)`.
@@ -67,6 +97,13 @@ class Job(BaseModel):
             quarantine beside the run.
         on_nonfinite: what to do where the loss or its gradient is NaN or infinite: `raise`, or `skip` the step: it
             changes nothing, its bad samples get a line in the quarantine, and the next step follows.
+        on_crash_loop: what to do where the same step ends the same worker again and again: `raise` after `failures`
+            tries with the samples' names, or, after 3, `skip` its batch: the step changes nothing, its samples get a
+            line in the quarantine. A run that is resumed tries the batch again, since the cause may be mended.
+        max_loss_ratio: a loss more than so many times the median of the last 100, or of 20 at least, is a spike; by
+            default none is looked for.
+        on_spike: what to do then: `raise`, or `rollback`: go back to the newest state from before it, in memory or in
+            storage, and pass its batch by; its samples get a line in the quarantine.
         skip_limit: samples that each worker may skip, and steps, before the run ends all the same.
         hang_deadline_s: seconds without a completed step, or for an evaluation, after which the workers that hang are
             replaced; by default 30 times the longest wait so far, between 2 and 15 minutes.
@@ -76,7 +113,7 @@ class Job(BaseModel):
 
     name: str
     model: Callable[[], Any]
-    optimizer: Callable[[Any], Any]
+    optimizer: Callable[[Any], Any] | None = None
     train: Any
     loss: Callable[[Any, Any], Any] | None = None
     inputs: str | Names | Mapping[str, str] = ()
@@ -92,17 +129,28 @@ class Job(BaseModel):
     seed: Annotated[int, Field(ge=0)] = 0
     storage: str = "runs"
     workers: Annotated[int, Field(ge=1)] | None = None
+    min_workers: Annotated[int, Field(ge=1)] | None = None
+    max_workers: Annotated[int, Field(ge=1)] | None = None
+    shrink_s: Annotated[float, Field(gt=0)] = 30.0
+    preemption_s: Annotated[float, Field(gt=0)] = 25.0
+    replace_stragglers: Annotated[float, Field(gt=1)] | None = None
     spares: Annotated[int, Field(ge=0)] | None = None
+    devices: Annotated[int, Field(ge=1)] | None = None
+    tf_config: Literal["own", "environment"] = "own"
     strategy: str | None = None
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
+    compile: Literal["auto", "eager", "xla"] = "auto"
+    run: Literal["step", "fit"] = "step"
+    callbacks: Callable[[], Sequence[Any]] | None = None
     accumulation: Annotated[int, Field(ge=1)] = 1
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     schedule: Callable[[int, int], float] | None = None
     shuffle: bool = True
     shuffle_window: Annotated[int, Field(ge=1)] | None = None
     drop_last: bool = False
-    checkpoint_steps: Annotated[int, Field(ge=1)] | None = None
+    checkpoint_steps: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    keeper_s: Annotated[float, Field(ge=0)] = 10.0
     keep: Annotated[int, Field(ge=1)] = 3
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
     inexact: Names = ()
@@ -111,6 +159,9 @@ class Job(BaseModel):
     place_deadline_s: Annotated[float, Field(gt=0)] = 300.0
     on_error: Literal["raise", "skip"] = "raise"
     on_nonfinite: Literal["raise", "skip"] = "raise"
+    max_loss_ratio: Annotated[float, Field(gt=1)] | None = None
+    on_spike: Literal["raise", "rollback"] = "raise"
+    on_crash_loop: Literal["raise", "skip"] = "raise"
     skip_limit: Annotated[int, Field(ge=0)] = 100
     hang_deadline_s: Annotated[float, Field(gt=0)] | None = None
 
@@ -125,9 +176,11 @@ class Job(BaseModel):
         problems = []
         if not _NAME.fullmatch(self.name):
             problems.append(f"name={self.name!r}: use up to 100 letters, digits, '.', '-' and '_'")
-        if (self.loss is None) == (self.step is None):
-            problems.append("give either loss= with inputs= and targets=, or step=")
-        if self.loss is not None and not self.inputs:
+        if self.run == "step":
+            problems += _loop_problems(self)
+        else:
+            problems += _fit_problems(self)
+        if (self.loss is not None or self.run == "fit") and not self.inputs:
             problems.append("inputs= is missing: name the columns given to the model")
         if self.metrics and not self.inputs:
             problems.append("metrics= need inputs= and targets=")
@@ -135,7 +188,9 @@ class Job(BaseModel):
             problems.append("train= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
         if self.evaluate is not None and not hasattr(self.evaluate, "map_batches"):
             problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
-        problems += _padding_problems(self)
+        if self.on_crash_loop == "skip" and self.failures < LOOP:
+            problems.append(f'on_crash_loop="skip" tells a loop by {LOOP} failures alike: set failures={LOOP} or more')
+        problems += _padding_problems(self) + _bounds_problems(self)
         if problems:
             raise JobError(problems)
         return self
@@ -143,6 +198,16 @@ class Job(BaseModel):
     def replace(self, **fields: Any) -> Job:
         """A copy with some fields changed, validated like a new one."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
+
+    def alone(self, **fields: Any) -> Job:
+        """The same for one worker with one device, by whatever strategy."""
+        one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None}
+        return self.replace(**{**one, **fields})
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change during the run."""
+        return self.min_workers is not None or self.max_workers is not None
 
     @property
     def collation(self) -> Collation:
@@ -183,8 +248,19 @@ class Job(BaseModel):
         names = ("batch_size", "seed", "epochs", "shuffle", "drop_last", "epoch_samples")
         return {**{name: getattr(self, name) for name in names}, "window": self.shuffle_window}
 
-    def model_spec(self, total_steps: int) -> ModelSpec:
-        """The part of the job that an engine needs."""
+    def model_spec(
+        self,
+        total_steps: int,
+        sample: Callable[[], Batch] | None = None,
+        validation: Callable[[], Iterable[Feed]] | None = None,
+    ) -> ModelSpec:
+        """The part of the job that an engine needs.
+
+        Args:
+            total_steps: of the run.
+            sample: gives a batch of one row.
+            validation: gives the feeds of an evaluation.
+        """
         return ModelSpec(
             model=self.model,
             optimizer=self.optimizer,
@@ -195,21 +271,28 @@ class Job(BaseModel):
             keywords=self.keywords,
             targets=_names(self.targets),
             collation=self.collation,
+            compile=self.compile,
             metrics=dict(self.metrics),
             schedule=self.schedule,
             clip_norm=self.clip_norm,
             guard=self.on_nonfinite == "skip",
             seed=self.seed,
             inexact=self.inexact,
+            sample=sample,
+            epochs=self.epochs,
+            callbacks=self.callbacks,
+            validation=validation,
+            validation_epochs=self.evaluate_epochs,
         )
 
     def check_plan(self, plan: Plan) -> None:
         """Raise JobError where the plan cannot serve this job."""
-        if self.batch_size < plan.mesh.data_ranks:
+        most = max(plan.mesh.data_ranks, self.max_workers or 0)
+        if self.batch_size < most:
             raise JobError(
                 [
-                    f"batch_size={self.batch_size} is smaller than the {plan.mesh.data_ranks} data-parallel workers: "
-                    f"set batch_size to {plan.mesh.data_ranks} or more, or workers={self.batch_size} or fewer"
+                    f"batch_size={self.batch_size} is smaller than the {most} data-parallel workers: "
+                    f"set batch_size to {most} or more, or workers={self.batch_size} or fewer"
                 ]
             )
 
@@ -217,6 +300,49 @@ class Job(BaseModel):
 def _names(given: str | Names) -> Names:
     """One name or several as several."""
     return (given,) if isinstance(given, str) else given
+
+
+def _bounds_problems(job: Job) -> list[str]:
+    """Where min_workers, workers and max_workers contradict each other."""
+    named = [(name, getattr(job, name)) for name in ("min_workers", "workers", "max_workers")]
+    given = [(name, value) for name, value in named if value is not None]
+    return [
+        f"{low}={least} is more than {high}={most}"
+        for (low, least), (high, most) in itertools.pairwise(given)
+        if least > most
+    ]
+
+
+def _loop_problems(job: Job) -> list[str]:
+    """What a job lacks whose steps are ours."""
+    problems = []
+    if (job.loss is None) == (job.step is None):
+        problems.append("give either loss= with inputs= and targets=, or step=")
+    if job.optimizer is None:
+        problems.append("optimizer= is missing")
+    if job.callbacks is not None:
+        problems.append('callbacks= are for run="fit": set it, or leave them out')
+    return problems
+
+
+def _fit_problems(job: Job) -> list[str]:
+    """What Keras' fit cannot do, and whose way to do it is another."""
+    instead = {
+        "step": "override train_step() of the model",
+        "clip_norm": "set global_clipnorm of the optimizer",
+        "accumulation": "set gradient_accumulation_steps of the optimizer",
+        "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
+        "on_error": 'run="fit" counts every row of a batch: leave it out',
+        "on_nonfinite": 'run="fit" applies an update before its loss is known: leave run or it out',
+        "on_crash_loop": 'run="fit" cannot pass a batch by: leave run or it out',
+        "on_spike": 'run="fit" cannot pass a batch by: leave run or it out',
+    }
+    defaults = {name: Job.model_fields[name].default for name in instead}
+    return [
+        f'{name}= has no place in run="fit": {remedy}'
+        for name, remedy in instead.items()
+        if getattr(job, name) != defaults[name]
+    ]
 
 
 def _padding_problems(job: Job) -> list[str]:

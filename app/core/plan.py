@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trainwright.core.data import Feeding
+from trainwright.core.errors import PlanError, nearest
 from trainwright.core.group import Topology
 
 
@@ -83,7 +85,14 @@ class Plan:
         accumulation: micro-batches of one rank in one step.
         devices_per_worker: data ranks one actor drives (virtual or local devices).
         topology: of the engine.
+        keras_backend: that the model was made with; empty for one that is not Keras'.
         precision: `fp32` (the model's own types) or `bf16` (autocast).
+        micro_batch: samples of one micro-batch of a data rank; 0 where `accumulation` says how many there are.
+        schedule: of a pipeline: `gpipe`, `1f1b`, `interleaved` or `zero_bubble`.
+        chunks: of layers that each stage of an interleaved pipeline holds.
+        recompute: activations computed again in backward: `none`, `selective` (attention's scores) or `full`.
+        zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        stages: layers of each pipeline stage, in order; empty where they are as equal as can be.
         placement: what each worker actor reserves.
         estimate: predicted figures; None where the strategy has none.
         notes: what the user should know about this plan, such as what is not equal to one device.
@@ -97,14 +106,57 @@ class Plan:
     accumulation: int = 1
     devices_per_worker: int = 1
     topology: Topology = "collective"
+    keras_backend: str = ""
     precision: str = "fp32"
+    micro_batch: int = 0
+    schedule: str = ""
+    chunks: int = 1
+    recompute: str = "none"
+    zero: int = 0
+    stages: tuple[int, ...] = ()
     estimate: Estimate | None = None
     notes: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """A plan from degrees and choices, for estimates: `dp=8,tp=2,pp=4,micro_batch=4,schedule=1f1b,recompute=full`.
+
+        Args:
+            text: any of `dp`, `fsdp` (ZeRO-3 over so many ranks, `dp` times), `zero` (1, 2 or 3: over all `dp`
+                ranks), `tp`, `pp`, `micro_batch`, `accumulation`, `schedule`, `chunks`, `recompute`, `precision`;
+                what is left out is 1, none, or with a pipeline micro-batches of one sample in the order 1F1B.
+
+        Raises:
+            PlanError: a name or a value is not known.
+        """
+        return cls(batch_size=0, placement=Placement(cpus=1.0), engine="", **parsed(text))
+
+    def micro_batches(self, batch_size: int) -> tuple[int, int]:
+        """How many micro-batches a data rank's share of so many samples makes, and the samples of the largest."""
+        share = -(-batch_size // self.mesh.data_ranks)
+        if self.micro_batch:
+            return -(-share // self.micro_batch), min(self.micro_batch, share)
+        return self.accumulation, -(-share // self.accumulation)
 
     @property
     def workers(self) -> int:
         """Number of worker actors."""
         return self.mesh.size // self.devices_per_worker
+
+    def resized(self, workers: int) -> Plan:
+        """The same plan on more or fewer workers: its data dimension changes, the global batch does not.
+
+        On fewer workers there are more micro-batches, so that none is larger than it was planned.
+
+        Raises:
+            ValueError: a whole replica of the model needs a multiple of that many workers.
+        """
+        replica = self.mesh.size // self.mesh.data
+        data, rest = divmod(workers * self.devices_per_worker, replica)
+        if rest or not data:
+            raise ValueError(f"the devices of {workers} workers are no multiple of the {replica} that hold a replica")
+        accumulation = max(self.accumulation, -(-self.accumulation * self.mesh.data // data))
+        return replace(self, mesh=replace(self.mesh, data=data), accumulation=accumulation)
 
     def feed_of(self, worker: int) -> Feeding:
         """Which data ranks a worker is fed, and whether it wants inputs and targets.
@@ -121,6 +173,55 @@ class Plan:
             inputs=stage == 0,
             targets=stage == self.mesh.pipeline - 1,
         )
+
+
+_NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "micro_batch", "accumulation", "chunks")
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "recompute": ("none", "selective", "full"),
+    "precision": ("fp32", "tf32", "fp16", "bf16"),
+}
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """The fields of a plan that `Plan.parse` reads."""
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        given[name] = _value(name, value, text)
+    numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
+    zero, fsdp = given.get("zero", 3 if "fsdp" in given else 0), given.pop("fsdp", None)
+    data, shard = (numbers["dp"], fsdp) if fsdp else (1, numbers["dp"]) if zero else (numbers["dp"], 1)
+    mesh = Mesh(pipeline=numbers["pp"], data=data, shard=shard, tensor=numbers["tp"])
+    if mesh.pipeline > 1:
+        given = {"micro_batch": 0 if "accumulation" in given else 1, "schedule": "1f1b"} | given
+    if given.get("schedule") == "interleaved":
+        given = {"chunks": 2} | given
+    return {"strategy": strategy_of(mesh), "mesh": mesh, **given, "zero": zero}
+
+
+def strategy_of(mesh: Mesh) -> str:
+    """The name of what a mesh does."""
+    degrees = {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "sharded": mesh.shard, "data": mesh.data}
+    kinds = [name for name, degree in degrees.items() if degree > 1]
+    if kinds in ([], ["data"], ["tensor"]):
+        return {"": "one_device", "data": "data_parallel", "tensor": "tensor_parallel"}["".join(kinds)]
+    return "_".join(kinds)
+
+
+def _value(name: str, value: str, text: str) -> Any:
+    if name in _WORDS:
+        if value not in _WORDS[name]:
+            raise PlanError(f"{name}={value!r} is not known", where=text, remedy=nearest(value, _WORDS[name]))
+        return value
+    if name not in _NUMBERS:
+        raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, (*_NUMBERS, *_WORDS)))
+    least = 0 if name in ("zero", "micro_batch") else 1
+    wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
+    if not value.isdigit() or int(value) < least or (name == "zero" and int(value) > 3):
+        wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
+        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}=2, for one")
+    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True)

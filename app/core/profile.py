@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """Cost of one layer, for one sample, forward.
+    """Cost of one layer, for one sample, forward. A number is an element of a tensor, whatever its type.
 
     Attributes:
         name: the module's name.
         parameters: number of parameters.
         parameter_bytes: their size as stored.
         flops: floating-point operations of one forward pass of one sample.
-        output_bytes: size of its output for one sample.
+        output_numbers: size of its output for one sample: what travels to the next pipeline stage.
+        kept_numbers: what backward needs of one sample, the output included.
+        traffic_numbers: read and written by operations other than matrix products.
+        scores_numbers: of these and of what is kept, attention's own that a fused kernel never writes; they are not
+            among the former.
+        matmuls: matrix products.
+        launches: operations, of each of which a device must be told.
+        splits: whether tensor parallelism divides it.
+        shared_kept: share of what is kept that every tensor rank holds whole.
+        shared_traffic: share of the traffic that every tensor rank has whole.
+        reductions: all-reduces of its output, forward, where tensor parallelism divides it.
+        tied_parameters: parameters that are another layer's, and held again where that one is on another stage.
     """
 
-    name: str
+    name: str = field(compare=False)  # layers that cost the same are the same to every estimate
     parameters: int
     parameter_bytes: int
     flops: float
-    output_bytes: int = 0
+    output_numbers: float = 0.0
+    kept_numbers: float = 0.0
+    traffic_numbers: float = 0.0
+    scores_numbers: float = 0.0
+    matmuls: int = 1
+    launches: int = 1
+    splits: bool = False
+    shared_kept: float = 0.0
+    shared_traffic: float = 0.0
+    reductions: int = 0
+    tied_parameters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model's layers in order. `framework` is `torch`, `tensorflow` or `reference`.
+    """A model's layers in order.
 
-    `inexact` names what cannot be equal across layouts, such as `batch_norm`.
+    Attributes:
+        framework: `torch`, `tensorflow`, `reference`, or empty where it is numbers alone.
+        layers: in the order in which they run.
+        inexact: what cannot be equal across layouts, such as `batch_norm`.
+        keras_backend: that of a Keras model.
+        heads: attention heads, which tensor parallelism divides; 0 where there are none.
+        tokens: of one sample; 1 where a sample is one thing.
     """
 
     framework: str
     layers: tuple[LayerCost, ...]
     inexact: tuple[str, ...] = ()
+    keras_backend: str = ""
+    heads: int = 0
+    tokens: int = 1
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.framework, self.layers, self.heads, self.tokens))  # of thousands of fields: once
 
     @property
     def parameters(self) -> int:
@@ -49,3 +87,98 @@ class ModelProfile:
     def flops(self) -> float:
         """Floating-point operations of one forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)
+
+
+def transformer_profile(
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    sequence: int,
+    vocabulary: int,
+    tied: bool = True,
+    fused_attention: bool = False,
+) -> ModelProfile:
+    """A GPT-style transformer from numbers alone: an embedding, blocks of attention and a 4 times wider MLP, logits.
+
+    Operations as in Narayanan et al. (2021), activations as in Korthikanti et al. (2022): of a block's
+    s h (34 + 5 a s / h) bytes in half precision 10 s h are whole on every tensor rank.
+
+    Args:
+        hidden: width.
+        layers: blocks.
+        heads: attention heads.
+        sequence: tokens of one sample.
+        vocabulary: tokens that there are.
+        tied: whether the logits use the embedding's parameters.
+        fused_attention: whether a kernel such as FlashAttention (Dao et al., 2022) never writes the scores; it computes
+            them again in backward and is slower than other products: its operations count half as much again.
+
+    Raises:
+        ValueError: a number is not positive, or the heads do not divide the width.
+    """
+    if min(hidden, layers, heads, sequence, vocabulary) < 1:
+        raise ValueError("hidden, layers, heads, sequence and vocabulary must be positive")
+    if hidden % heads:
+        raise ValueError(f"heads={heads} do not divide hidden={hidden}")
+    width, table = sequence * hidden, vocabulary * hidden
+    block = _block(sequence, hidden, heads, fused=fused_attention)
+    ends = _embedding(table + width, width), _logits(sequence, hidden, vocabulary, tied=tied)
+    return ModelProfile(framework="", layers=(ends[0], *(block,) * layers, ends[1]), heads=heads, tokens=sequence)
+
+
+def _block(sequence: int, hidden: int, heads: int, *, fused: bool) -> LayerCost:
+    """Attention and MLP with their norms."""
+    width, parameters = sequence * hidden, 12 * hidden**2 + 13 * hidden
+    return LayerCost(
+        name="block",
+        parameters=parameters,
+        parameter_bytes=4 * parameters,
+        flops=24.0 * width * hidden + (6.0 if fused else 4.0) * width * sequence,
+        output_numbers=width,
+        kept_numbers=17.0 * width,
+        traffic_numbers=32.0 * width,
+        scores_numbers=0.0 if fused else 2.5 * heads * sequence**2,
+        matmuls=6,
+        launches=34,
+        splits=True,
+        shared_kept=10 / 34,
+        shared_traffic=10 / 32,
+        reductions=2,
+    )
+
+
+def _embedding(parameters: int, width: int) -> LayerCost:
+    return LayerCost(
+        name="embedding",
+        parameters=parameters,
+        parameter_bytes=4 * parameters,
+        flops=0.0,
+        output_numbers=width,
+        kept_numbers=width,
+        traffic_numbers=3.0 * width,
+        matmuls=0,
+        launches=4,
+        splits=True,
+        shared_kept=1.0,
+        shared_traffic=1.0,
+        reductions=1,
+    )
+
+
+def _logits(sequence: int, hidden: int, vocabulary: int, *, tied: bool) -> LayerCost:
+    """The last norm, the logits and the loss, which passes over the logits in full precision several times."""
+    table, scores = vocabulary * hidden, sequence * vocabulary
+    own = 2 * hidden + (0 if tied else table)
+    return LayerCost(
+        name="logits",
+        parameters=own,
+        parameter_bytes=4 * own,
+        flops=2.0 * scores * hidden,
+        output_numbers=scores,
+        kept_numbers=scores + sequence * hidden,
+        traffic_numbers=16.0 * scores,
+        launches=20,
+        splits=True,
+        tied_parameters=table if tied else 0,
+    )

@@ -6,24 +6,30 @@ stays a true state of the run, even where the ranks were set back below its step
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from trainwright.core.checkpoint import checkpoint_path
 from trainwright.core.errors import StorageError, WorkerLost
 from trainwright.core.events import Checkpointed, CheckpointSkipped
+from trainwright.driver import keeping
 from trainwright.driver import messages as m
-from trainwright.driver.milestones import checkpoint_due
+from trainwright.driver.milestones import checkpoint_due, checkpoint_interval_s, hang_deadline_s
 from trainwright.driver.state import Phase, State, Upload
 from trainwright.driver.turn import Turn
 
 
-def wants_snapshot(state: State) -> bool:
-    """Whether the ranks, idle at `state.step`, are to be copied now."""
+def wants_checkpoint(state: State, now_s: float) -> bool:
+    """Whether the ranks, idle at `state.step`, are to be copied into storage now."""
     upload, step = state.upload, state.step
     if state.committed >= step or upload is not None:
         return False
     if state.ending:
         return state.attempts == 0
+    interval_s = checkpoint_interval_s(state)
+    if interval_s is not None:
+        return now_s - state.saved_s >= interval_s
     return state.considered != step and checkpoint_due(state.settings, step)
 
 
@@ -37,20 +43,33 @@ def skip_if_busy(turn: Turn) -> None:
         turn.emit(CheckpointSkipped(step=state.step, reason=reason))
 
 
-def snapshot(turn: Turn) -> None:
-    """Have the writers copy their pieces."""
+def snapshot(turn: Turn, *verbs: Literal["upload", "keep"]) -> None:
+    """Have the writers, the keepers or both copy their pieces."""
     state = turn.state
-    workers = [state.members[rank].worker for rank in state.writers]
-    turn.enter(Phase.SNAPSHOTTING, awaiting=frozenset(workers), considered=state.step)
-    turn.call(workers, "snapshot", state.step)
-    turn.arm("call", state.settings.call_deadline_s)
+    ranks = {"upload": state.writers, "keep": state.keepers}
+    copying = sorted({rank for verb in verbs for rank in ranks[verb]})
+    workers = [state.members[rank].worker for rank in copying]
+    turn.enter(Phase.SNAPSHOTTING, awaiting=frozenset(workers), copying=verbs)
+    for rank, worker in zip(copying, workers, strict=True):
+        own = tuple(verb for verb in verbs if rank in ranks[verb])
+        turn.call([worker], "snapshot", m.Copying(step=state.step, verbs=own))
+    turn.arm("hang", hang_deadline_s(state))
 
 
 def snapshotted(turn: Turn) -> None:
-    """All pieces are copied: upload them, and let the ranks go on."""
+    """All pieces are copied: have them stored, and let the ranks go on."""
     state = turn.state
-    copies: list[m.Snapshot] = list(state.answers.values())
-    assert all(copy.step == state.step for copy in copies), "copies of another step"
+    copies: Mapping[int, m.Snapshot] = state.answers
+    assert all(copy.step == state.step for copy in copies.values()), "copies of another step"
+    turn.change(phase=Phase.READY)
+    if "upload" in state.copying:
+        _begin_upload(turn, [copies[rank] for rank in state.writers])
+    if "keep" in state.copying:
+        keeping.begin(turn, copies)
+
+
+def _begin_upload(turn: Turn, copies: Sequence[m.Snapshot]) -> None:
+    state = turn.state
     path = checkpoint_path(state.step, state.generation.token, 0 if state.step > state.named else state.uploads)
     workers = [state.members[rank].worker for rank in state.writers]
     upload = Upload(
@@ -62,7 +81,10 @@ def snapshotted(turn: Turn) -> None:
         started_s=turn.now_s,
     )
     named = max(state.named, state.step)
-    turn.change(upload=upload, uploads=state.uploads + 1, named=named, phase=Phase.READY)
+    turn.change(
+        upload=upload, uploads=state.uploads + 1, named=named, considered=state.step, saved_s=turn.now_s,
+        saving_s=upload.blocked_s,
+    )  # fmt: skip
     turn.call(workers, "upload", path)
 
 
@@ -94,7 +116,7 @@ def committed(turn: Turn, event: m.Committed) -> None:
     """The log names the checkpoint."""
     upload = _upload(turn)
     assert event.checkpoint.path == upload.path, "the answer to another commit"
-    turn.change(head=event.checkpoint, attempts=0)
+    turn.change(head=event.checkpoint, attempts=0, upload_s=turn.now_s - upload.started_s)
     turn.emit(
         Checkpointed(
             step=upload.step,
@@ -137,9 +159,10 @@ def _go_on(turn: Turn) -> None:
 def _give_up(turn: Turn) -> None:
     """The upload failed. It counts as an attempt where the run waits for it and storage is the cause."""
     upload, state = _upload(turn), turn.state
-    needed = state.phase is Phase.WAITING and upload.step == state.step
+    needed = state.phase is Phase.WAITING and state.ending and upload.step == state.step
     if needed and not isinstance(upload.trouble, WorkerLost):
-        turn.change(attempts=state.attempts + 1, trouble=upload.trouble)
+        since_s = state.failing_s if state.attempts else turn.now_s
+        turn.change(attempts=state.attempts + 1, trouble=upload.trouble, failing_s=since_s)
     turn.emit(CheckpointSkipped(step=upload.step, reason=_first_line(upload.trouble)))
     _empty_slot(turn)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainwright.core.group import Generation
-from trainwright.driver import checkpointing, ending, forming, recovering, training
+from trainwright.driver import checkpointing, ending, forming, keeping, leaving, recovering, staffing, training
 from trainwright.driver import messages as m
 from trainwright.driver.milestones import hang_deadline_s
-from trainwright.driver.state import Member, Phase, Settings, State
+from trainwright.driver.state import Phase, Settings, State
 from trainwright.driver.turn import Turn
 
 Decision = tuple[State, tuple[m.Effect, ...]]
@@ -24,14 +24,17 @@ _CALLING = frozenset(
 )
 _WORKING = _CALLING | {Phase.GATHERING, Phase.WAITING}
 _LIVING = _WORKING | {Phase.CLOSING}
-_UPLOADING = _LIVING - {Phase.SNAPSHOTTING}  # no copy is taken during an upload
 _TIMED: Mapping[str, frozenset[Phase]] = {
     "place": frozenset({Phase.GATHERING}),
+    "shrink": frozenset({Phase.GATHERING}),
     "leave": frozenset({Phase.GATHERING}),
-    "call": frozenset({Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.SNAPSHOTTING}),
-    "hang": frozenset({Phase.RUNNING, Phase.EVALUATING}),
+    "call": frozenset({Phase.RESERVING, Phase.FORMING, Phase.HEALING}),
+    "hang": frozenset({Phase.RUNNING, Phase.EVALUATING, Phase.SNAPSHOTTING}),
+    "pause": frozenset({Phase.RUNNING}),
+    "notice": frozenset({Phase.RUNNING, Phase.WAITING}),
     "upload": frozenset({Phase.WAITING, Phase.CLOSING}),
     "retry": frozenset({Phase.WAITING}),
+    "backoff": frozenset({Phase.GATHERING}),
 }
 
 POSSIBLE: Mapping[str, frozenset[Phase]] = {
@@ -41,12 +44,15 @@ POSSIBLE: Mapping[str, frozenset[Phase]] = {
     "Returned": _CALLING | {Phase.GATHERING},
     "Raised": _CALLING | {Phase.GATHERING},
     "Returned interrupt": frozenset({Phase.GATHERING}),
-    "Returned upload": _UPLOADING,
-    "Raised upload": _UPLOADING,
+    "Returned upload": _LIVING,
+    "Raised upload": _LIVING,
+    "Returned keep": _WORKING,
+    "Raised keep": _WORKING,
     "Died": _LIVING,
+    "Noticed": _WORKING,
     "Progressed": _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING},
-    "Committed": _UPLOADING,
-    "CommitFailed": _UPLOADING,
+    "Committed": _LIVING,
+    "CommitFailed": _LIVING,
     "StopAsked": _ALL - {Phase.FINISHED},
     "Released": frozenset({Phase.RELEASING}),
     **{f"Expired {name}": phases for name, phases in _TIMED.items()},
@@ -79,7 +85,7 @@ def decide(state: State, event: m.Happening, now_s: float) -> Decision:
 def kind_of(event: m.Happening) -> str:
     """Name of an event's kind: its type, with the upload's answers and the timers told apart."""
     match event:
-        case m.Returned(verb="upload" | "interrupt") | m.Raised(verb="upload"):
+        case m.Returned(verb="upload" | "keep" | "interrupt") | m.Raised(verb="upload" | "keep"):
             return f"{type(event).__name__} {event.verb}"
         case m.Expired(name=name):
             return f"Expired {name}"
@@ -96,15 +102,21 @@ def is_stale(state: State, event: m.Happening) -> bool:
         case m.Progressed():
             return event.generation != state.generation or state.phase is Phase.CLOSING
         case m.Started():
-            return event.worker not in state.starting and event.worker not in state.spares
+            unknown = event.worker not in state.starting and event.worker not in state.spares
+            return unknown or state.phase is Phase.CLOSING
         case m.Died():
             return event.worker not in state.rank_of and event.worker not in state.spares
+        case m.Noticed():
+            return leaving.is_old_news(state, event)
         case m.Returned(verb="interrupt"):  # the answer of the thread of steps counts; this one explains
             return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.rank_of
         case m.Returned(verb="stop") | m.Raised(verb="stop" | "interrupt"):
             return True
         case m.Returned(verb="upload") | m.Raised(verb="upload"):
             return state.upload is None or event.worker not in state.upload.owing
+        case m.Returned(verb="keep") | m.Raised(verb="keep"):
+            keeping = state.keeping
+            return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
         case m.Returned() | m.Raised():
             return event.generation != state.generation or event.worker not in state.awaiting
     return False
@@ -114,21 +126,22 @@ def _acquired(turn: Turn, event: m.Acquired) -> None:
     step = event.head.step if event.head else 0
     turn.change(
         generation=Generation(token=event.token, number=0), head=event.head, progress=step, high=step,
-        since_s=turn.now_s,
+        since_s=turn.now_s, saved_s=turn.now_s,
     )  # fmt: skip
     if step >= turn.settings.total_steps:
         ending.close(turn, "done")
     elif turn.state.stopping:
         ending.close(turn, "stopped")
     else:
-        workers = turn.settings.workers
-        turn.enter(Phase.GATHERING, members=tuple(Member(worker=-1) for _ in range(workers)))
-        recovering.place(turn, range(workers))
+        turn.change(kept=event.kept, versions=event.kept.version if event.kept else 0)
+        staffing.begin(turn, event.living)
 
 
 def _returned(turn: Turn, event: m.Returned) -> None:
     if event.verb == "upload":
         checkpointing.uploaded(turn, event)
+    elif event.verb == "keep":
+        keeping.delivered(turn, event)
     elif event.verb == "interrupt":
         recovering.explained(turn, event)
     elif turn.state.phase is Phase.GATHERING:
@@ -145,7 +158,7 @@ def _collect(turn: Turn, event: m.Returned) -> None:
     if state.phase is Phase.RUNNING:
         turn.reached(event.value.step)
     if not turn.state.awaiting:
-        turn.disarm("call", "hang")
+        turn.disarm("call", "hang", "pause")
         COMPLETED[state.phase](turn)
     elif state.phase is Phase.RUNNING and not state.answers:
         turn.arm("hang", hang_deadline_s(turn.state))
@@ -155,6 +168,8 @@ def _raised(turn: Turn, event: m.Raised) -> None:
     closing = turn.state.phase is Phase.CLOSING
     if event.verb == "upload" and (closing or event.failure.kind == "storage"):
         checkpointing.upload_failed(turn, event)
+    elif event.verb == "keep" and event.failure.kind == "storage":
+        keeping.refused(turn, event)
     else:
         recovering.raised(turn, event)
 
@@ -164,15 +179,21 @@ def _expired(turn: Turn, event: m.Expired) -> None:
     turn.change(timers={name: number for name, number in state.timers.items() if name != event.name})
     match event.name:
         case "place":
-            recovering.place_expired(turn)
+            staffing.place_expired(turn)
+        case "shrink" | "backoff":
+            pass  # `recovering.gathered` sees that its time is over
         case "leave":
             recovering.leave_expired(turn)
         case "call":
             recovering.silent(turn, settings.call_deadline_s)
         case "hang":
             recovering.silent(turn, hang_deadline_s(state))
+        case "pause":
+            training.pause_if_due(turn)
+        case "notice":
+            leaving.time_is_short(turn)
         case "retry":
-            checkpointing.snapshot(turn)
+            checkpointing.snapshot(turn, "upload")
         case "upload" if state.phase is Phase.CLOSING:
             checkpointing.abandon(turn, f"not written within {settings.upload_deadline_s:g} s")
         case _:
@@ -183,10 +204,12 @@ def _advance(turn: Turn) -> None:
     """Follow up on what an event completed."""
     if ending.nothing_left(turn.state):
         ending.close(turn, "stopped")
-    elif turn.state.phase is Phase.GATHERING and recovering.gathered(turn):
-        forming.reserve(turn)
     elif turn.state.phase is Phase.READY:
         training.proceed(turn)
+    elif turn.state.phase is Phase.RUNNING and leaving.may_go(turn.state, turn.now_s):
+        staffing.pause(turn)
+    if turn.state.phase is Phase.GATHERING and recovering.gathered(turn):
+        forming.reserve(turn)
     if turn.state.phase is Phase.CLOSING and turn.state.upload is None:
         ending.closed(turn)
 
@@ -194,10 +217,11 @@ def _advance(turn: Turn) -> None:
 HANDLERS: Mapping[type, Callable[[Turn, Any], None]] = {
     m.Acquired: _acquired,
     m.Lost: ending.lost,
-    m.Started: recovering.started,
+    m.Started: staffing.started,
     m.Returned: _returned,
     m.Raised: _raised,
     m.Died: recovering.died,
+    m.Noticed: leaving.noticed,
     m.Progressed: training.progressed,
     m.Committed: checkpointing.committed,
     m.CommitFailed: checkpointing.commit_failed,

@@ -45,7 +45,7 @@ def nothing_left(state: State) -> bool:
 def close(turn: Turn, outcome: m.Outcome, error: Exception | None = None) -> None:
     """Decide the outcome. Whatever the workers still answer is of no interest, but for an upload."""
     turn.disarm()
-    turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=frozenset(), starting=frozenset(), spares={})
+    turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=frozenset(), starting=frozenset())
     if turn.state.upload is not None and not turn.state.upload.committing:
         turn.arm("upload", turn.settings.upload_deadline_s)
 

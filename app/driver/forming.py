@@ -8,8 +8,11 @@ from dataclasses import replace
 from trainwright.core.events import Formed
 from trainwright.core.group import Address, Generation, Group, Peer, StateTag
 from trainwright.driver.agree import agree, agree_at, writers_of
+from trainwright.driver.keeping import keepers_of
+from trainwright.driver.loops import note
 from trainwright.driver.messages import Heal
-from trainwright.driver.recovering import place
+from trainwright.driver.spikes import rolled_back
+from trainwright.driver.staffing import place
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
 
@@ -37,8 +40,9 @@ def reserved(turn: Turn) -> None:
             generation=state.generation,
             rank=rank,
             peers=peers,
-            devices=settings.devices[rank] if settings.devices else ("cpu",),
-            accelerators=state.accelerators.get(rank, ()),
+            devices=settings.devices,
+            slot=member.slot,
+            accelerators=state.accelerators.get(member.slot, ()),
             threads=settings.threads,
             deadline_s=settings.call_deadline_s,
         )
@@ -58,20 +62,26 @@ def formed(turn: Turn) -> None:
         return
     if heal.source == "replica":
         turn.reached(heal.step)
+    note(turn)
+    heal = replace(heal, passing=turn.state.passing)
     turn.enter(Phase.HEALING, heal=heal)
     turn.call_all("heal", heal)
     turn.arm("call", state.settings.call_deadline_s)
 
 
 def choose_heal(state: State, tags: Mapping[int, StateTag]) -> Heal | None:
-    """The first rung that holds: the ranks' own states, the newest checkpoint, a fresh build.
+    """The first rung that holds: the ranks' own states, what is kept in memory, the newest checkpoint, a fresh build.
 
     A fresh build is one that was never trained (step None); where only trained and torn states are left, there is
-    none, and the answer is None.
+    none, and the answer is None. After a spike the ranks' own states are of no use.
     """
-    agreement = agree(tags)
-    if agreement is not None and agreement.step is not None and agreement.step >= state.committed:
+    agreement = None if state.spiked else agree(tags)
+    kept_step = state.kept.step if state.kept else -1
+    newest = max(kept_step, state.committed)
+    if agreement is not None and agreement.step is not None and agreement.step >= newest:
         return Heal(step=agreement.step, source="replica", moves=agreement.moves)
+    if state.kept is not None and kept_step > state.committed:
+        return Heal(step=kept_step, source="keeper", kept=state.kept)
     if state.head is not None:
         return Heal(step=state.head.step, source="checkpoint", checkpoint=state.head)
     fresh = agree_at(tags, None)
@@ -83,6 +93,7 @@ def healed(turn: Turn) -> None:
     state, heal = turn.state, turn.state.heal
     assert heal is not None, "healed without a cure"
     tags: Mapping[int, StateTag] = state.answers
+    reform = state.settings.reform
     assert all((tag.step or 0) == heal.step for tag in tags.values()), f"ranks stand apart, not at {heal.step}"
     turn.emit(
         Formed(
@@ -102,6 +113,12 @@ def healed(turn: Turn) -> None:
         progress=heal.step,
         members=tuple(replace(member, fresh=False) if member.fresh else member for member in state.members),
         writers=writers_of(tags),
+        pieces=tuple(tags[rank].pieces for rank in sorted(tags)),
+        keepers=() if state.keep_off else keepers_of(tags, [member.node for member in state.members], reform),
+        kept_s=turn.now_s if heal.source != "keeper" else state.kept_s,
         layout=tags[0].layout,
         considered=-1,
+        losses=rolled_back(state, heal.step),
+        evaluated=min(state.evaluated, heal.step) if state.spiked else state.evaluated,
+        spiked=0,
     )

@@ -9,8 +9,9 @@ Verbs of `Call`, in the order of a run (the worker's methods of the same names):
 | heal       | Heal                | StateTag                 | steps  |
 | run        | until: int          | SegmentReport            | steps  |
 | evaluate   | step: int           | Sums                     | steps  |
-| snapshot   | step: int           | Snapshot                 | steps  |
+| snapshot   | Copying             | Snapshot                 | steps  |
 | upload     | checkpoint path     | tuple[FileEntry, ...]    | upload |
+| keep       | KeepOrder           | tuple[FileEntry, ...]    | keep   |
 | stop       | None                | None                     | watch  |
 | interrupt  | explain: bool       | str: stacks, if explain  | watch  |
 | leave      | None                | StateTag                 | steps  |
@@ -29,19 +30,68 @@ from trainwright.core.data import Prefetch
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Generation, Move, StateTag
 
-Verb = Literal["reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "stop", "interrupt", "leave"]
+Verb = Literal[
+    "reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
+]  # fmt: skip
 FailureKind = Literal["user", "peer", "data", "storage", "internal"]
 Outcome = Literal["done", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heal:
-    """How a formed group gets its state: by moves between ranks, from a checkpoint, or rank 0's fresh build."""
+class KeptFile:
+    """A file of a state in a node's memory."""
+
+    node: str
+    file: FileEntry
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptState:
+    """A state in the nodes' memory. A file may be there several times, on different nodes."""
+
+    version: int
+    step: int
+    files: tuple[KeptFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copying:
+    """A snapshot is wanted, for these verbs to come."""
 
     step: int
-    source: Literal["initial", "replica", "checkpoint"]
+    verbs: tuple[Literal["upload", "keep"], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepOrder:
+    """Put the last snapshot into the node's memory as this version; of older ones, those in `hold` stay."""
+
+    version: int
+    hold: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """A step that is taken with weight 0 and without its batch, since that ends the workers. Counted from 1."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heal:
+    """How a formed group gets its state: by moves between ranks, from a keeper, a checkpoint, or rank 0's build.
+
+    Attributes:
+        passing: all steps of the run whose batch is not to be touched.
+    """
+
+    step: int
+    source: Literal["initial", "replica", "keeper", "checkpoint"]
     moves: tuple[Move, ...] = ()
+    kept: KeptState | None = None
     checkpoint: CheckpointRef | None = None
+    passing: tuple[Passed, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +100,11 @@ class SegmentReport:
 
     Attributes:
         stopped: a wish was heard.
+        finished: nothing is left to train, though steps may be left.
         skipped: samples that this process has put into the quarantine so far.
         passed: steps that changed nothing so far, because their loss was not finite.
         prefetch: how far it reads ahead by now.
+        own_s: median over its last steps of what it does before it waits for others; None where that is not known.
     """
 
     step: int
@@ -61,6 +113,8 @@ class SegmentReport:
     skipped: int = 0
     passed: int = 0
     prefetch: Prefetch | None = None
+    own_s: float | None = None
+    finished: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +138,36 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Living:
+    """A worker process that outlived the driver before us, has let go of what it did, and is ours now.
+
+    Attributes:
+        slot: of which it holds the bundle; None for a spare beside others.
+        waiting: it has never held a rank.
+    """
+
+    worker: int
+    node: str
+    pid: int
+    slot: int | None = None
+    waiting: bool = False
+    accelerators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Acquired:
-    """The log is ours. `head` is the newest checkpoint that is whole, None for a new run."""
+    """The log is ours.
+
+    Attributes:
+        head: the newest checkpoint that is whole, None for a new run.
+        living: workers of the driver before.
+        kept: the newest state that is whole in the nodes' memory.
+    """
 
     token: int
     head: CheckpointRef | None
+    living: tuple[Living, ...] = ()
+    kept: KeptState | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +182,7 @@ class Started:
     """A placed worker process is up and answers; a spare has rehearsed.
 
     Attributes:
-        accelerators: ids of those that Ray gave it; none for a spare.
+        accelerators: ids of those that Ray gave it; none for a spare beside others.
     """
 
     worker: int
@@ -141,11 +220,20 @@ class Died:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Noticed:
+    """A worker process was told that it will be ended in `left_s` seconds (a preemption notice). It lives on."""
+
+    worker: int
+    left_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progressed:
-    """Rank 0 completed steps."""
+    """Steps were completed, up to `step`; the last of them with these losses."""
 
     generation: Generation
     step: int
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +273,7 @@ class Released:
 
 Happening = (
     Acquired | Lost | Started | Returned | Raised | Died | Progressed | Committed | CommitFailed | StopAsked | Expired
-    | Released
+    | Released | Noticed
 )  # fmt: skip
 
 # --- effects ----------------------------------------------------------------------------------------------
@@ -200,17 +288,27 @@ class Acquire:
 class Place:
     """Start a worker process in bundle `slot`. Answers Started, or Died.
 
-    A `spare` starts beside that bundle, takes none of its resources, and rehearses before it answers.
+    Attributes:
+        spare: it rehearses before it answers.
+        beside: it takes none of the bundle's resources.
     """
 
     worker: int
     slot: int
     spare: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
     """End a worker process at once. Answers Died (once, also when it was dead already and that was not yet told)."""
+
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shun:
+    """Place nobody on this worker's node any more, as long as there is room elsewhere. No answer."""
 
     worker: int
 
@@ -234,6 +332,13 @@ class Commit:
     files: tuple[FileEntry, ...]
     parent: str
     layout: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seal:
+    """Have the keepers remember that this state is whole, for a driver after us."""
+
+    kept: KeptState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,4 +381,4 @@ class Finish:
     error: Exception | None = None
 
 
-Effect = Acquire | Place | Kill | Call | Commit | Release | Emit | SetTimer | CancelTimer | Finish
+Effect = Acquire | Place | Kill | Shun | Call | Commit | Seal | Release | Emit | SetTimer | CancelTimer | Finish

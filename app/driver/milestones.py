@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 from trainwright.driver.state import Phase, Settings, State
 
+_AGAIN_S = 1.0  # to look again while one is on its way
+_SHARE = 0.01  # of the time, for copies in memory
+_FIRST_S, _HOUR_S, _DAY_S = 10.0, 3600.0, 86400.0
 _PATIENCE = 30.0  # times the longest wait so far
 _LEAST_S, _MOST_S = 120.0, 900.0  # a store that is slow is read again for a minute, and that is no hang
 
 
 def checkpoint_due(settings: Settings, step: int) -> bool:
     """Whether a checkpoint belongs to this many completed steps."""
+    if settings.checkpoint_auto:
+        return step >= settings.total_steps
     return step > 0 and (step % _checkpoint_steps(settings) == 0 or step >= settings.total_steps)
 
 
@@ -21,10 +28,53 @@ def evaluation_due(settings: Settings, step: int) -> bool:
 
 def next_milestone(settings: Settings, step: int) -> int:
     """The first step after `step` at which anything is due, at most the last one."""
-    intervals = [_checkpoint_steps(settings)]
+    intervals = [settings.total_steps if settings.checkpoint_auto else _checkpoint_steps(settings)]
     if settings.evaluate_steps is not None:
         intervals.append(settings.evaluate_steps)
     return min(settings.total_steps, *(step - step % every + every for every in intervals))
+
+
+def keep_interval_s(state: State) -> float | None:
+    """Seconds between copies of the state in memory: as wanted, but for at most a hundredth of the time."""
+    least_s = state.settings.keep_s
+    if least_s is None or state.keep_off or not state.keepers:
+        return None
+    return max(least_s, state.copied_s / _SHARE)
+
+
+def checkpoint_interval_s(state: State) -> float | None:
+    """Seconds between checkpoints where time decides: sqrt(2 x cost x mean time between failures) (Young, 1974).
+
+    The cost is what the steps lost to the last checkpoint, and no upload begins before twice the time of the last one
+    has passed. The rate of failures is that of the last hour, at least one a day.
+    """
+    if not state.settings.checkpoint_auto:
+        return None
+    if not state.saving_s:
+        return _FIRST_S
+    between_s = min(_DAY_S, _HOUR_S / len(state.failed_s)) if state.failed_s else _DAY_S
+    return max(math.sqrt(2 * state.saving_s * between_s), 2 * state.upload_s, _FIRST_S)
+
+
+def copies_due(state: State, now_s: float) -> bool:
+    """Whether the time for a copy in memory or in storage has come, and none of its kind is on its way."""
+    return any(idle and due_s <= now_s for idle, due_s in _copies(state))
+
+
+def pause_after_s(state: State, now_s: float) -> float | None:
+    """Seconds until the ranks may have to pause for a copy that is due by time; None for never."""
+    copies = _copies(state)
+    if not copies or state.settings.topology == "independent":
+        return None
+    return min(max(due_s - now_s, 0.0 if idle else _AGAIN_S) for idle, due_s in copies)
+
+
+def _copies(state: State) -> list[tuple[bool, float]]:
+    """Of those that come by time: whether none is on its way, and when the next is due."""
+    keep_s, checkpoint_s = keep_interval_s(state), checkpoint_interval_s(state)
+    keep = [(state.keeping is None, state.kept_s + keep_s)] if keep_s is not None else []
+    checkpoint = [(state.upload is None, state.saved_s + checkpoint_s)] if checkpoint_s is not None else []
+    return keep + checkpoint
 
 
 def hang_deadline_s(state: State) -> float:

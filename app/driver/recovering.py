@@ -2,7 +2,7 @@
 
 GATHERING is entered at the start and after every failure. Calls under way are awaited until each rank has answered, so
 that the first cause is known before a failure is counted as the cluster's; ranks that wait in a collective are
-interrupted, idle ones are told to leave. A new process takes a lost one's slot and rank at once.
+interrupted, idle ones are told to leave. A new process takes a lost one's rank at once (see `staffing`).
 """
 
 from __future__ import annotations
@@ -10,120 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from trainwright.core.errors import (
-    CheckpointError,
-    HangError,
-    ResourceError,
-    StorageError,
-    TrainwrightError,
-    WorkerLost,
-)
-from trainwright.core.events import Failed, Noted, Placed, Promoted, Stacks, Waiting
+from trainwright.core.errors import CheckpointError, HangError, StorageError, TrainwrightError, WorkerLost
+from trainwright.core.events import Failed, Stacks, Waiting
+from trainwright.driver import leaving, loops
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
-from trainwright.driver.state import RECOVERING, Blame, Member, Phase, Spare, State
+from trainwright.driver.staffing import place, ready_to_form, spare_died
+from trainwright.driver.state import RECOVERING, Blame, Phase
 from trainwright.driver.turn import Turn
 
 SHOWN_RANKS, HOUR_S = 8, 3600.0
-SPARES_TRIED = 3  # that ended by themselves, one after another
-
-
-def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
-    """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
-    gone: set[int] = set()
-    starting = turn.state.starting
-    for rank in ranks:
-        state = turn.state
-        old = state.members[rank]
-        rank_of = {worker: held for worker, held in state.rank_of.items() if worker != old.worker}
-        if len(rank_of) < len(state.rank_of):
-            gone.add(old.worker)
-            if kill:
-                turn.want(m.Kill(worker=old.worker))
-        turn.change(rank_of=rank_of)
-        _fill(turn, rank, spare_for(state, old.node))
-    state = turn.state
-    turn.change(starting=state.starting - gone, awaiting=state.awaiting - gone)
-    forget(turn, frozenset(gone))
-    if turn.state.starting - starting:
-        deadline_s = turn.settings.place_deadline_s
-        if not starting:
-            turn.emit(Waiting(what=_count(len(turn.state.starting)) + " to start", deadline_s=deadline_s))
-        turn.arm("place", deadline_s)
-
-
-def _fill(turn: Turn, rank: int, spare: int | None) -> None:
-    """Give a rank to a spare, or to a new process."""
-    state = turn.state
-    worker = state.next_worker if spare is None else spare
-    member = Member(worker=worker, node=state.spares[worker].node if worker in state.spares else "")
-    ready = worker in state.spares and state.spares[worker].ready
-    turn.change(
-        members=(*state.members[:rank], member, *state.members[rank + 1 :]),
-        rank_of={**state.rank_of, worker: rank},
-        next_worker=state.next_worker + (spare is None),
-        starting=state.starting if ready else state.starting | {worker},
-        spares={number: held for number, held in state.spares.items() if number != worker},
-    )
-    if spare is None:
-        turn.want(m.Place(worker=worker, slot=rank))
-    else:
-        turn.emit(Promoted(worker=worker, rank=rank, node=member.node))
-
-
-def spare_for(state: State, node: str) -> int | None:
-    """The spare that can take a rank of this node soonest; None where there is none."""
-    fitting = [worker for worker, spare in state.spares.items() if spare.node == node or not state.settings.spares_stay]
-    return min(
-        fitting,
-        key=lambda worker: (not state.spares[worker].ready, state.spares[worker].node != node, worker),
-        default=None,
-    )
-
-
-def replenish(turn: Turn) -> None:
-    """Have spares started, now that steps are running; none after some that ended by themselves."""
-    state = turn.state
-    missing = state.settings.spares - len(state.spares)
-    if missing <= 0 or state.spares_lost >= SPARES_TRIED or state.stopping:
-        return
-    numbers = range(state.next_worker, state.next_worker + missing)
-    turn.change(next_worker=numbers.stop, spares={**state.spares, **{number: Spare() for number in numbers}})
-    for number in numbers:
-        turn.want(m.Place(worker=number, slot=number % state.settings.workers, spare=True))
-
-
-def started(turn: Turn, event: m.Started) -> None:
-    """A placed process is up."""
-    state = turn.state
-    if event.worker in state.spares:
-        spare = Spare(node=event.node, ready=True)
-        turn.change(spares={**state.spares, event.worker: spare}, spares_lost=0)
-        turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
-        return
-    rank = state.rank_of[event.worker]
-    if event.accelerators:
-        turn.change(accelerators={**state.accelerators, rank: event.accelerators})
-    member = replace(state.members[rank], node=event.node)
-    turn.change(
-        members=(*state.members[:rank], member, *state.members[rank + 1 :]),
-        starting=state.starting - {event.worker},
-    )
-    turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
-    if not turn.state.starting:
-        turn.disarm("place")
+SOON_S = 1e-3  # a wait that is as good as over
+_STEPPING = frozenset({Phase.RUNNING, Phase.HEALING})  # which begins with a throwaway step
 
 
 def died(turn: Turn, event: m.Died) -> None:
     """A process ended. While closing that matters only for what it was uploading."""
     state = turn.state
     if state.phase is Phase.CLOSING:
-        turn.change(rank_of={worker: rank for worker, rank in state.rank_of.items() if worker != event.worker})
-        forget(turn, frozenset({event.worker}))
+        _bury(turn, frozenset({event.worker}))
         return
     if event.worker in state.spares:
-        _spare_died(turn, event)
+        spare_died(turn, event)
         return
     rank = state.rank_of[event.worker]
     node = state.members[rank].node
@@ -132,22 +41,14 @@ def died(turn: Turn, event: m.Died) -> None:
         where=f"rank {rank}, node {node or 'not known'}",
         remedy="look for memory use, preemption and the node's health at that time; then run the same command again",
     )
-    blame = Blame(error=error, event=_failed(turn, event.worker, rank, event.cause))
+    blame = Blame(error=error, event=_failed(turn, event.worker, rank, event.cause), kind="died")
     gather(turn, blame, lost={event.worker}, again=event.worker in state.starting)
 
 
-def _spare_died(turn: Turn, event: m.Died) -> None:
-    state = turn.state
-    turn.change(
-        spares={worker: spare for worker, spare in state.spares.items() if worker != event.worker},
-        spares_lost=state.spares_lost + 1,
-    )
-    if turn.state.phase is Phase.RUNNING:
-        replenish(turn)
-    if turn.state.spares_lost == SPARES_TRIED:
-        turn.emit(
-            Noted(text=f"going on without spare workers, since {SPARES_TRIED} ended by themselves: {event.cause}")
-        )
+def _bury(turn: Turn, workers: frozenset[int]) -> None:
+    """They are dead and will not be replaced: what they owe is not waited for."""
+    turn.change(rank_of={worker: rank for worker, rank in turn.state.rank_of.items() if worker not in workers})
+    forget(turn, workers)
 
 
 def raised(turn: Turn, event: m.Raised) -> None:
@@ -161,12 +62,15 @@ def raised(turn: Turn, event: m.Raised) -> None:
         if event.verb == "upload":
             forget(turn, frozenset({event.worker}), error)
         close(turn, "failed", error)
-    elif kind == "internal" or event.verb in ("leave", "upload"):
-        gather(turn, Blame(error=error, event=failed), lost={event.worker}, kill=True)
+    elif kind == "internal" or event.verb in ("leave", "upload", "keep"):
+        blame = Blame(error=error, event=failed, kind=_text(error).split(":")[0] if kind == "internal" else "")
+        gather(turn, blame, lost={event.worker}, kill=True)
     elif kind == "peer":
         turn.change(awaiting=state.awaiting - {event.worker})
         gather(turn, Blame(error=error, event=failed, peer=True), left={event.worker})
     else:
+        if event.verb == "heal":
+            turn.change(kept=None)  # what could not be read is not asked for again
         turn.change(awaiting=state.awaiting - {event.worker})
         gather(turn, Blame(error=error, event=failed))
 
@@ -231,12 +135,18 @@ def gather(
         turn.emit(blame.event)
     if (entering or again) and state.stopping and state.phase in RECOVERING:
         close(turn, "stopped")
+        if not kill:
+            _bury(turn, frozenset(lost))
         return
-    if entering or again:
+    if entering or again or state.blame is None:
         recent = tuple(failed_s for failed_s in state.failed_s if failed_s > turn.now_s - HOUR_S)
         turn.change(failures=turn.state.failures + 1, failed_s=(*recent, turn.now_s), blame=blame)
-    elif state.blame is None or (state.blame.peer and not blame.peer):
+        if leaving.was_expected(state, blame):
+            turn.change(failures=state.failures, failed_s=state.failed_s)
+    elif state.blame.peer and not blame.peer:
         turn.change(blame=blame)
+    if (entering and state.phase in _STEPPING) or (state.suspect and state.suspect.peer and not again):
+        turn.change(suspect=blame)
     lost, left = frozenset(lost), frozenset(left)
     if entering:
         _let_idle_go(turn, lost | left, explain)
@@ -304,19 +214,9 @@ def leave_expired(turn: Turn) -> None:
     failed = _failed(turn, state.members[alone].worker if alone >= 0 else -1, alone, error.what, error.detail)
     turn.emit(failed)
     if hanging:
-        turn.change(blame=Blame(error=error, event=failed))
+        blame = Blame(error=error, event=failed, kind="hung")
+        turn.change(blame=blame, suspect=blame if state.suspect is not None else None)
     _replace(turn, state.awaiting, kill=True)
-
-
-def place_expired(turn: Turn) -> None:
-    """Not all processes started in time."""
-    state = turn.state
-    total, missing = state.settings.workers, len(state.starting)
-    error = ResourceError(
-        f"{total - missing} of {_count(total)} started within {state.settings.place_deadline_s:g} s",
-        remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
-    )
-    close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
 
 
 def gathered(turn: Turn) -> bool:
@@ -337,7 +237,20 @@ def gathered(turn: Turn) -> bool:
         told = f"failure {len(state.failed_s)} within an hour; failures_an_hour={budget}"
         close(turn, "failed", _last_straw(turn, told))
         return False
-    return not state.starting
+    return ready_to_form(turn) and not _backs_off(turn)
+
+
+def _backs_off(turn: Turn) -> bool:
+    """Whether it is too soon to try again. The time runs from the last failure; a wish to stop ends it."""
+    state = turn.state
+    wait_s = loops.backoff_s(state.failures)
+    left_s = state.failed_s[-1] + wait_s - turn.now_s if wait_s and state.failed_s else 0.0
+    if left_s < SOON_S or state.stopping:
+        return False
+    if "backoff" not in state.timers:
+        turn.emit(Waiting(what=f"another try after {state.failures} failures in a row", deadline_s=left_s))
+        turn.arm("backoff", left_s)
+    return True
 
 
 def _nobody(error: Exception) -> WorkerLost:
@@ -353,6 +266,10 @@ def _last_straw(turn: Turn, told: str) -> Exception:
     blame = turn.state.blame
     assert blame is not None, "a failure has a cause"
     error = blame.error
+    loop = loops.told(turn.state)
+    if loop is not None and isinstance(error, TrainwrightError):
+        what, remedy = loop
+        return type(error)(f"{what}; {told}", where=error.where, remedy=remedy, detail=error.detail)
     if not isinstance(error, (WorkerLost, HangError)):
         return error
     return type(error)(f"{error.what}; {told}", where=error.where, remedy=error.remedy, detail=error.detail)
@@ -380,7 +297,3 @@ def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in sorted(ranks)[:SHOWN_RANKS])
     more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
-
-
-def _count(workers: int) -> str:
-    return f"{workers} worker{'s' if workers != 1 else ''}"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.data import Prefetch
 from trainwright.core.events import Failed
 from trainwright.core.group import Generation, Reform, Topology
-from trainwright.driver.messages import Heal, Outcome
+from trainwright.driver.messages import Heal, KeptFile, KeptState, Outcome, Passed
 
 
 class Phase(Enum):
@@ -45,7 +45,9 @@ class Settings:
     """What a run is to do and how patient it is.
 
     Attributes:
-        workers: world size, in processes.
+        workers: world size at the start, in processes.
+        min_workers: fewest to go on with where no replacement comes; None for all of them.
+        max_workers: to which the world grows where there is room; None for `workers`.
         spares: processes that wait for a rank to become free, warmed up.
         spares_stay: a spare takes ranks of its own node alone, since it takes over their accelerators.
         total_steps: steps of the whole run.
@@ -53,58 +55,92 @@ class Settings:
         reform: whether survivors keep their processes.
         topology: of the engine; in `collective` and `coordinator` rank 0 hears a wish to stop for all.
         checkpoint_steps: steps between checkpoints.
+        checkpoint_auto: between them by time: as often as pays, by their cost and the failures seen (see `milestones`).
+        keep_s: between copies of the state in the nodes' memory, at least; None keeps none.
         evaluate_steps: steps between evaluations, one more at the end; None never evaluates.
         failures: failures in a row, without a new completed step in between, that are recovered from.
         failures_an_hour: failures within an hour that are recovered from; None for any number.
+        max_loss_ratio: a loss more than so many times the usual one is a spike; None looks at none.
+        spike_limit: spikes that the run is taken back from; 0 ends it.
+        pass_limit: batches that may be passed by, where their step fails again and again.
+        samples_of: rows of the training set, by step (from 1), rank and number of workers: what errors name.
         place_deadline_s: for all missing processes to start.
-        call_deadline_s: for reserve, form, heal and snapshot.
+        preemption_s: from a preemption notice to the end of the process.
+        replace_stragglers: workers whose part of a step takes so many times that of the others; None replaces none.
+        shrink_s: for them to start where the others may go on without them.
+        call_deadline_s: for reserve, form and heal.
         leave_deadline_s: for survivors to let go of a broken group, once one of them has.
         interrupt_deadline_s: for ranks that did not move in time to answer when they are interrupted.
-        hang_deadline_s: without a completed step while running, and for an evaluation; None learns it from the steps
-            (see `milestones`).
+        hang_deadline_s: without a completed step while running, for a snapshot and for an evaluation; None learns it
+            from the steps (see `milestones`).
         upload_deadline_s: for an upload, once nothing but it is waited for.
         storage_attempts: uploads of the last step that may fail before the run does.
-        retry_s: pause before the second of them; doubles each time.
+        outage_deadline_s: for a store that is down to be back, instead of these.
+        retry_s: pause before the second of them; doubles each time, up to a minute.
         threads: CPU threads of a worker.
-        devices: names of the devices of each rank; empty for one CPU each.
+        devices: names of the devices of each process, as it sees them.
     """
 
     workers: int
     total_steps: int
     steps_per_epoch: int
+    min_workers: int | None = None
+    max_workers: int | None = None
     spares: int = 0
     spares_stay: bool = False
     reform: Reform = "in_place"
     topology: Topology = "collective"
     checkpoint_steps: int | None = None
+    checkpoint_auto: bool = False
+    keep_s: float | None = None
     evaluate_steps: int | None = None
     failures: int = 3
     failures_an_hour: int | None = None
+    max_loss_ratio: float | None = None
+    spike_limit: int = 0
+    pass_limit: int = 0
+    samples_of: Callable[[int, int, int], Sequence[int]] | None = None
     place_deadline_s: float = 300.0
+    shrink_s: float = 30.0
+    preemption_s: float = 25.0
+    replace_stragglers: float | None = None
     call_deadline_s: float = 90.0
     leave_deadline_s: float = 15.0
     interrupt_deadline_s: float = 5.0
     hang_deadline_s: float | None = 300.0
     upload_deadline_s: float = 600.0
     storage_attempts: int = 4
+    outage_deadline_s: float = 3600.0
     retry_s: float = 1.0
     threads: int = 1
-    devices: tuple[tuple[str, ...], ...] = ()
+    devices: tuple[str, ...] = ("cpu",)
+
+    @property
+    def fewest(self) -> int:
+        """Fewest workers to go on with."""
+        return self.workers if self.min_workers is None else self.min_workers
+
+    @property
+    def most(self) -> int:
+        """Workers where there is room for all that are wanted."""
+        return self.workers if self.max_workers is None else self.max_workers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """The process that holds a rank. `fresh` until its first generation is ready."""
+    """The process that holds a rank. `fresh` until its first generation is ready; `slot` is its room."""
 
     worker: int
+    slot: int
     node: str = ""
     fresh: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spare:
-    """A process that waits for a rank. `ready` once it has rehearsed."""
+    """A process that waits for a rank. `ready` once it has rehearsed; a recruit has a `slot` of its own."""
 
+    slot: int | None = None
     node: str = ""
     ready: bool = False
 
@@ -132,12 +168,47 @@ class Upload:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """The one state on its way into the nodes' memory.
+
+    Attributes:
+        owing: workers whose answer is not there yet. The next one begins only when there are none, so that an answer
+            always belongs to this one.
+        spoiled: some files will not come.
+    """
+
+    version: int
+    step: int
+    owing: frozenset[int]
+    spoiled: bool = False
+    files: tuple[KeptFile, ...] = ()
+    size_bytes: int = 0
+    blocked_s: float = 0.0
+    started_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blame:
-    """What the failure being recovered from is put down to. A lost peer (`peer`) yields to any other cause."""
+    """What the failure being recovered from is put down to. A lost peer (`peer`) yields to any other cause.
+
+    `kind` names what can come of a step itself, and is compared with that of the failure before.
+    """
 
     error: Exception
     event: Failed
     peer: bool = False
+    kind: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """Failures alike at one step, which was never completed. `cause` is the first one's, in words."""
+
+    step: int
+    rank: int
+    kind: str
+    cause: str
+    times: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +219,9 @@ class State:
         members: by rank.
         rank_of: rank by worker; a worker that is not in it is dead to the driver.
         starting: workers placed and not up yet.
-        spares: by worker; none of them is in `rank_of` or `starting`.
+        spares: those that wait, by worker, recruits among them; none of them is in `rank_of` or `starting`.
         spares_lost: spares that ended by themselves, since one was ready last.
-        accelerators: of each rank, as its first process was given them.
+        accelerators: of each slot, as its first process was given them.
         awaiting: workers that owe an answer on their thread of steps.
         answers: what came in this phase, by rank.
         step: at which every rank stood when the group was last idle.
@@ -158,6 +229,11 @@ class State:
         high: highest step ever completed; only beyond it does a step clear `failures`.
         failures: in a row.
         failed_s: when each failure of the last hour came.
+        suspect: the failure being recovered from, where a step may be the cause.
+        loop: how often the last such failures were alike.
+        passing: steps whose batch is passed by.
+        losses: step and loss of the last steps, where spikes are looked for.
+        spiked: the step that the ranks are to be taken back before; 0 for none.
         moved_s: when steps were last known to be running or complete.
         longest_s: longest time so far between news of steps.
         stacks: by rank, where its threads stood when the group did not move.
@@ -165,11 +241,31 @@ class State:
         phase_s: when the phase began.
         head: newest committed checkpoint.
         writers: ranks that together hold each piece once, the lowest ones.
+        copying: what the snapshot under way is for.
+        keepers: ranks that copy their pieces into their nodes' memory.
+        keeping: the state on its way there.
+        kept: the newest that is whole there.
+        versions: number of the last one begun.
+        keep_off: a node had no room for one.
+        kept_s: when one was begun last, or the ranks got their state.
+        copied_s: what the steps lost to it.
+        saved_s: when a checkpoint was begun last, or the run.
+        saving_s: what the steps lost to the last one.
+        upload_s: what its upload took.
         considered: step whose checkpoint was taken or skipped last; -1 for none.
         evaluated: last evaluated step; -1 for none.
         uploads: number begun, for names that are never used twice.
         named: highest step that a path was named after.
         attempts: uploads of the last step that failed.
+        failing_s: when the first of them did.
+        stopping: the run is to end.
+        pausing: the ranks were asked to pause, since a recruit is up.
+        leaving: when those who were told to go will be gone, by worker; some may be dead by now (see `leaving`).
+        pieces: of the state, by rank.
+        compared: step at which the ranks' paces were compared last.
+        slow: how often in a row a worker was found slow.
+        named_slow: workers that were said to be.
+        relieved: when a slow worker of a node was replaced last, by node.
         skipped: samples in the quarantines of the workers, as last told.
         passed: steps whose loss was not finite and which changed nothing, as last told.
         prefetch: how far the ranks read ahead, as last told.
@@ -196,6 +292,11 @@ class State:
     failures: int = 0
     failed_s: tuple[float, ...] = ()
     blame: Blame | None = None
+    suspect: Blame | None = None
+    loop: Loop | None = None
+    passing: tuple[Passed, ...] = ()
+    losses: tuple[tuple[int, float], ...] = ()
+    spiked: int = 0
     moved_s: float = 0.0
     longest_s: float = 0.0
     stacks: Mapping[int, str] = field(default_factory=dict)
@@ -204,14 +305,33 @@ class State:
     head: CheckpointRef | None = None
     writers: tuple[int, ...] = ()
     layout: str = ""
+    copying: tuple[Literal["upload", "keep"], ...] = ()
+    keepers: tuple[int, ...] = ()
+    keeping: Keeping | None = None
+    kept: KeptState | None = None
+    versions: int = 0
+    keep_off: bool = False
+    kept_s: float = 0.0
+    copied_s: float = 0.0
+    saved_s: float = 0.0
+    saving_s: float = 0.0
+    upload_s: float = 0.0
     considered: int = -1
     evaluated: int = -1
     upload: Upload | None = None
     uploads: int = 0
     named: int = -1
     attempts: int = 0
+    failing_s: float = 0.0
     trouble: Exception | None = None
     stopping: bool = False
+    pausing: bool = False
+    leaving: Mapping[int, float] = field(default_factory=dict)
+    pieces: tuple[frozenset[str], ...] = ()
+    compared: int = 0
+    slow: Mapping[int, int] = field(default_factory=dict)
+    named_slow: frozenset[int] = frozenset()
+    relieved: Mapping[str, float] = field(default_factory=dict)
     skipped: int = 0
     passed: int = 0
     prefetch: Prefetch | None = None

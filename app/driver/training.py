@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
 from trainwright.core.data import Prefetch, Sums
-from trainwright.core.errors import StorageError
-from trainwright.core.events import Evaluated, Noted, Prefetched
+from trainwright.core.errors import StorageError, StoreDown
+from trainwright.core.events import Evaluated, Noted, Prefetched, Waiting
+from trainwright.driver import leaving, spikes, straggling
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_snapshot
+from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_checkpoint
 from trainwright.driver.ending import close
-from trainwright.driver.milestones import evaluation_due, hang_deadline_s, next_milestone
-from trainwright.driver.recovering import replenish
+from trainwright.driver.keeping import wants_keep
+from trainwright.driver.loops import careful
+from trainwright.driver.milestones import copies_due, evaluation_due, hang_deadline_s, next_milestone, pause_after_s
+from trainwright.driver.staffing import may_grow, pause, regroup, replenish
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
+
+_RETRY_MOST_S = 60.0
 
 
 def proceed(turn: Turn) -> None:
     """All ranks stand idle at one step: do what is due there, then step on or end."""
+    if turn.state.spiked:
+        regroup(turn)
+        return
+    if leaving.step_aside(turn):
+        return
     skip_if_busy(turn)
     state = turn.state
-    if wants_snapshot(state):
-        snapshot(turn)
+    copies = _wanted_copies(state, turn.now_s)
+    if copies:
+        snapshot(turn, *copies)
     elif _wants_evaluation(state):
         _evaluate(turn)
     elif not state.ending:
-        _run(turn)
+        (regroup if may_grow(state) else _run)(turn)
     elif state.upload is not None:
         turn.enter(Phase.WAITING)
         if not state.upload.committing:
@@ -34,21 +49,46 @@ def proceed(turn: Turn) -> None:
         _try_again(turn)
 
 
+def _wanted_copies(state: State, now_s: float) -> tuple[Literal["upload", "keep"], ...]:
+    upload: tuple[Literal["upload"], ...] = ("upload",) if wants_checkpoint(state, now_s) else ()
+    keep: tuple[Literal["keep"], ...] = ("keep",) if wants_keep(state, now_s) else ()
+    return upload + keep
+
+
 def _wants_evaluation(state: State) -> bool:
     cut_short = state.stopping and state.step < state.settings.total_steps
     return not cut_short and state.evaluated < state.step and evaluation_due(state.settings, state.step)
 
 
 def _run(turn: Turn) -> None:
-    until = next_milestone(turn.settings, turn.state.step)
-    turn.enter(Phase.RUNNING, moved_s=turn.now_s)
+    until = careful(turn.state, next_milestone(turn.settings, turn.state.step))
+    turn.enter(Phase.RUNNING, moved_s=turn.now_s, pausing=False)
     turn.call_all("run", until)
     turn.arm("hang", hang_deadline_s(turn.state))
+    _arm_pause(turn)
+    leaving.arm(turn)
+
+
+def _arm_pause(turn: Turn) -> None:
+    wishes = (pause_after_s(turn.state, turn.now_s), straggling.look_after_s(turn.state, turn.now_s))
+    soonest_s = min((wish for wish in wishes if wish is not None), default=None)
+    if soonest_s is not None:
+        turn.arm("pause", soonest_s)
+
+
+def pause_if_due(turn: Turn) -> None:
+    """The time has come to look whether something is due."""
+    if copies_due(turn.state, turn.now_s) or straggling.look_is_due(turn.state, turn.now_s):
+        pause(turn)
+    else:
+        _arm_pause(turn)
 
 
 def progressed(turn: Turn, event: m.Progressed) -> None:
     """Steps were completed."""
     turn.reached(event.step)
+    if turn.state.phase is Phase.RUNNING:
+        spikes.look(turn, event)
     if turn.state.phase is Phase.RUNNING:
         waited_s = turn.now_s - turn.state.moved_s
         turn.change(moved_s=turn.now_s, longest_s=max(turn.state.longest_s, waited_s))
@@ -58,7 +98,8 @@ def progressed(turn: Turn, event: m.Progressed) -> None:
 
 def segment_ended(turn: Turn) -> None:
     """All ranks have left the loop, after the same step."""
-    reports: list[m.SegmentReport] = list(turn.state.answers.values())
+    answers: Mapping[int, m.SegmentReport] = turn.state.answers
+    reports = list(answers.values())
     steps = {report.step for report in reports}
     assert len(steps) == 1, f"ranks left the loop after different steps: {sorted(steps)}"
     skipped = sum(report.skipped for report in reports)
@@ -68,7 +109,17 @@ def segment_ended(turn: Turn) -> None:
     if passed > turn.state.passed:
         turn.emit(Noted(text=f"{passed} steps changed nothing so far, because their loss was not finite"))
     turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped, passed=passed)
+    _finish_early(turn, reports)
+    straggling.compare(turn, {rank: report.own_s for rank, report in answers.items()})
     _tell_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
+
+
+def _finish_early(turn: Turn, reports: Sequence[m.SegmentReport]) -> None:
+    """The training is over before its last step: that step is the last one then."""
+    step, settings = reports[0].step, turn.settings
+    if any(report.finished for report in reports) and step < settings.total_steps:
+        turn.emit(Noted(text=f"a callback ended the training after {step} of {settings.total_steps} steps"))
+        turn.change(settings=replace(settings, total_steps=step))
 
 
 def _tell_prefetch(turn: Turn, found: list[Prefetch]) -> None:
@@ -97,15 +148,19 @@ def evaluated(turn: Turn) -> None:
 
 
 def _try_again(turn: Turn) -> None:
-    """The last checkpoint failed: once more after a pause, a few times."""
+    """The last checkpoint failed: once more after a pause, a few times; while the store is down, for an hour."""
     state, settings = turn.state, turn.settings
     assert state.attempts > 0 and state.trouble is not None, "the last checkpoint was never tried"
-    if state.attempts >= settings.storage_attempts:
+    waited_s = turn.now_s - state.failing_s
+    down = isinstance(state.trouble, StoreDown)
+    if waited_s >= settings.outage_deadline_s if down else state.attempts >= settings.storage_attempts:
         error = StorageError(
             f"the checkpoint of step {state.step} could not be written in {state.attempts} attempts: {state.trouble}",
             remedy=f"mend the store, then run the same command: it goes on from step {state.committed}",
         )
         close(turn, "failed", error)
         return
+    if down and state.attempts == 1:
+        turn.emit(Waiting(what="the store, to write the last checkpoint", deadline_s=settings.outage_deadline_s))
     turn.enter(Phase.WAITING)
-    turn.arm("retry", settings.retry_s * 2 ** (state.attempts - 1))
+    turn.arm("retry", min(_RETRY_MOST_S, settings.retry_s * 2 ** (state.attempts - 1)))

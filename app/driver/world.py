@@ -5,27 +5,37 @@ from __future__ import annotations
 import heapq
 import itertools
 import queue
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from trainwright.actors import WORKER
+from trainwright.actors import KEEPER, WORKER, Berth
+from trainwright.adoption import BEAT_S, Found, keeper_name, lasting, run_name, take_over
 from trainwright.causes import cause_of
 from trainwright.core import events
-from trainwright.core.errors import FencedError, TrainwrightError
+from trainwright.core.errors import FencedError, RunConflict, TrainwrightError
 from trainwright.core.group import Generation
-from trainwright.core.plan import Placement
 from trainwright.driver import messages as m
+from trainwright.driver.bundles import bundle, resources
+from trainwright.store import open_store
 from trainwright.worker import WorkOrder
 
 NEWS_EVERY_S = 0.2
 WATCH_S = 5.0
+REMOVE_S = 10.0
+MOVE_S = 3.0  # room that is there is given at once, but for a busy head
+FULL_S = 30.0  # before room is looked for again
+NODE_LABEL = "ray.io/node-id"
 _STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
 
 
@@ -38,6 +48,9 @@ class Ledger(Protocol):
     def commit(self, commit: m.Commit) -> m.Committed:
         """Write the manifest and name the checkpoint; raises FencedError or StorageError."""
 
+    def told(self) -> int:
+        """The newest step that storage has an event of."""
+
     def release(self, release: m.Release) -> None:
         """Give the run back."""
 
@@ -49,10 +62,32 @@ class World:
         order: what every worker gets.
         ledger: the run's log.
         emit: takes each event of the run.
+        elastic: the number of workers may change.
+        fresh: the run begins again: what lives of it is ended.
     """
 
-    def __init__(self, order: WorkOrder, ledger: Ledger, emit: Callable[[events.Event], object]) -> None:
+    def __init__(
+        self,
+        order: WorkOrder,
+        ledger: Ledger,
+        emit: Callable[[events.Event], object],
+        *,
+        elastic: bool = False,
+        fresh: bool = False,
+    ) -> None:
         self._order = ray.put(order)
+        self._uri = open_store(order.storage).uri_of(order.run)
+        self._name = run_name(self._uri)
+        self._token, self._told, self._fenced = 0, 0, False
+        self._closed = threading.Event()
+        self._nodes: dict[int, tuple[str, str]] = {}  # name and Ray's id, by worker
+        self._slots: dict[int, int] = {}  # by worker
+        self._homes: dict[int, str] = {}  # Ray's id of the node, by slot
+        self._shunned: set[str] = set()
+        self._full_until_s = 0.0
+        self._moved: dict[int, PlacementGroup] = {}  # by slot
+        self._keepers: dict[str, Any] = {}
+        self._elastic, self._fresh = elastic, fresh
         self._plan = order.plan
         self._ledger = ledger
         self._emit = emit
@@ -61,10 +96,9 @@ class World:
         self._count = itertools.count()
         self._timers: dict[str, int] = {}
         self._storage = ThreadPoolExecutor(1, thread_name_prefix="log")
-        self._group: PlacementGroup | None = None
+        self._groups: dict[int, PlacementGroup] = {}
         self._actors: dict[int, Any] = {}
         self._watched: tuple[int, Generation] | None = None
-        self._told = 0
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -106,17 +140,22 @@ class World:
         """Start one effect; never blocks for long. Finish is the caller's."""
         match effect:
             case m.Acquire():
-                self._in_storage(self._ledger.acquire)
+                self._in_storage(self._acquire)
             case m.Place():
                 self._place(effect)
             case m.Kill():
                 self._kill(effect.worker)
+            case m.Shun():
+                self._shunned.add(self._nodes[effect.worker][1])
             case m.Call():
                 self._call(effect)
             case m.Commit():
                 self._in_storage(lambda: self._commit(effect))
             case m.Release():
                 self._in_storage(lambda: self._release(effect))
+            case m.Seal():
+                for keeper in self._keepers.values():
+                    keeper.seal.remote(effect.kept)
             case m.Emit():
                 self._emit(effect.event)
             case m.SetTimer():
@@ -127,25 +166,51 @@ class World:
                 self.close()
 
     def close(self) -> None:
-        """End every worker and give back the placement group; safe to call twice."""
+        """End every worker and give back the placement group, unless they are another driver's; safe to call twice."""
+        self._closed.set()
         for worker in list(self._actors):
             self._kill(worker)
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        if not self._fenced:
+            self._remove_copies()
+            while self._groups:
+                remove_placement_group(self._groups.popitem()[1])
         self._storage.shutdown(wait=False, cancel_futures=True)
 
     # --- workers ------------------------------------------------------------------------------------------
 
     def _place(self, effect: m.Place) -> None:
-        if self._group is None:
-            bundles = [_bundle(self._plan.placement)] * self._plan.workers
-            self._group = placement_group(bundles, strategy=_STRATEGY[bool(self._plan.placement.accelerators)])
-        options = {"num_cpus": 0} if effect.spare else _resources(self._plan.placement)
-        spot = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=effect.slot)
-        actor = WORKER.options(scheduling_strategy=spot, **options).remote(self._order, effect.worker)
+        options = {"num_cpus": 0} if effect.beside else resources(self._plan.placement)
+        self._slots[effect.worker] = effect.slot
+        spot = self._spot(effect.slot)
+        options |= lasting(f"{self._name}/worker-{effect.worker}-{self._token}")
+        berth = Berth(worker=effect.worker, slot=None if effect.beside else effect.slot, run=self._name)
+        actor = WORKER.options(scheduling_strategy=spot, **options).remote(self._order, berth, self._token)
         self._actors[effect.worker] = actor
         self._then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
+
+    def _spot(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        """The bundle of a slot: of one group for all, or of a group of its own where the world may shrink and grow."""
+        if self._homes.get(slot) in self._shunned and time.monotonic() >= self._full_until_s:
+            self._move(slot)
+        if slot in self._moved:
+            return PlacementGroupSchedulingStrategy(self._moved[slot], placement_group_bundle_index=0)
+        placement, key = self._plan.placement, slot if self._elastic else 0
+        if key not in self._groups:
+            bundles = [bundle(placement)] * (1 if self._elastic else self._plan.workers)
+            strategy = _STRATEGY[bool(placement.accelerators)]
+            self._groups[key] = placement_group(bundles, strategy=strategy, lifetime="detached")
+        index = 0 if self._elastic else slot
+        return PlacementGroupSchedulingStrategy(self._groups[key], placement_group_bundle_index=index)
+
+    def _move(self, slot: int) -> None:
+        """Have a slot on a node that is not shunned, if one has room; the old bundle stays held, and empty."""
+        elsewhere = {NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}
+        group = placement_group([bundle(self._plan.placement)], bundle_label_selector=[elsewhere], lifetime="detached")
+        if group.wait(MOVE_S):
+            self._groups[-1 - len(self._groups)] = self._moved[slot] = group
+        else:
+            self._full_until_s = time.monotonic() + FULL_S
+            remove_placement_group(group)
 
     def _greeted(self, worker: int, done: Future[Any]) -> None:
         if done.exception() is not None:
@@ -155,8 +220,32 @@ class World:
         if hello.trouble:
             self._died(worker, RuntimeError(hello.trouble))
         elif actor is not None:
+            self._nodes[worker] = (hello.node, hello.node_id)
+            self._homes[self._slots[worker]] = hello.node_id
             self.put(m.Started(worker=worker, node=hello.node, pid=hello.pid, accelerators=hello.accelerators))
-            self._then(actor.live.remote(), lambda end: self._died(worker, end.exception()))
+            self._await_end(worker)
+
+    def _await_end(self, worker: int) -> None:
+        actor = self._actors[worker]
+        self._then(actor.live.remote(self._token), lambda end: self._died(worker, end.exception()))
+        self._then(actor.notice.remote(), lambda came: self._noticed(worker, came))
+
+    def _guard(self, worker: int) -> None:
+        """Have a keeper on a worker's node, which gives its copies to other nodes and removes them at the end."""
+        node, node_id = self._nodes[worker]
+        if node not in self._keepers:
+            stay = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            options = {**lasting(keeper_name(self._name, node)), "scheduling_strategy": stay, "get_if_exists": True}
+            self._keepers[node] = KEEPER.options(**options).remote(self._uri)
+
+    def _remove_copies(self) -> None:
+        """What a lost node or its keeper leaves undone is swept up there by the next run."""
+        removed = [keeper.remove.remote() for keeper in self._keepers.values()]
+        if removed:
+            ray.wait(removed, num_returns=len(removed), timeout=REMOVE_S)
+        for keeper in self._keepers.values():
+            ray.kill(keeper)
+        self._keepers.clear()
 
     def _kill(self, worker: int) -> None:
         self._died(worker, None)
@@ -165,8 +254,14 @@ class World:
         """Tell a death once, whichever future brought it first."""
         actor = self._actors.pop(worker, None)
         if actor is not None:
-            ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
+            if not self._fenced:  # otherwise another driver may have taken it over
+                with suppress(RayError):  # of one that Ray could not even create
+                    ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
             self.put(m.Died(worker=worker, cause=cause_of(error)))
+
+    def _noticed(self, worker: int, came: Future[Any]) -> None:
+        if came.exception() is None:  # else the end of `live` tells of it
+            self.put(m.Noticed(worker=worker, left_s=came.result()))
 
     def _call(self, effect: m.Call) -> None:
         actor = self._actors.get(effect.worker)
@@ -181,7 +276,10 @@ class World:
         elif effect.verb == "interrupt":
             ref = actor.interrupt.remote(effect.generation.number, effect.argument)
         else:
-            ref = (actor.upload if effect.verb == "upload" else actor.call).remote(effect.verb, effect.argument)
+            if effect.verb == "keep":
+                self._guard(effect.worker)
+            aside = {"upload": actor.upload, "keep": actor.keep}
+            ref = aside.get(effect.verb, actor.call).remote(effect.verb, effect.argument, self._token)
         self._then(ref, lambda done: self._answered(effect, done))
 
     def _answered(self, call: m.Call, done: Future[Any]) -> None:
@@ -238,7 +336,7 @@ class World:
         if fresh.step:
             self._told = fresh.step[-1]
             self._emit(fresh)
-            self.put(m.Progressed(generation=generation, step=self._told))
+            self.put(m.Progressed(generation=generation, step=self._told, losses=tuple(fresh.loss)))
 
     # --- storage ------------------------------------------------------------------------------------------
 
@@ -247,12 +345,47 @@ class World:
             try:
                 self.put(action())
             except TrainwrightError as error:
+                self._fenced = isinstance(error, (FencedError, RunConflict))
                 self.put(m.Lost(error=error))
             except Exception as error:  # nobody else would hear of it, and the driver would wait for ever
                 told = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
                 self.put(m.Lost(error=told))
 
         self._storage.submit(run)
+
+    def _acquire(self) -> m.Happening:
+        """Take the log, then what lives of the driver before."""
+        acquired = self._ledger.acquire()
+        found = take_over(self._name, self._order, acquired.token, fresh=self._fresh)
+        told = self._ledger.told() if found.workers else 0
+        self._queue.put(lambda: self._welcome(acquired.token, found, told))
+        return replace(acquired, living=tuple(survivor.living for survivor in found.workers), kept=found.kept)
+
+    def _welcome(self, token: int, found: Found, told: int) -> None:
+        """From now on the run is ours, and so are those who outlived the driver before, with what it did not tell."""
+        self._token, self._keepers, self._told = token, dict(found.keepers), told
+        for survivor in found.workers:
+            worker, slot = survivor.living.worker, survivor.living.slot
+            self._actors[worker] = survivor.actor
+            self._nodes[worker] = (survivor.living.node, survivor.node_id)
+            if slot is not None:
+                self._inherit(slot, survivor.group)
+            self._await_end(worker)
+        threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
+
+    def _inherit(self, slot: int, group: PlacementGroup) -> None:
+        """The bundle of one who was taken over: its slot's own, that of all, or one that it was moved to."""
+        if self._elastic or group.bundle_count == self._plan.workers:
+            self._groups[slot if self._elastic else 0] = group
+        else:
+            self._groups[-1 - len(self._groups)] = self._moved[slot] = group
+
+    def _beat(self) -> None:
+        """Tell all that their driver lives, whatever its own thread waits for: a listener may write to a slow store."""
+        while not self._closed.is_set():
+            for actor in [*self._actors.values(), *self._keepers.values()]:
+                actor.beat.remote()
+            self._closed.wait(BEAT_S)
 
     def _commit(self, effect: m.Commit) -> m.Happening:
         try:
@@ -265,20 +398,3 @@ class World:
     def _release(self, effect: m.Release) -> m.Happening:
         self._ledger.release(effect)
         return m.Released()
-
-
-def _resources(placement: Placement) -> dict[str, Any]:
-    """What Ray gives a worker."""
-    options: dict[str, Any] = {"num_cpus": placement.cpus}
-    if placement.accelerator == "GPU":
-        options["num_gpus"] = placement.accelerators
-    elif placement.accelerator:
-        options["resources"] = {placement.accelerator: placement.accelerators}
-    return options
-
-
-def _bundle(placement: Placement) -> dict[str, float]:
-    bundle = {"CPU": placement.cpus}
-    if placement.accelerators:
-        bundle[placement.accelerator] = float(placement.accelerators)
-    return bundle

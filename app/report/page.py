@@ -17,7 +17,7 @@ from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
 from trainwright.history import History, epoch_of, read_history
 from trainwright.journal import read_events
-from trainwright.narration import prefetch_text, recovery_text
+from trainwright.narration import prefetch_text, recovery_text, source_text
 from trainwright.planview import other_rows, plan_from, plan_line, plan_rows
 from trainwright.report import figures
 from trainwright.store import Store
@@ -245,7 +245,7 @@ def incidents(history: History) -> list[Incident]:
     for formed in [recovery.formed for recovery in history.recoveries]:
         rows.append((formed.time_s, Incident(_when(formed.time_s), formed.step, "recovery", recovery_text(formed), "")))
     for formed in history.resumes:
-        text = f"resumed from {formed.checkpoint or 'a checkpoint'} after {words.duration(formed.seconds)}"
+        text = f"resumed from {source_text(formed)} after {words.duration(formed.seconds)}"
         rows.append((formed.time_s, Incident(_when(formed.time_s), formed.step, "resume", text, "")))
     rows += [
         (skip.time_s, Incident(_when(skip.time_s), skip.step, "no checkpoint", skip.reason, ""))

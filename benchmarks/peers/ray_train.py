@@ -15,7 +15,7 @@ import torch
 from problem import ROWS, THREADS, WORKERS, adam, batches, build_model
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
-from stamps import stamping
+from stamps import is_last, stamping
 from torch.nn import functional
 
 
@@ -24,6 +24,7 @@ class Settings:
     """How TorchTrainer is run.
 
     Attributes:
+        steps: at most; less where the folder of stamps tells which one is the last.
         stamps: folder for stamps of completed steps; empty for none.
         pause_s: after each stamped step.
         checkpoint_steps: a checkpoint by `ray.train.report` after each so many steps; 0 for none.
@@ -33,6 +34,7 @@ class Settings:
 
     steps: int
     rows: int = ROWS
+    workers: int = WORKERS
     stamps: str = ""
     pause_s: float = 0.0
     checkpoint_steps: int = 0
@@ -45,7 +47,7 @@ def fit(storage: Path, settings: Settings) -> None:
     TorchTrainer(
         train_loop,
         train_loop_config=asdict(settings),
-        scaling_config=ScalingConfig(num_workers=WORKERS),
+        scaling_config=ScalingConfig(num_workers=settings.workers),
         run_config=RunConfig(
             name="benchmark",
             storage_path=str(storage),
@@ -70,7 +72,7 @@ def train_loop(config: dict[str, Any]) -> None:
     optimizer_of = stamping(settings.stamps, settings.pause_s) if settings.stamps else adam
     optimizer = optimizer_of(model.parameters())
     done = _resume(model, optimizer)
-    feed = batches(settings.rows, rank)
+    feed = batches(settings.rows, rank, settings.workers)
     seconds = []
     for step in range(done + 1, settings.steps + 1):
         begun = time.perf_counter()
@@ -82,6 +84,8 @@ def train_loop(config: dict[str, Any]) -> None:
         seconds.append(time.perf_counter() - begun)
         if settings.checkpoint_steps and step % settings.checkpoint_steps == 0:
             _report(rank, step, loss.item(), model, optimizer)
+        if settings.stamps and is_last(settings.stamps, step):
+            break
     if settings.times and rank == 0:
         Path(settings.times).write_text(json.dumps(seconds))
 

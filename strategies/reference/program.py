@@ -50,6 +50,7 @@ class Program:
             self.model: Model = spec.model()
             self.model.initialize(fold(spec.seed))
         self._shapes = {name: value.shape for name, value in self.model.parameters.items()}
+        assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
         with self._user("optimizer"):
             self.optimizer: Optimizer = spec.optimizer(self.model.parameters)
 

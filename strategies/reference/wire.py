@@ -124,16 +124,6 @@ class Port:
         self._socket.close()
 
 
-def own_host() -> str:
-    """The address that other nodes reach this one by: of the interface that leads outside, else loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); a datagram socket sends nothing
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
 def dial(peer: Peer, generation: Generation, rank: int, until: float) -> Link:
     """Connect to a peer that has reserved its port, and say who we are. Raises PeerLost."""
     try:

@@ -13,14 +13,16 @@ from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch import evaluation, files, state, step
+from trainwright.strategies.failures import peer_lost
+from trainwright.strategies.torch import dynamo, evaluation, files, state, step
 from trainwright.strategies.torch.batches import copied
-from trainwright.strategies.torch.failures import let_go, lost_peer, peer_lost
+from trainwright.strategies.torch.failures import let_go, user_code
 from trainwright.strategies.torch.objective import Caller, Objective, Share
 from trainwright.strategies.torch.replica import Replica
 from trainwright.strategies.torch.step import Runner
 
 Result = TypeVar("Result")
+dynamo.postpone()
 
 
 class TorchEngine:
@@ -186,7 +188,7 @@ class TorchEngine:
         except TrainwrightError as error:
             failure = error
         except RuntimeError as error:
-            if not lost_peer(error):
+            if not user_code.lost_peer(error):
                 raise
             failure = peer_lost(error, self._where)
             let_go(error)

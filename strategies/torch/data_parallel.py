@@ -22,7 +22,8 @@ class DataParallel(TorchEngine):
     """A replica on each worker; gradients are averaged by all-reduce while they are computed.
 
     DDP chooses its buckets by the order in which gradients came in the first backward, which changes the order of
-    sums. `warm` makes that backward a throwaway after each formation, so that equal steps give equal bits.
+    sums. `warm` makes that backward a throwaway after each formation, so that equal steps give equal bits; not so with
+    two ranks, since a sum of two has one order.
     """
 
     def __init__(self) -> None:
@@ -71,13 +72,15 @@ class DataParallel(TorchEngine):
             find_unused_parameters=not every_used,
         )
         runner = Runner(objective=objective, reduced=parallel, local=parallel.no_sync, every_used=every_used)
-        self._throwaway(runner, feed)
+        if self._group.size != 2:
+            self._throwaway(runner, feed)
         return runner
 
     def _agree(self, every_used: bool) -> bool:
-        """Whether all ranks gave every parameter a gradient. Raises JobError where the ranks' parameters differ."""
+        """Whether all ranks gave every parameter a gradient. Raises JobError where their first parameters differ."""
         assert self._group is not None, "form() comes first"
-        own = torch.tensor([int(every_used), state.checksum(self._built.model)], device=self._device)
+        checksum = 0 if self._built.step else state.checksum(self._built.model)  # later ones come from a rank or a file
+        own = torch.tensor([int(every_used), checksum], device=self._device)
         gathered = [torch.empty_like(own) for _ in range(self._group.size)]
         distributed.all_gather(gathered, own)
         answers = torch.stack(gathered).tolist()

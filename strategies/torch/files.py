@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.checkpoint import Reader, Writer
-from trainwright.core.errors import CheckpointError, NonFiniteLoss
+from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
 from trainwright.strategies.torch.state import HostState, Slots
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -76,6 +76,16 @@ def load_weights(reader: Reader) -> dict[str, Tensor]:
     `model.load_state_dict(load_weights(reader))` gives the trained model. Raises CheckpointError.
     """
     return _tensors(reader, MODEL)
+
+
+def export(model: nn.Module, path: str) -> None:
+    """Write the state dict as `.safetensors` or, by `torch.save`, as `.pt`. Raises JobError for other endings."""
+    if path.endswith(".safetensors"):
+        safetensors.torch.save_model(model, path)
+    elif path.endswith(".pt"):
+        torch.save(model.state_dict(), path)
+    else:
+        raise JobError([f"{path!r}: a torch model is exported to `.safetensors` or `.pt`"])
 
 
 def _tensors(reader: Reader, name: str) -> dict[str, Tensor]:

@@ -19,10 +19,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Group
+from trainwright.strategies.hosts import LOOPBACK, own_host
 from trainwright.strategies.torch import gloo
 from trainwright.strategies.torch.failures import let_go
 
-_LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
 
@@ -105,6 +105,9 @@ class Membership:
             self._before, self._port = gloo.loops(), group.peers[0].address.port
             self._by_gloo = device.type != "cuda"
         self._store = self._meet(group, deadline)
+        # The group's keys in the store carry this count, which torch sets back only with a group that had formed: after
+        # one that had not, this process and a new one would wait for each other under different names.
+        distributed.distributed_c10d._world.group_count = 0
         distributed.init_process_group(
             backend="gloo" if self._by_gloo else "nccl",
             store=self._store,
@@ -117,7 +120,7 @@ class Membership:
     def _meet(self, group: Group, deadline: timedelta) -> TCPStore:
         """The store at rank 0's reserved port."""
         leader = group.peers[0].address
-        host = _LOOPBACK if _one_host(group) else leader.host
+        host = LOOPBACK if _one_host(group) else leader.host
         listening = self._socket.detach() if self._socket is not None and group.rank == 0 else None
         self._close_socket()
         return TCPStore(
@@ -136,16 +139,6 @@ class Membership:
             self._socket = None
 
 
-def own_host() -> str:
-    """The address by which other nodes reach this one; the loopback address where there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): picks a route, sends nothing
-        except OSError:
-            return _LOOPBACK
-        return str(probe.getsockname()[0])
-
-
 def _one_host(group: Group) -> bool:
     return len({peer.address.host for peer in group.peers}) == 1
 
@@ -153,7 +146,7 @@ def _one_host(group: Group) -> bool:
 @contextmanager
 def _interface(group: Group) -> Iterator[None]:
     """Make gloo listen where the peers expect this rank; by itself it takes what the host's name resolves to."""
-    own = _LOOPBACK if _one_host(group) else group.peers[group.rank].address.host
+    own = LOOPBACK if _one_host(group) else group.peers[group.rank].address.host
     name = interface_of(own)
     if name is None or _GLOO_INTERFACE in os.environ:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ class Replica:
         initial: each parameter group's settings as the job made them.
         step: completed steps; None before the first step or load.
         sound: False while, and after a failure in which, the optimizer changed only a part.
+        own_done_s: when this rank had done its own part of the last step, on the clock of `time.perf_counter`.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
 
     Raises:
@@ -59,10 +61,18 @@ class Replica:
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
         with user_code("optimizer()", where):
+            assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
             self.optimizer = spec.optimizer(list(self.trainable))
         _check_optimizer(self.optimizer, self.names, where)
         self.initial = [settings(group) for group in self.optimizer.param_groups]
+        self.own_done_s = 0.0
+        if device.type == "cpu" and self.trainable:
+            self.trainable[0].register_hook(self.note_own)  # its gradient is among the last, as a rule
         self._places = [(module, key) for module in self.model.modules() for key in module._buffers]
+
+    def note_own(self, _gradient: Tensor | None = None) -> None:
+        """This rank's own part of the step has come so far."""
+        self.own_done_s = time.perf_counter()
 
     def move(self, device: torch.device) -> None:
         """Live on another device from now on. Only a replica that was never trained: the optimizer holds no state yet.

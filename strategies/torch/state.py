@@ -102,7 +102,7 @@ def broadcast(replica: Replica, source: int, rank: int, device: torch.device) ->
     """
     news: list[Any] = [_description(replica) if rank == source else None]
     distributed.broadcast_object_list(news, src=source, device=device)
-    step, slots, options = news[0]
+    step, slots, options, every_used = news[0]
     if rank != source:
         replica.sound = False
         _make_slots(replica, slots)
@@ -110,7 +110,7 @@ def broadcast(replica: Replica, source: int, rank: int, device: torch.device) ->
     _broadcast_tensors([tensor.detach() for tensor in tensors], source, device)
     if rank != source:
         _set_options(replica, options)
-        replica.step, replica.sound = step, True
+        replica.step, replica.sound, replica.every_used = step, True, every_used
 
 
 def checksum(model: nn.Module) -> int:
@@ -180,7 +180,7 @@ def _empty_slot(parameter: Tensor, key: str, form: Tensor | _Shape, group: Mappi
     return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 
-def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, Any]]]:
+def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, Any]], bool | None]:
     """What a newcomer must know before tensors can be sent."""
     slots = {
         name: {
@@ -189,7 +189,7 @@ def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, An
         }
         for name, entries in _slots(replica).items()
     }
-    return replica.step, slots, changed_options(replica)
+    return replica.step, slots, changed_options(replica), replica.every_used
 
 
 def _broadcast_tensors(tensors: list[Tensor], source: int, device: torch.device) -> None:

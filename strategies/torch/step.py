@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.data import Feed, StepReport, fold
-from trainwright.core.errors import JobError, NonFiniteLoss
-from trainwright.strategies.torch.failures import meaning
+from trainwright.core.errors import JobError
+from trainwright.strategies.failures import non_finite, shown
+from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.objective import Objective, Share
 from trainwright.strategies.torch.replica import Replica
-
-_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         NonFiniteLoss: on every rank, with nothing applied.
         PeerLost, UserCodeError, JobError: with nothing applied, unless the optimizer itself raised.
     """
+    begun = time.perf_counter()
     with replica.attempt() as attempt:
         accumulate(replica, runner, feed)
         gradients = _gradients(replica, runner)
@@ -79,6 +80,7 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         learning_rate=rate,
         gradient_norm=norm,
         wish=totals.wish,
+        own_s=replica.own_done_s - begun if replica.device.type == "cpu" else None,  # a host's clock sees no kernels
     )
 
 
@@ -91,17 +93,18 @@ def accumulate(replica: Replica, runner: Runner, feed: Feed) -> None:
         replica.reseed(fold(replica.spec.seed, feed.step, micro, share.data_rank, 0))
         last = number == len(shares) - 1
         with nullcontext() if last else runner.local():
-            run(runner, share)
+            run(runner, share, replica.note_own)
 
 
-def run(runner: Runner, share: Share) -> None:
+def run(runner: Runner, share: Share, forward_done: Callable[[], None] = lambda: None) -> None:
     """Forward and backward of one micro-batch; tells a lost peer from an error in the user's code."""
     where = runner.where
     pull = runner.objective.pull(share, *runner.reduced(share))
+    forward_done()
     try:
         pull.backward()
     except Exception as error:
-        raise meaning(error, "the backward pass", where) from None
+        raise user_code("the backward pass", where).meaning(error) from None
 
 
 def _shares(feed: Feed) -> list[tuple[int, Share]]:
@@ -165,28 +168,15 @@ def _check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
     if math.isfinite(totals.loss) and math.isfinite(totals.weight):
         if not totals.weight or totals.norm is None or math.isfinite(totals.norm):
             return  # what has no weight is not applied
-        raise _non_finite(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
+        raise non_finite(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
     for share, losses in runner.objective.tallies:
         bad = ~torch.isfinite(losses)
         if bool(bad.any()):
             rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
             samples = share.batch.samples[rows].tolist()
-            shown = ", ".join(map(str, samples[:_SHOWN]))
             where = f"{runner.where}, data rank {share.data_rank}"
-            raise _non_finite(
-                f"the loss became {totals.loss} in step {feed.step + 1}, in samples {shown}", where, samples
+            raise non_finite(
+                f"the loss became {totals.loss} in step {feed.step + 1}, in samples {shown(samples)}", where, samples
             )
-    error = _non_finite(f"the loss became {totals.loss} in step {feed.step + 1}, on another data rank", runner.where)
-    error.elsewhere = True
-    raise error
-
-
-def _non_finite(what: str, where: str, samples: Iterable[int] = ()) -> NonFiniteLoss:
-    error = NonFiniteLoss(
-        what,
-        where=where,
-        remedy="look at these samples, lower the learning rate, set clip_norm, or pass such steps by with "
-        'on_nonfinite="skip"; nothing of this step was applied',
-    )
-    error.samples = tuple(samples)
-    return error
+    what = f"the loss became {totals.loss} in step {feed.step + 1}, on another data rank"
+    raise non_finite(what, runner.where, elsewhere=True)

@@ -33,7 +33,11 @@ class Framework(Protocol):
         """All that training changes, as numpy arrays by name, from the files that the engine saved."""
 
 
-IMPORTS = {"reference": (), "torch": ("torch._dynamo", "torch.nn.parallel")}  # torch imports these late
+IMPORTS = {
+    "reference": (),
+    "torch": ("torch.nn.parallel",),
+    "tensorflow": ("tensorflow", "keras"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,7 @@ class Case:
         topology: of the engine.
         in_place: whether a new generation forms in the same processes.
         interruptible: whether `interrupt` frees a blocked call; one that answers False has its process killed.
+        variant: it differs too little from another case to be part of every test.
         problems: names of the problems to try; all by default.
     """
 
@@ -60,6 +65,7 @@ class Case:
     topology: str = "collective"
     in_place: bool = True
     interruptible: bool = True
+    variant: bool = False
     problems: tuple[str, ...] = tuple(problems.PROBLEMS)
 
     @property
@@ -87,7 +93,8 @@ class Case:
         return [problems.feeds(problem, plan, step, ids[step], data) for step in steps]
 
 
-REFERENCE = "trainwright.strategies.reference"
+REFERENCE, TENSORFLOW = "trainwright.strategies.reference", "trainwright.strategies.tensorflow"
+KERAS: dict[str, Any] = {"framework": "tensorflow", "in_place": False, "interruptible": False}
 CASES = (
     Case(name="reference", framework="reference", engine=f"{REFERENCE}.engine:Reference"),
     Case(
@@ -96,6 +103,7 @@ CASES = (
         engine=f"{REFERENCE}.engine:NewProcess",
         workers=(2,),
         in_place=False,
+        variant=True,
         problems=("ragged", "weights"),
     ),
     Case(
@@ -123,31 +131,60 @@ CASES = (
         framework="torch",
         engine="trainwright.strategies.torch.data_parallel:DataParallel",
     ),
+    Case(name="tf-one-device", engine=f"{TENSORFLOW}.one_device:OneDevice", workers=(1,), **KERAS),
+    Case(name="tf-mirrored", engine=f"{TENSORFLOW}.mirrored:Mirrored", workers=(1,), devices=2, **KERAS),
+    Case(
+        name="tf-central-storage",
+        engine=f"{TENSORFLOW}.central_storage:CentralStorage",
+        workers=(1,),
+        devices=2,
+        **KERAS,
+    ),
+    Case(
+        name="tf-multi-worker-mirrored",
+        engine=f"{TENSORFLOW}.multi_worker:MultiWorkerMirrored",
+        workers=(2,),
+        **KERAS,
+    ),
+    Case(
+        name="tf-three-workers-mirrored",
+        engine=f"{TENSORFLOW}.multi_worker:MultiWorkerMirrored",
+        workers=(3,),
+        variant=True,
+        problems=("empty_shares", "tokens"),
+        **KERAS,
+    ),
 )
 
 
-def sizes(*wanted: int) -> list[tuple[Case, int]]:
+def sizes(*wanted: int, in_place: bool = False) -> list[tuple[Case, int]]:
     """Cases with each wanted number of workers that they are tried with; the largest that they have where none fits.
 
-    Those that need new processes for each group differ in nothing else, and have tests of their own.
+    Args:
+        in_place: only those whose processes form one group after the other.
     """
     return [
         (case, workers)
         for case in CASES
-        if case.in_place
+        if not case.variant and (case.in_place or not in_place)
         for workers in case.workers
         if workers in wanted or (workers == case.workers[-1] and not set(wanted) & set(case.workers))
     ]
 
 
-def several(*wanted: int) -> list[tuple[Case, int]]:
+def several(*wanted: int, in_place: bool = False) -> list[tuple[Case, int]]:
     """Like `sizes`, without cases that have one worker only."""
-    return [(case, workers) for case, workers in sizes(*wanted) if workers > 1]
+    return [(case, workers) for case, workers in sizes(*wanted, in_place=in_place) if workers > 1]
 
 
 def new_process() -> list[tuple[Case, int]]:
     """Cases whose new generation needs new processes."""
-    return [(case, workers) for case in CASES if not case.in_place for workers in case.workers]
+    return [(case, case.workers[0]) for case in CASES if not case.in_place]
+
+
+def variants() -> list[tuple[Case, int]]:
+    """Cases that `sizes` leaves out."""
+    return [(case, workers) for case in CASES if case.variant for workers in case.workers]
 
 
 def label(value: object) -> str | None:

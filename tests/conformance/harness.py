@@ -125,19 +125,36 @@ class World:
 
     def form(self, deadline_s: float = GROUP_S) -> list[StateTag]:
         """A new generation: reserve, exchange addresses, form; and build in processes that have not."""
+        groups = self._groups(deadline_s)
+        tags = self.every("form", lambda number: (groups[number],))
+        new = [number for number, built in enumerate(self._built) if not built]
+        for number in new:
+            self.ranks[number].send("build", self.spec, self.plan)
+        for number in new:
+            tags[number] = value_of(self.ranks[number].outcome())
+            self._built[number] = True
+        return tags
+
+    def form_without(self, absent: int, deadline_s: float) -> list[Outcome]:
+        """What becomes of the others when a rank dies before it has joined; a new process takes its place."""
+        groups = self._groups(deadline_s)
+        self.ranks[absent].kill()
+        others = [(rank, group) for rank, group in zip(self.ranks, groups, strict=True) if group.rank != absent]
+        for rank, group in others:
+            rank.send("form", group)
+        outcomes = [rank.outcome() for rank, _ in others]
+        self._admit(absent, self._process())
+        return outcomes
+
+    def _groups(self, deadline_s: float) -> list[Group]:
+        """A new generation as each rank is told of it, once all have bound a port."""
         self._generation += 1
         generation = Generation(token=1, number=self._generation)
         addresses = self.every("reserve", lambda number: (generation, "worker"))
         peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
-        tags = self.every(
-            "form",
-            lambda number: (Group(generation=generation, rank=number, peers=peers, deadline_s=deadline_s),),
-        )
-        for number, rank in enumerate(self.ranks):
-            if not self._built[number]:
-                tags[number] = rank.call("build", self.spec, self.plan)
-                self._built[number] = True
-        return tags
+        devices = ("cpu",) * self.plan.devices_per_worker
+        shared: dict[str, Any] = {"generation": generation, "devices": devices, "deadline_s": deadline_s}
+        return [Group(rank=rank, peers=peers, **shared) for rank in range(len(self.ranks))]
 
     def settle(self, source: int, feed: list[Feed] | None) -> list[StateTag]:
         """Transfer from `source` to all others, and warm."""

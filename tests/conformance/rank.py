@@ -9,7 +9,9 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
+from types import FunctionType
 from typing import Any
 
 from trainwright.core.data import Columns, Feed, StepReport, Sums
@@ -83,6 +85,9 @@ class Session:
         self.engine = getattr(importlib.import_module(module), name)()
         return os.getpid()
 
+    def set_environment(self, name: str, value: str) -> None:
+        os.environ[name] = value
+
     def reserve(self, generation: Generation, role: Role) -> Address:
         return self.engine.reserve(generation, role)
 
@@ -90,8 +95,10 @@ class Session:
         return self.engine.form(group)
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """With a loss that can be made to fail, unless it is an object of the framework's."""
         self.faulty = Faulty(spec.loss)
-        return self.engine.build(replace(spec, loss=self.faulty), plan)
+        plain = isinstance(spec.loss, FunctionType | partial)
+        return self.engine.build(replace(spec, loss=self.faulty) if plain else spec, plan)
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         return self._stepping(self.engine.transfer, moves)

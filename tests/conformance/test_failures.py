@@ -21,7 +21,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("case", "workers"), several(2, 3), ids=label)
+@pytest.mark.parametrize(("case", "workers"), several(2, 3, in_place=True), ids=label)
 @pytest.mark.parametrize("victim", [0, -1], ids=["first", "last"])
 def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
     pool: Pool, case: Case, workers: int, victim: int
@@ -43,7 +43,19 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
         assert_same(unbroken, state_of(case, world))
 
 
-@pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
+@pytest.mark.parametrize(("case", "workers"), several(2, 3, in_place=True), ids=label)
+def test_a_group_that_did_not_form_forms_with_a_new_process(pool: Pool, case: Case, workers: int) -> None:
+    feeds = case.feeds(PROBLEM, workers, range(WHOLE))
+    unbroken = run_whole(pool, case, workers, PROBLEM)
+    with case.world(pool, PROBLEM, workers) as world:
+        outcomes = world.form_without(workers - 1, deadline_s=1.0)
+        assert all(isinstance(outcome.error, PeerLost) for outcome in outcomes), outcomes
+        world.start(feeds[0])
+        world.train(feeds)
+        assert_same(unbroken, state_of(case, world))
+
+
+@pytest.mark.parametrize(("case", "workers"), several(2, in_place=True), ids=label)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, workers: int, fault: str) -> None:
     victim = workers - 1
@@ -66,7 +78,7 @@ def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, work
         assert_same(before, state_of(case, world))
 
 
-@pytest.mark.parametrize(("case", "workers"), sizes(1), ids=label)
+@pytest.mark.parametrize(("case", "workers"), sizes(1, in_place=True), ids=label)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_in_the_only_rank(pool: Pool, case: Case, workers: int, fault: str) -> None:
     kind, words = FAULTS[fault]
@@ -82,7 +94,7 @@ def test_an_error_in_the_only_rank(pool: Pool, case: Case, workers: int, fault: 
         assert_same(before, state_of(case, world))
 
 
-@pytest.mark.parametrize(("case", "workers"), sizes(1, 2), ids=label)
+@pytest.mark.parametrize(("case", "workers"), sizes(1, 2, in_place=True), ids=label)
 def test_outputs_of_the_wrong_shape(pool: Pool, case: Case, workers: int) -> None:
     problem = Problem(name="flat", flat=True)
     feeds = case.feeds(problem, workers, range(1))
@@ -102,7 +114,7 @@ def test_a_process_that_left_refuses_another_group(pool: Pool, case: Case, worke
             world.form()
 
 
-@pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
+@pytest.mark.parametrize(("case", "workers"), several(2, in_place=True), ids=label)
 def test_interrupt_frees_a_blocked_step_or_says_that_it_cannot(pool: Pool, case: Case, workers: int) -> None:
     feeds = case.feeds(PROBLEM, workers, range(2))
     world = case.world(pool, PROBLEM, workers)
@@ -115,7 +127,7 @@ def test_interrupt_frees_a_blocked_step_or_says_that_it_cannot(pool: Pool, case:
         world.close(failed=True)
 
 
-@pytest.mark.parametrize(("case", "workers"), several(2), ids=label)
+@pytest.mark.parametrize(("case", "workers"), several(2, in_place=True), ids=label)
 def test_a_rank_that_leaves_frees_the_others(pool: Pool, case: Case, workers: int) -> None:
     problem = replace(PROBLEMS["dividing"], accumulation=2)
     feeds = case.feeds(problem, workers, range(1))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conformance import problems
-from tests.conformance.cases import Case, label, new_process, several, sizes
+from tests.conformance.cases import Case, label, several, sizes, variants
 from tests.conformance.harness import Pool, World
 from tests.conformance.problems import PROBLEMS
 
@@ -57,7 +57,7 @@ def test_warming_leaves_all_state_as_it_was(pool: Pool, case: Case, workers: int
         assert_same(trained, state_of(case, world))
 
 
-@pytest.mark.parametrize(("case", "workers"), sizes(2), ids=label)
+@pytest.mark.parametrize(("case", "workers"), sizes(2, in_place=True), ids=label)
 def test_a_snapshot_is_a_copy_and_restores_bitwise(pool: Pool, case: Case, workers: int) -> None:
     feeds = case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
@@ -76,7 +76,7 @@ def test_a_snapshot_is_a_copy_and_restores_bitwise(pool: Pool, case: Case, worke
         assert_same(end, state_of(case, world))
 
 
-@pytest.mark.parametrize(("case", "workers"), [*sizes(1, 2), *new_process()], ids=label)
+@pytest.mark.parametrize(("case", "workers"), [*sizes(1, 2), *variants()], ids=label)
 def test_a_checkpoint_continues_bitwise_in_fresh_processes(pool: Pool, case: Case, workers: int) -> None:
     feeds = case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
@@ -110,7 +110,7 @@ def test_a_checkpoint_continues_with_another_number_of_workers(pool: Pool, case:
     assert losses == pytest.approx([report.loss for report in reports[0]], rel=1e-9)
 
 
-@pytest.mark.parametrize(("case", "workers"), several(2, 3), ids=label)
+@pytest.mark.parametrize(("case", "workers"), several(2, 3, in_place=True), ids=label)
 @pytest.mark.parametrize("newcomer", [0, -1], ids=["first", "last"])
 def test_a_newcomer_gets_the_state_of_a_survivor(pool: Pool, case: Case, workers: int, newcomer: int) -> None:
     feeds = case.feeds(PROBLEM, workers, range(WHOLE))

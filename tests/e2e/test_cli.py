@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import finish
+from tests.processes import address, finish
 
 JOB = """
 import numpy as np, torch
@@ -74,8 +74,8 @@ def test_read_commands_need_no_ray_and_no_framework(trained: tuple[Path, str, st
         assert code == 0 and out.strip(), err
 
 
-def test_plan_as_json(trained: tuple[Path, str, str]) -> None:
-    code, out, err = finish("plan", trained[0], "--set", "name=other", "--json")
+def test_plan_as_json(trained: tuple[Path, str, str], ray_cluster: None) -> None:
+    code, out, err = finish("plan", trained[0], "--set", "name=other", "--json", cluster=address())
     assert code == 0, err
     decision = json.loads(out)
     assert decision["chosen"]["strategy"] == "data_parallel"
@@ -89,6 +89,7 @@ def test_all_wrong_overrides_are_said_at_once(trained: tuple[Path, str, str]) ->
     assert code == 2 and "inputs='xx'" in err and "targets='label'" in err
 
 
-def test_a_demand_that_the_cluster_cannot_meet(trained: tuple[Path, str, str]) -> None:
-    code, _, err = finish("fit", trained[0], "--set", "accelerator=gpu", "--set", "workers=4", "--set", "name=n")
+def test_a_demand_that_the_cluster_cannot_meet(trained: tuple[Path, str, str], ray_cluster: None) -> None:
+    too_much = ("--set", "accelerator=gpu", "--set", "workers=4", "--set", "name=n")
+    code, _, err = finish("fit", trained[0], *too_much, cluster=address())
     assert code == 1 and "needs 4 GPU, the cluster has 0" in err

@@ -12,10 +12,17 @@ from tests.processes import finish
 from tests.s3 import S3Bucket
 from trainwright.store import open_store
 
+# Each epoch's checkpoint is committed before the next epoch goes on: one that is due during an upload goes by.
+PACED = """
+from tests.jobs import keep_pace
+
+job = job.replace(schedule=lambda step, total: keep_pace({storage!r}, step, 10, "little") or 1.0)
+"""
+
 
 def test_train_show_and_evaluate_on_s3(s3_bucket: S3Bucket, tmp_path: Path) -> None:
     file = tmp_path / "job.py"
-    file.write_text(JOB.format(storage=s3_bucket.uri))
+    file.write_text(JOB.format(storage=s3_bucket.uri) + PACED.format(storage=s3_bucket.uri))
     code, out, err = finish("fit", file)
     assert code == 0, err
     assert f"{s3_bucket.uri}/little/report.html" in out

@@ -28,18 +28,15 @@ def committed(folder: Path) -> int:
     return entry.checkpoints[-1].step if entry and entry.checkpoints else 0
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_a_killed_driver_is_started_again(
-    workers: int, folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
-) -> None:
-    file = processes.write_job(tmp_path, folder, workers=workers)
+def test_a_killed_driver_is_started_again(folder: Path, tmp_path: Path, unbroken: Callable[[int], State]) -> None:
+    file = processes.write_job(tmp_path, folder, workers=3)
     with processes.trainwright("fit", file, step_s=STEP_S) as driver:
         processes.wait_until(lambda: committed(folder) >= 10, driver)
         processes.kill(driver)
     code, _, err = processes.finish("fit", file)
     assert code == 0, err
     assert re.search(r"resuming step 1[05]", err), err
-    assert final_state(folder, "faulty") == unbroken(workers)
+    assert final_state(folder, "faulty") == unbroken(3)
 
 
 def test_ctrl_c_takes_a_checkpoint_and_the_same_command_goes_on(
@@ -58,9 +55,9 @@ def test_ctrl_c_takes_a_checkpoint_and_the_same_command_goes_on(
     assert final_state(folder, "faulty").files == unbroken(2).files
 
 
-def test_a_second_ctrl_c_does_not_wait(folder: Path, tmp_path: Path) -> None:
-    file = processes.write_job(tmp_path, folder, checkpoint_steps=1000)
-    with processes.trainwright("fit", file, step_s=20) as driver:
+def test_a_second_ctrl_c_does_not_wait(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
+    file = processes.write_job(tmp_path, folder, step_s=20, checkpoint_steps=1000)
+    with processes.trainwright("fit", file, cluster=processes.address()) as driver:
         processes.wait_until(lambda: bool(folder.exists() and told(folder, "faulty", events.Placed)), driver)
         driver.send_signal(signal.SIGINT)
         driver.send_signal(signal.SIGINT)
@@ -68,9 +65,9 @@ def test_a_second_ctrl_c_does_not_wait(folder: Path, tmp_path: Path) -> None:
     assert driver.returncode == 130, err
 
 
-def test_sigterm_is_a_preemption_notice(folder: Path, tmp_path: Path) -> None:
-    file = processes.write_job(tmp_path, folder, checkpoint_steps=1000)
-    with processes.trainwright("fit", file, step_s=SLOW_S) as driver:
+def test_sigterm_is_a_preemption_notice(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
+    file = processes.write_job(tmp_path, folder, step_s=SLOW_S, checkpoint_steps=1000)
+    with processes.trainwright("fit", file, cluster=processes.address()) as driver:
         processes.wait_until(lambda: bool(folder.exists() and told(folder, "faulty", events.Steps)), driver)
         driver.send_signal(signal.SIGTERM)
         _, err = driver.communicate(timeout=60)

@@ -19,7 +19,7 @@ def ready(number: int) -> jobs.Awaited:
     return jobs.Awaited(kind=events.Placed, number=number, spare=True)
 
 
-@pytest.mark.parametrize(("workers", "point"), [(2, "synchronisation"), (3, "forward"), (4, "forward")])
+@pytest.mark.parametrize(("workers", "point"), [(2, "synchronisation"), (4, "forward")])
 def test_a_spare_takes_the_rank_of_a_killed_worker_and_is_replaced_itself(
     workers: int, point: str, folder: Path, unbroken: Callable[[int], State]
 ) -> None:

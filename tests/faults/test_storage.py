@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,12 +50,20 @@ def alter(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+@pytest.fixture(scope="module")
+def stopped(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of a run of two workers that failed after step 12."""
+    folder = tmp_path_factory.mktemp("stopped") / "runs"
+    stop_at(folder, 12)
+    return folder
+
+
 @pytest.mark.parametrize("damage", [tear, alter, Path.unlink], ids=["torn", "altered", "missing"])
 @pytest.mark.parametrize("which", ["MANIFEST.json", "shard"])
 def test_a_damaged_checkpoint_falls_back_to_its_parent(
-    which: str, damage: Callable[[Path], None], folder: Path, unbroken: Callable[[int], State]
+    which: str, damage: Callable[[Path], None], stopped: Path, folder: Path, unbroken: Callable[[int], State]
 ) -> None:
-    stop_at(folder, 12)
+    shutil.copytree(stopped, folder)
     manifest = newest(folder) / "MANIFEST.json"
     shard = newest(folder) / json.loads(manifest.read_text())["files"][0]["name"]
     damage(manifest if which == "MANIFEST.json" else shard)

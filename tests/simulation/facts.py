@@ -17,7 +17,9 @@ from trainwright.core.errors import (
     UserCodeError,
     WorkerLost,
 )
+from trainwright.core.job import LOOP
 from trainwright.driver import messages as m
+from trainwright.driver.state import Settings
 
 if TYPE_CHECKING:
     from tests.simulation.world import Driver
@@ -30,6 +32,7 @@ class Facts:
         self.high = 0  # highest step told of
         self.line = 0  # where the run stands, after being set back
         self.start = 0
+        self.healed = False
         self.faults = 0  # since a new step was told of; each may count as one failure
         self.recovering = False
         self.lost: Exception | None = None
@@ -37,8 +40,10 @@ class Facts:
         self.storage_in_a_row = 0
         self.cuts: set[int] = set()  # generations cut without a death, not told of yet
         self.most_faults = 0
+        self.passing: set[int] = set()
         self.stop_now = False
         self.stop_at: int | None = None
+        self.noticed = False  # a process was told that it will be ended, which may cost steps
         self.unquiet = False  # a fault came after the wish to stop
         self.evaluated: dict[int, dict[str, float]] = {}
         self.release: m.Release | None = None
@@ -58,6 +63,8 @@ class Facts:
                 self._fault()
             case m.Raised():
                 self._raised(event)
+            case m.Noticed():
+                self.noticed = True
             case m.Lost():
                 self.lost = event.error
             case m.Committed():
@@ -97,8 +104,18 @@ class Facts:
         else:
             self.recovering = self.unquiet = True
 
+    def _passed_by(self, steps: set[int]) -> None:
+        """Batches are passed by from now on: of the step that failed again and again alone, and for good."""
+        if not self.passing <= steps:
+            raise Violation(f"the batches of {self.passing - steps} are no longer passed by")
+        if steps > self.passing and (self.faults < LOOP or steps - self.passing != {self.high + 1}):
+            raise Violation(f"{steps - self.passing} are passed by after {self.faults} faults at step {self.high}")
+        self.passing = steps
+
     def expired(self, name: str) -> None:
-        """A deadline passed because something hangs."""
+        """A deadline passed because something hangs, or a pause is over."""
+        if name == "backoff" and self.faults < 2:
+            raise Violation("a first failure was not recovered from at once")
         if name in ("call", "hang", "upload"):
             self._fault()
         self.unquiet = True
@@ -113,6 +130,10 @@ class Facts:
             if call.argument.source == "replica":
                 self._reached(call.argument.step)  # a survivor told of it
             self.line = call.argument.step
+            if not self.healed:  # what was due before was seen to by the driver before, whose workers these may be
+                self.start = max(self.start, call.argument.step - 1)
+            self.healed = True
+            self._passed_by({passed.step for passed in call.argument.passing})
         if self.stop_now and call.verb != "upload":
             raise Violation(f"{call.verb} is called after a wish to stop at once")
 
@@ -156,16 +177,15 @@ class Facts:
             return
         due = {step for step in range(self.start + 1, settings.total_steps) if step % every == 0}
         due = due if self.stop_at is None else {step for step in due if step in self.evaluated}
-        mean = (settings.workers + 1) / 2
         for step in due | {settings.total_steps}:
             metrics = self.evaluated.get(step)
-            if metrics is None or abs(metrics["rank"] - mean) > 1e-9:
+            if metrics is None or not _whole(metrics, settings):
                 raise Violation(f"the evaluation of step {step} gave {metrics}")
 
     def _judge_stopped(self, finish: m.Finish, store: Store) -> None:
         if self.stop_at is None:
             raise Violation("stopped, but nobody asked for it")
-        quiet = not (self.unquiet or self.stop_now or self.user or self.lost)
+        quiet = not (self.unquiet or self.noticed or self.stop_now or self.user or self.lost)
         if quiet and finish.step < self.stop_at:
             raise Violation(f"stopped at step {finish.step}, although step {self.stop_at} was complete")
 
@@ -192,3 +212,9 @@ class Facts:
 
     def _store_is_out(self, scenario: Scenario) -> bool:
         return self.storage_in_a_row >= scenario.settings.storage_attempts
+
+
+def _whole(metrics: dict[str, float], settings: Settings) -> bool:
+    """Whether each rank of a world within its bounds was counted once."""
+    right = abs(metrics["rank"] - (metrics["size"] + 1) / 2) < 1e-9
+    return right and settings.fewest - 1e-9 <= metrics["size"] <= settings.most + 1e-9

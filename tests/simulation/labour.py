@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from tests.simulation.clock import Clock
+from tests.simulation.memory import Memory
 from tests.simulation.processes import Process, Team, apply
 from tests.simulation.scenario import Scenario
 from tests.simulation.store import Store, Violation
@@ -16,28 +17,6 @@ from trainwright.core.group import Address
 from trainwright.driver import messages as m
 
 COLLECTIVE = frozenset({"form", "heal", "run"})
-
-
-class Clock:
-    """Virtual time: actions in order of time, then of request."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = 0
-
-    def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something later."""
-        self._number += 1
-        heapq.heappush(self._queue, (self.now_s + delay_s, self._number, action, arguments))
-
-    def tick(self) -> bool:
-        """Do the next thing; False when there is none."""
-        if not self._queue:
-            return False
-        self.now_s, _, action, arguments = heapq.heappop(self._queue)
-        action(*arguments)
-        return True
 
 
 class Labour:
@@ -52,6 +31,7 @@ class Labour:
         self.whole = frozenset(self._piece(rank) for rank in range(size))
         self.outage_until_s = 0.0
         self.upload_faults: list[str] = []
+        self.memory = Memory(self)
         self.crash_step = 0
         self.crash_rank = 0
 
@@ -68,6 +48,8 @@ class Labour:
         """A call reaches a living process."""
         if call.verb == "upload":
             self._upload(process, call)
+        elif call.verb == "keep":
+            self.memory.keep(process, call)
         elif call.verb == "stop":
             if process.team is not None:
                 process.team.wish = True
@@ -88,7 +70,6 @@ class Labour:
                 self._alone(process, call)
 
     def _alone(self, process: Process, call: m.Call) -> None:
-        settings = self.scenario.settings
         match call.verb:
             case "reserve":
                 if process.member:
@@ -103,16 +84,18 @@ class Labour:
                 self.answer(process, process.tag(self.scenario.layout, self.whole), 0.01, 0.3)
             case "evaluate":
                 self._must_stand(process, call)
-                sums = Sums(totals={"rank": (process.rank + 1.0, 1.0), "size": (1.0, 1.0 / settings.workers)})
+                size = process.team.size  # type: ignore[union-attr]
+                sums = Sums(totals={"rank": (process.rank + 1.0, 1.0), "size": (1.0, 1.0 / size)})
                 self.answer(process, sums, 0.1, 1.0)
             case "snapshot":
                 self._must_stand(process, call)
-                process.snapshot = (process.step, process.lineage)
-                self.answer(process, m.Snapshot(step=process.step, size_bytes=8, blocked_s=0.1), 0.01, 0.2)
+                process.copies.update(dict.fromkeys(call.argument.verbs, (process.step, process.lineage)))
+                self.answer(process, m.Snapshot(step=process.step, size_bytes=8, blocked_s=0.005), 0.01, 0.2)
 
     def _must_stand(self, process: Process, call: m.Call) -> None:
-        if process.step != call.argument or not process.sound:
-            raise Violation(f"{call.verb} at step {call.argument} of a worker at step {process.step}")
+        step = call.argument.step if call.verb == "snapshot" else call.argument
+        if process.step != step or not process.sound:
+            raise Violation(f"{call.verb} at step {step} of a worker at step {process.step}")
 
     def answer(self, process: Process, value: Any, low_s: float, high_s: float) -> None:
         """Return from the call after a while."""
@@ -149,6 +132,8 @@ class Labour:
             "storage": StorageError("the store did not answer"),
             "internal": RuntimeError("a bug"),
         }[kind]
+        if kind == "storage" and process.call is not None and process.call.verb == "heal":
+            self.memory.sealed.pop(process.driver.token, None)  # what could not be read need not be asked for again
         process.ticket += 1
         team = process.team
         if team is not None and process in team.arrived:
@@ -174,6 +159,12 @@ class Labour:
             raise Violation(f"ranks run different segments: {call.verb} {argument}, {team.verb} {team.argument}")
         if call.verb == "form":
             team.size, process.rank = call.argument.size, call.argument.rank
+            bounds = self.scenario.settings
+            if process.rank in team.ranks or not 0 <= process.rank < team.size:
+                raise Violation(f"rank {process.rank} of {team.size} is given to worker {process.worker} too")
+            if not bounds.fewest <= team.size <= bounds.most:
+                raise Violation(f"{team.size} workers, outside of {bounds.fewest} to {bounds.most}")
+            team.ranks.add(process.rank)
             process.piece = self._piece(process.rank)
         if team.broken:
             self._lose_peers(process)
@@ -199,6 +190,10 @@ class Labour:
             for process in arrived:
                 self.fail(process, "storage", StorageError("the store did not answer"), self.between(0.1, 0.5))
             return
+        if team.verb == "heal" and team.argument.kept and self.memory.gone(team.argument.kept):
+            for process in arrived:
+                self.fail(process, "storage", StorageError("the copy is gone"), self.between(0.1, 0.5))
+            return
         if team.verb == "heal":
             self._heal(team, arrived)
         for process in arrived:
@@ -210,6 +205,11 @@ class Labour:
         known = max((process.step for process in arrived if process.sound and process.trained), default=0)
         if known > heal.step and self.scenario.layout == "replicated":
             raise Violation(f"healed at step {heal.step}, although a sound rank stands at {known}")
+        token = arrived[0].driver.token
+        self.memory.check(heal, token)
+        if heal.kept is not None:
+            for process in arrived:
+                process.take(*self.memory.kept[heal.kept.version, heal.kept.files[0].file.name])
         if heal.source == "checkpoint":
             assert heal.checkpoint is not None
             if heal.checkpoint.path not in self.store.committed:
@@ -228,6 +228,9 @@ class Labour:
                 raise Violation(f"rank {process.rank}: steps lost or applied twice by {heal.source} at {heal.step}")
             process.take(heal.step, process.lineage)
         team.step, team.lineage = heal.step, arrived[0].lineage
+        team.passing = frozenset(passed.step for passed in heal.passing)
+        if len(team.passing) > self.scenario.settings.pass_limit:
+            raise Violation(f"too many steps are passed by: {team.passing}")
 
     def _check_level(self, team: Team) -> None:
         if any((member.step, member.lineage) != (team.step, team.lineage) for member in team.arrived):
@@ -239,8 +242,9 @@ class Labour:
         """One global step of the whole group."""
         if team.ticket != ticket:
             return
-        if self.crash_step == team.step + 1:
-            self.die(team.arrived[self.crash_rank % team.size])
+        if self.crash_step == team.step + 1 and self.crash_step not in team.passing:
+            team.early = True
+            self.die(next(process for process in team.arrived if process.rank == self.crash_rank % team.size))
             return
         team.lineage = apply(team.lineage, team.step)
         team.step += 1
@@ -252,10 +256,11 @@ class Labour:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
             return
         arrived, team.arrived = team.arrived, []
+        stopped, team.wish = team.wish, False
         for process in arrived:
             process.take(team.step, team.lineage)
             tag = process.tag(self.scenario.layout, self.whole)
-            self.answer(process, m.SegmentReport(step=team.step, stopped=team.wish, tag=tag), 0.0, 0.4)
+            self.answer(process, m.SegmentReport(step=team.step, stopped=stopped, tag=tag), 0.0, 0.4)
 
     # --- breaking -----------------------------------------------------------------------------------------
 
@@ -271,7 +276,7 @@ class Labour:
         team.broken = True
         team.ticket += 1
         arrived, team.arrived = team.arrived, []
-        torn = self.rand() < 0.4
+        torn = self.rand() < 0.4 and not team.early
         for process in arrived:
             if team.verb == "run":
                 self._leave_step(team, process, torn)
@@ -317,6 +322,13 @@ class Labour:
             return
         self.fail(process, "peer", PeerLost("connection closed by peer"), self.between(0.05, 2.0))
 
+    def let_go(self, process: Process) -> None:
+        """Another driver takes it over: what it does for the one before ends, and nobody hears of it."""
+        self.part(process)
+        process.ticket += 1
+        process.call, process.upload, process.raise_next = None, None, ""
+        process.copies.clear()
+
     def die(self, process: Process, delay_s: float = 0.0) -> None:
         """The process ends. An answer already under way may still arrive, before the news of the death."""
         if not process.alive:
@@ -341,7 +353,7 @@ class Labour:
     def _upload(self, process: Process, call: m.Call) -> None:
         if process.upload is not None:
             raise Violation(f"worker {process.worker} is asked for a second upload during one")
-        if process.snapshot is None:
+        if "upload" not in process.copies:
             raise Violation("an upload without a snapshot")
         process.upload = call
         fault = self.upload_faults.pop(0) if self.upload_faults else ""
@@ -351,9 +363,8 @@ class Labour:
         self.clock.after(self.between(0.2, 4.0), self._uploaded, process, call, fault)
 
     def _uploaded(self, process: Process, call: m.Call, fault: str) -> None:
-        if not process.alive:
+        if not process.alive or process.upload is not call:
             return
-        assert process.snapshot is not None
         process.upload = None
         about: dict[str, Any] = {"worker": process.worker, "generation": call.generation, "verb": "upload"}
         if fault == "internal":
@@ -364,5 +375,5 @@ class Labour:
             failure = m.Failure(kind="storage", error=StorageError("the store did not answer"))
             self.deliver(process.driver, m.Raised(**about, failure=failure))
         else:
-            files = self.store.write(call.argument, process.piece, *process.snapshot)
+            files = self.store.write(call.argument, process.piece, *process.copies.pop("upload"))
             self.deliver(process.driver, m.Returned(**about, value=files))

@@ -13,7 +13,10 @@ from typing import Any
 
 import trainwright.driver.decide as decide
 
-MODULES = ("turn", "agree", "milestones", "checkpointing", "ending", "recovering", "forming", "training", "decide")
+MODULES = (
+    "turn", "agree", "milestones", "keeping", "checkpointing", "ending", "loops", "staffing", "leaving", "spikes",
+    "straggling", "recovering", "forming", "training", "decide",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ def load(mutant: Mutant) -> Any:
 def _define(package: str, name: str, source: str) -> None:
     for other in MODULES:
         source = source.replace(f"from trainwright.driver.{other} import", f"from {package}.{other} import")
-    source = source.replace("from trainwright.driver import checkpointing", f"from {package} import checkpointing")
+    source = re.sub(r"from trainwright\.driver import (?!messages)", f"from {package} import ", source)
     spec = importlib.machinery.ModuleSpec(f"{package}.{name}", loader=None)
     module = importlib.util.module_from_spec(spec)
     sys.modules[f"{package}.{name}"] = module

@@ -29,8 +29,10 @@ class Process:
 
     __slots__ = (
         "alive",
+        "beside",
         "born_s",
         "call",
+        "copies",
         "deaf",
         "driver",
         "due_s",
@@ -39,12 +41,12 @@ class Process:
         "killed",
         "lineage",
         "member",
+        "noticed",
         "piece",
         "raise_next",
         "raised",
         "rank",
         "slot",
-        "snapshot",
         "sound",
         "spare",
         "step",
@@ -58,8 +60,9 @@ class Process:
         "worker",
     )  # fmt: skip
 
-    def __init__(self, driver: Any, worker: int, slot: int, now_s: float, *, spare: bool = False) -> None:
-        self.driver, self.worker, self.slot, self.rank, self.spare = driver, worker, slot, slot, spare
+    def __init__(self, driver: Any, place: m.Place, now_s: float) -> None:
+        self.driver, self.worker, self.slot, self.rank = driver, place.worker, place.slot, place.slot
+        self.spare, self.beside = place.spare, place.beside
         self.born_s = now_s
         self.up, self.alive, self.killed, self.told = False, True, False, False
         self.call: m.Call | None = None  # on the thread of steps
@@ -69,12 +72,13 @@ class Process:
         self.raise_next = ""
         self.raised = False  # an error that no process is trusted after
         self.hung, self.deaf, self.upload_hung = False, False, False
+        self.noticed = False  # told that it will be ended soon
         self.team: Team | None = None
         self.member = False  # of a team that it has not left
         self.freed: Team | None = None  # the team whose connections were shut
         self.piece = "state"
         self.step, self.lineage, self.sound, self.trained = 0, FRESH, True, False
-        self.snapshot: tuple[int, int] | None = None
+        self.copies: dict[str, tuple[int, int]] = {}  # by the verb that they are for
 
     def tag(self, layout: str, whole: frozenset[str]) -> StateTag:
         """What it says it holds."""
@@ -84,7 +88,7 @@ class Process:
     @property
     def guilty(self) -> bool:
         """Whether it deserves to be ended."""
-        return not self.alive or self.hung or self.upload_hung or self.raised
+        return not self.alive or self.hung or self.upload_hung or self.raised or self.noticed
 
     @property
     def harmless(self) -> bool:
@@ -104,15 +108,19 @@ class Team:
     """A generation's group as the processes see it: collective verbs end together or break for all."""
 
     __slots__ = (
-        "argument", "arrived", "broken", "cut", "lineage", "members", "number", "size", "step", "ticket", "verb", "wish"
+        "argument", "arrived", "broken", "cut", "early", "lineage", "members", "number", "passing", "ranks", "size",
+        "step", "ticket", "verb", "wish",
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.size = 0
         self.members: list[Process] = []
+        self.ranks: set[int] = set()
         self.arrived: list[Process] = []
         self.verb, self.argument = "", None
         self.broken, self.cut, self.wish = False, False, False
         self.ticket = 0
         self.step, self.lineage = 0, FRESH
+        self.passing: frozenset[int] = frozenset()
+        self.early = False  # it breaks before anybody has changed anything

@@ -11,6 +11,7 @@ KINDS = {
     "kill": 24, "kill two": 5, "kill all": 2, "crash loop": 2, "hang": 5, "internal": 4, "user": 2, "data": 1,
     "storage": 3, "cut": 5, "slow start": 3, "start death": 4, "start loop": 1, "never starts": 1,
     "upload fails": 6, "upload hangs": 2, "upload internal": 1, "commit fails": 4, "commit slow": 4, "outage": 4,
+    "preempt": 6, "preempt all": 2, "memory full": 2, "copies lost": 2,
     "stop": 8, "stop now": 3, "stop twice": 2, "crash": 5, "zombie": 4, "log lost": 1,
 }  # fmt: skip
 VERBS = ("reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "leave")
@@ -63,7 +64,21 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     horizon_s = 3.0 + total * rng.choice((0.5, 1.0, 2.0))
     faults = tuple(_fault(rng, horizon_s) for _ in range(_number(rng)))
     faults += tuple(replace(_fault(rng, horizon_s), kind=kind, verb="") for kind in also)
-    return Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
+    settings = replace(settings, keep_s=rng.choice((None, None, 0.5, 2.0)), checkpoint_auto=rng.random() < 0.1)
+    settings = replace(settings, pass_limit=Random(seed + 2**33).choice((0, 1, 5)))
+    scenario = Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
+    return _elastic(scenario, Random(seed + 2**32)) if scenario.layout == "replicated" else scenario
+
+
+def _elastic(scenario: Scenario, rng: Random) -> Scenario:
+    """A third of the worlds may shrink and grow."""
+    if rng.random() < 0.67:
+        return scenario
+    count = scenario.settings.workers
+    bounds = replace(
+        scenario.settings, min_workers=rng.randint(1, count), max_workers=count + rng.randint(0, 2), shrink_s=8.0
+    )
+    return replace(scenario, settings=bounds)
 
 
 def unbroken(scenario: Scenario) -> Scenario:

@@ -67,6 +67,17 @@ class Strikes:
         for process in living:
             self._world.labour.die(process)
 
+    def _at_preempt(self, target: Process, living: list[Process]) -> None:
+        target.noticed = True
+        left_s = self._world.scenario.settings.preemption_s
+        notice = m.Noticed(worker=target.worker, left_s=left_s)
+        self._world.clock.after(self._world.labour.between(0.0, 0.3), self._world.deliver, target.driver, notice)
+        self._world.clock.after(left_s, self._world.labour.die, target)
+
+    def _at_preempt_all(self, target: Process, living: list[Process]) -> None:
+        for process in living:
+            self._at_preempt(process, living)
+
     def _on_crash_loop(self, fault: Fault) -> None:
         self._world.labour.crash_step = 1 + int(fault.amount * self._world.scenario.settings.total_steps)
         self._world.labour.crash_rank = int(fault.target * self._world.scenario.settings.workers)
@@ -136,6 +147,12 @@ class Strikes:
 
     def _on_commit_slow(self, fault: Fault) -> None:
         self._slow_commit = True
+
+    def _on_memory_full(self, fault: Fault) -> None:
+        self._world.labour.memory.full = True
+
+    def _on_copies_lost(self, fault: Fault) -> None:
+        self._world.labour.memory.lost = True
 
     def _on_outage(self, fault: Fault) -> None:
         long = fault.amount > 0.9

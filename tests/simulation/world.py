@@ -7,12 +7,13 @@ noted from what was *delivered* to a driver, never from what the driver thinks.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from tests.simulation.clock import Clock
 from tests.simulation.facts import Facts
-from tests.simulation.labour import Clock, Labour
+from tests.simulation.labour import Labour
 from tests.simulation.processes import Process, Team, lineages
 from tests.simulation.scenario import Scenario
 from tests.simulation.store import Store, Violation
@@ -86,6 +87,7 @@ class World:
         self.emitted: list[events.Event] = []
         self.delivered = 0
         self._coming = 0
+        self.heritage: Driver | None = None  # a dead driver whose workers live
 
     def run(self) -> Outcome:
         """Until every driver has finished or died."""
@@ -162,7 +164,8 @@ class World:
         if driver.finish is not None or not driver.alive or driver.timers.get(timer.name) != timer.number:
             return
         del driver.timers[timer.name]
-        stuck = [process for process in driver.living if process.hung or process.deaf or process.upload_hung]
+        there = [process for process in driver.processes.values() if not process.told]
+        stuck = [process for process in there if process.hung or process.deaf or process.upload_hung]
         if timer.name in ("call", "hang", "leave") and not stuck:
             raise Violation(f"the timer {timer.name!r} ran out although nobody hangs")
         driver.facts.expired(timer.name)
@@ -177,6 +180,7 @@ class World:
             raise Violation(f"{call.verb} is asked for generation {call.generation}, which is over")
         driver.generation = number
         driver.facts.called(call)
+        process.spare = process.spare and call.verb != "reserve"  # its death counts from now on, if it was not before
         if process.alive:
             self.labour.begin(process, call)
             self.strikes.after_call(process, call)
@@ -190,25 +194,56 @@ class World:
         elif driver.alive and driver.finish is None:
             event = self.store.acquire()
             driver.token = event.token
+            event = replace(event, **self._inherit(driver))
             driver.facts.resumed(event.head.step if event.head else 0)
             self.deliver(driver, event)
 
+    def _inherit(self, driver: Driver) -> dict[str, Any]:
+        """What outlived the driver before, where the cluster did: its workers let go of their group."""
+        before, self.heritage = self.heritage, None
+        if before is None or before.alive:
+            return {}
+        answering = [process for process in before.living if process.up and not process.killed]
+        living = [process for process in answering if not process.hung and not process.deaf]
+        for process in living:
+            self.labour.let_go(process)
+            process.driver = driver
+            driver.processes[process.worker] = process
+            if not process.beside:
+                driver.slots[process.slot] = process.worker
+        kept = self.labour.memory.sealed.get(before.token)
+        return {"living": tuple(self._living(process) for process in living), "kept": kept}
+
+    def _living(self, process: Process) -> m.Living:
+        slot = None if process.spare and process.beside else process.slot
+        node = f"node-{process.slot // 4}"
+        return m.Living(worker=process.worker, node=node, pid=1000 + process.worker, slot=slot, waiting=process.spare)
+
+    def _seal(self, driver: Driver, effect: m.Seal) -> None:
+        self.labour.memory.sealed[driver.token] = effect.kept
+
     def _place(self, driver: Driver, effect: m.Place) -> None:
-        if not effect.spare:
+        if not effect.beside:
             self._take_slot(driver, effect.slot, effect.worker)
         if driver.facts.stop_now or effect.worker in driver.processes:
             raise Violation(f"worker {effect.worker} is placed, which cannot be")
-        process = Process(driver, effect.worker, effect.slot, self.clock.now_s, spare=effect.spare)
+        process = Process(driver, effect, self.clock.now_s)
         driver.processes[effect.worker] = process
-        spares = [other for other in driver.living if other.spare and not other.killed]
-        if len(spares) > self.scenario.settings.spares:
-            raise Violation(f"{len(spares)} spares where {self.scenario.settings.spares} were wanted")
+        self._count(driver)
         self.strikes.start(process)
+
+    def _count(self, driver: Driver) -> None:
+        settings = self.scenario.settings
+        spares = [other for other in driver.living if other.spare and other.beside and not other.killed]
+        if len(spares) > settings.spares:
+            raise Violation(f"{len(spares)} spares where {settings.spares} were wanted")
+        if not all(0 <= slot < settings.most for slot in driver.slots):
+            raise Violation(f"slots {sorted(driver.slots)} where {settings.most} workers are the most")
 
     def _take_slot(self, driver: Driver, slot: int, worker: int) -> None:
         """One process at a time holds a rank."""
         old = driver.processes.get(driver.slots.get(slot, -1))
-        if old is not None and not old.killed and not old.told:
+        if old is not None and old.worker != worker and not old.killed and not old.told:
             raise Violation(f"slot {slot} is given to worker {worker} while worker {old.worker} holds it")
         driver.slots[slot] = worker
 
@@ -227,6 +262,10 @@ class World:
             raise Violation(f"worker {effect.worker} is killed, although it only waited for others")
         process.killed = True
         self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)
+
+    def _shun(self, driver: Driver, effect: m.Shun) -> None:
+        if effect.worker not in driver.processes:
+            raise Violation(f"the node of worker {effect.worker}, which was never there, is shunned")
 
     def _saves_survivors(self, driver: Driver) -> bool:
         """Whether a survivor's process is worth keeping: not where all must begin anew, since no state is whole."""
@@ -265,8 +304,9 @@ class World:
         self.emitted.append(event)
         driver.facts.emitted(event)
         if isinstance(event, events.Promoted):
-            self._take_slot(driver, event.rank, event.worker)
+            self._take_slot(driver, event.slot, event.worker)
             driver.processes[event.worker].spare = False
+            driver.processes[event.worker].slot = event.slot
 
     def _finish(self, driver: Driver, finish: m.Finish) -> None:
         driver.finish = finish
@@ -275,8 +315,11 @@ class World:
             self.labour.die(process)
 
     def crash(self, driver: Driver) -> None:
-        """The driver dies, and Ray ends its workers."""
+        """The driver dies, and Ray ends its workers, unless the cluster lives on without it."""
         driver.alive = False
+        if self.rng.random() < 0.5:
+            self.heritage = driver
+            return
         for process in driver.living:
             process.alive = False
             process.ticket += 1

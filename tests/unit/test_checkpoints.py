@@ -28,7 +28,7 @@ from trainwright.checkpoints import (
 from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.errors import CheckpointError, StorageError
-from trainwright.store import Store, open_store
+from trainwright.store import Store, StoreDown, open_store
 
 RUN = "digits"
 FILES = {"shard-0.bin": b"parameters" * 100, "optimizer/shard-0.bin": b"moments" * 50, "empty": b""}
@@ -284,3 +284,25 @@ def test_no_folder_of_a_deleted_checkpoint_stays(tmp_path: Path) -> None:
     (tmp_path / RUN / refs[0].path / "shard-1.bin#1").write_bytes(b"half a file of a killed writer")
     retain(store, RUN, refs[1:])
     assert [path.name for path in (tmp_path / RUN / "checkpoints").iterdir()] == ["00000020-1"]
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_a_full_store_gets_back_what_a_checkpoint_took(
+    store: Store, monkeypatch: pytest.MonkeyPatch, down: bool
+) -> None:
+    """One that is down does not: it would take no deletions either."""
+    kept = save(store, 10)
+    put = Store.put
+
+    def fail(self: Store, path: str, data: bytes, **more: bool) -> None:
+        if path.endswith("second"):
+            raise (StoreDown if down else StorageError)("cannot write")
+        put(self, path, data, **more)
+
+    monkeypatch.setattr(Store, "put", fail)
+    writer = CheckpointWriter(store, RUN, checkpoint_path(20, 1))
+    writer.write("first", b"1")
+    with pytest.raises(StorageError, match="cannot write"):
+        writer.write("second", b"2")
+    assert store.exists(f"{RUN}/{checkpoint_path(20, 1)}/first") is down
+    verify(store, RUN, kept, checksums=True)

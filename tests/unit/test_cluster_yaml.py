@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -138,3 +139,14 @@ def test_silent_nodes_are_found_within_seconds() -> None:
     assert settings == {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in start
     assert "--dashboard-host=127.0.0.1" in start, "the dashboard takes jobs from anyone who reaches it"
+
+
+def test_the_guard_of_the_head_is_there_to_be_uncommented() -> None:
+    text = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+    changed = text.replace("  # - nohup", "  - nohup").replace(
+        "    ray start --head", "    RAY_REDIS_ADDRESS=redis:1 ray start --head"
+    )
+    commands = yaml.safe_load(changed)["head_start_ray_commands"]
+    assert len(commands) == 3 and "RAY_REDIS_ADDRESS=redis:1 ray start --head" in commands[1]
+    found = re.fullmatch(r"nohup python -m (\S+) >/tmp/headguard.log 2>&1 </dev/null &", commands[2])
+    assert found and importlib.util.find_spec(found[1])

@@ -86,6 +86,7 @@ def test_public_names_are_these() -> None:
         "fashion_mnist",
         "from_huggingface",
         "from_ray",
+        "from_tf",
         "from_torch",
         "images",
         "json_lines",

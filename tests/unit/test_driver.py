@@ -14,6 +14,7 @@ from trainwright.core.errors import (
     PeerLost,
     ResourceError,
     StorageError,
+    StoreDown,
     UserCodeError,
     WorkerLost,
 )
@@ -34,12 +35,12 @@ def test_a_run_begins_by_taking_its_log_and_placing_all_workers() -> None:
 
 
 def test_a_group_is_built_from_addresses_and_nodes() -> None:
-    story = Story(threads=2, devices=(("cuda:0",), ("cuda:1",))).up()
+    story = Story(threads=2, devices=("cuda:0",)).up()
     assert {call.generation for call in story.calls("reserve")} == {Generation(token=3, number=1)}
     story.returns("reserve", Address(host="a", port=1), Address(host="b", port=2))
     first, second = (call.argument for call in story.calls("form"))
     assert [(peer.rank, peer.address.port, peer.node) for peer in first.peers] == [(0, 1, "n0"), (1, 2, "n1")]
-    assert (first.rank, second.rank, second.devices, second.threads) == (0, 1, ("cuda:1",), 2)
+    assert (first.rank, second.rank, second.devices, second.threads) == (0, 1, ("cuda:0",), 2)
     assert first.peers == second.peers
 
 
@@ -260,6 +261,21 @@ def test_the_last_checkpoint_is_tried_again_a_few_times() -> None:
     assert isinstance(error, StorageError) and "no space left" in str(error)
 
 
+def test_a_store_that_is_down_is_waited_for_by_time_and_not_by_count() -> None:
+    story = Story(storage_attempts=2, retry_s=30.0, outage_deadline_s=200.0).running(HEAD).segment(8).snapshot(8)
+    pauses = []
+    while not story.all(m.Release):
+        story.raises(0, "upload", "storage", StoreDown("the store cannot be reached"))
+        pauses += [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "retry"]
+        if story.all(m.Release):
+            break
+        story.now_s += pauses[-1]
+        story.expires("retry").snapshot(8)
+    assert pauses == [30.0, 60.0, 60.0, 60.0]
+    error = story.tell(m.Released()).all(m.Finish)[0].error
+    assert isinstance(error, StorageError) and "in 5 attempts" in error.what
+
+
 def test_an_upload_outlives_its_generation_but_not_its_uploader() -> None:
     story = Story().running().segment(4).snapshot(4).tell(m.Died(worker=1, cause="x"))
     uploading = story.state.upload
@@ -274,7 +290,7 @@ def test_an_upload_that_hangs_at_the_end_costs_its_process() -> None:
     assert story.all(m.Kill) == [m.Kill(worker=0)]
     assert [call.worker for call in story.calls("leave")] == [1]
     story.returns("leave", StateTag(step=8), workers=[1]).start().formed(StateTag(step=None), StateTag(step=8))
-    assert story.returns("heal", StateTag(step=8)).calls("snapshot")[0].argument == 8
+    assert story.returns("heal", StateTag(step=8)).calls("snapshot")[0].argument.step == 8
 
 
 def test_a_fenced_driver_ends_its_workers_and_writes_nothing() -> None:

@@ -75,3 +75,10 @@ def test_the_stacks_of_a_process_show_where_each_thread_waits() -> None:
     thread.join()
     assert found.startswith("thread stepper (steps):") and "hung_in_user_code" in found
     assert "test_the_stacks_of_a_process" not in found, "not the thread that asks"
+
+
+def test_the_deadline_that_the_job_gives_holds_for_the_copy_of_a_checkpoint_too() -> None:
+    story = Story(hang_deadline_s=7.0, call_deadline_s=180.0).running().segment(4)
+    assert story.state.phase is Phase.SNAPSHOTTING
+    assert [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "hang"][-1:] == [7.0]
+    assert [call.verb for call in story.expires("hang").all(m.Call) if call.verb == "interrupt"] == ["interrupt"]

@@ -41,6 +41,7 @@ def test_all_problems_are_said_at_once_with_the_nearest_name() -> None:
         ({"workers": 0}, "workers=0"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"on_crash_loop": "skip", "failures": 2}, "set failures=3 or more"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
@@ -92,3 +93,22 @@ def test_what_is_wrong_with_a_job_file(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="ZeroDivisionError") as caught:
         load_job(str(broken))
     assert str(broken) in str(caught.value)
+
+
+def test_fit_says_what_takes_the_place_of_what_it_cannot_do() -> None:
+    wrong = {"step": print, "clip_norm": 1.0, "accumulation": 2, "on_error": "skip", "on_nonfinite": "skip"}
+    with pytest.raises(JobError) as caught:
+        job(run="fit", **wrong)
+    assert len(caught.value.problems) == len(wrong)
+    for name, remedy in {"clip_norm": "global_clipnorm", "accumulation": "gradient_accumulation_steps"}.items():
+        assert any(
+            problem.startswith(f"{name}= has no place") and remedy in problem for problem in caught.value.problems
+        )
+
+
+def test_a_compiled_model_needs_neither_loss_nor_optimizer() -> None:
+    assert job(run="fit", loss=None, optimizer=None).optimizer is None
+    with pytest.raises(JobError, match="optimizer= is missing"):
+        job(optimizer=None)
+    with pytest.raises(JobError, match='callbacks= are for run="fit"'):
+        job(callbacks=list)

@@ -11,6 +11,13 @@ import trainwright as tw
 
 HEAVY = ("ray", "torch", "tensorflow", "keras", "pyarrow", "pandas", "matplotlib")
 PUBLIC = {
+    "Calibration",
+    "Estimate",
+    "Measurement",
+    "calibrate",
+    "estimate",
+    "rank",
+    "transformer_profile",
     "Cluster",
     "Job",
     "Pad",
@@ -18,8 +25,10 @@ PUBLIC = {
     "Run",
     "Terms",
     "TrainwrightError",
+    "chaos",
     "datasets",
     "evaluate",
+    "export",
     "fit",
     "load_model",
     "plan",

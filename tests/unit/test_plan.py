@@ -94,7 +94,7 @@ def test_why_a_strategy_cannot_be() -> None:
     assert decide(batch_size=1).chosen.strategy == "one_device"
     with pytest.raises(PlanError, match="no plan") as caught:
         decide(batch_size=2, workers=3)
-    assert "batch_size=2 is smaller than the 3 workers" in str(caught.value)
+    assert "batch_size=2 is smaller than the 3 data ranks" in str(caught.value)
     with pytest.raises(PlanError, match="'data_parallel'"):
         decide(strategy="data-paralel")
     norms = replace(PROFILE, inexact=("batch_norm",))

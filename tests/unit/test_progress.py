@@ -45,6 +45,8 @@ def test_a_resume_says_from_where() -> None:
     )
     lines = told([started(), formed])
     assert lines[-1] == "resuming step 10 from memory://x/demo/checkpoints/00000010-1 after 3.0 s"
+    taken_over = events.Formed(time_s=103, workers=2, step=11, source="replica", survivors=2, seconds=3)
+    assert told([started(), taken_over])[-1] == "resuming step 11 from a replica after 3.0 s"
 
 
 def test_a_replica_is_said() -> None:

@@ -7,7 +7,7 @@ from trainwright.core import events
 from trainwright.core.errors import NonFiniteLoss, WorkerLost
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.recovering import SPARES_TRIED
+from trainwright.driver.staffing import SPARES_TRIED
 from trainwright.driver.state import Phase
 
 
@@ -25,7 +25,10 @@ def test_spares_start_when_steps_run_and_not_before() -> None:
     story = Story(spares=2).running()
     assert not story.all(m.Place)
     progressed(story, 1)
-    assert story.all(m.Place) == [m.Place(worker=2, slot=0, spare=True), m.Place(worker=3, slot=1, spare=True)]
+    assert story.all(m.Place) == [
+        m.Place(worker=2, slot=0, spare=True, beside=True),
+        m.Place(worker=3, slot=1, spare=True, beside=True),
+    ]
     assert not progressed(story, 2).all(m.Place)
     assert story.tell(m.Started(worker=3, node="n1", pid=7)).emitted(events.Placed)[0].spare
     assert story.state.phase is Phase.RUNNING
@@ -34,7 +37,7 @@ def test_spares_start_when_steps_run_and_not_before() -> None:
 def test_a_spare_takes_a_lost_rank_at_once_and_is_replaced_once_steps_run_again() -> None:
     story = with_spare().tell(m.Died(worker=1, cause="killed"))
     assert not story.all(m.Place)
-    assert story.emitted(events.Promoted) == [events.Promoted(worker=2, rank=1, node="n1")]
+    assert story.emitted(events.Promoted) == [events.Promoted(worker=2, rank=1, slot=1, node="n1")]
     story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
     story.returns("leave", StateTag(step=2), workers=[0])
     assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(0, "reserve"), (2, "reserve")]
@@ -43,7 +46,7 @@ def test_a_spare_takes_a_lost_rank_at_once_and_is_replaced_once_steps_run_again(
     assert (heal.step, heal.source, heal.moves[0].target) == (2, "replica", 1)
     formed = story.returns("heal", StateTag(step=2)).emitted(events.Formed)[0]
     assert (formed.survivors, formed.steps_lost) == (1, 0)
-    assert progressed(story, 3).all(m.Place) == [m.Place(worker=3, slot=1, spare=True)]
+    assert progressed(story, 3).all(m.Place) == [m.Place(worker=3, slot=1, spare=True, beside=True)]
 
 
 def test_a_spare_that_is_still_starting_is_waited_for() -> None:
@@ -72,6 +75,13 @@ def test_a_spare_of_its_own_node_comes_first_and_alone_where_it_takes_over_accel
     assert stays.all(m.Place) == [m.Place(worker=4, slot=0)]
 
 
+def test_a_spare_that_takes_over_accelerators_is_never_chosen_before_its_node_is_known() -> None:
+    story = progressed(Story(spares=1, spares_stay=True).running(), 1).tell(m.Died(worker=1, cause=""))
+    assert story.all(m.Place) == [m.Place(worker=3, slot=1)] and not story.emitted(events.Promoted)
+    story.tell(m.Died(worker=3, cause="could not start"))
+    assert story.all(m.Place) == [m.Place(worker=4, slot=1)] and not story.emitted(events.Promoted)
+
+
 def test_a_dead_rank_s_accelerators_are_told_to_whoever_takes_it() -> None:
     story = Story(spares=1).tell(m.Acquired(token=3, head=None))
     story.tell(*(m.Started(worker=w, node="n", pid=w, accelerators=(f"gpu-{w}",)) for w in (0, 1)))
@@ -84,13 +94,13 @@ def test_a_dead_rank_s_accelerators_are_told_to_whoever_takes_it() -> None:
 def test_a_spare_s_end_is_no_failure_of_the_run() -> None:
     story = with_spare().tell(m.Died(worker=2, cause="out of memory"))
     assert story.state.phase is Phase.RUNNING and story.state.failures == 0
-    assert story.wanted == (m.Place(worker=3, slot=1, spare=True),)
+    assert story.wanted == (m.Place(worker=3, slot=1, spare=True, beside=True),)
 
 
 def test_spares_that_keep_ending_are_given_up_and_that_is_said() -> None:
     story = progressed(Story(spares=1).running(), 1)
     for number in range(SPARES_TRIED):
-        assert story.all(m.Place) == [m.Place(worker=2 + number, slot=number % 2, spare=True)]
+        assert story.all(m.Place) == [m.Place(worker=2 + number, slot=number % 2, spare=True, beside=True)]
         story.tell(m.Died(worker=2 + number, cause="out of memory"))
     assert "out of memory" in story.emitted(events.Noted)[0].text
     assert not story.all(m.Place) and not progressed(story, 2).all(m.Place)

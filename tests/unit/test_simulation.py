@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from tests.simulation.scenario import KINDS, Fault, Scenario, draw, unbroken
+from tests.simulation.scenario import KINDS, Fault, Scenario, draw
 from tests.simulation.store import Violation
 from tests.simulation.world import simulate
 from trainwright.core import events
+from trainwright.core.group import Reform
 from trainwright.driver.decide import POSSIBLE
 from trainwright.driver.state import Settings
 
@@ -72,12 +74,32 @@ def test_a_thousand_workers_recover_from_a_kill() -> None:
     assert formed[1].source == "replica"
 
 
+@pytest.mark.parametrize("kind", ["preempt", "preempt all"])
+@pytest.mark.parametrize(("workers", "reform"), [(1, "in_place"), (3, "in_place"), (3, "new_process")])
+def test_preempted_workers_cost_no_step_and_are_no_failure(kind: str, workers: int, reform: Reform) -> None:
+    settings = Settings(
+        workers=workers, total_steps=24, steps_per_epoch=12, evaluate_steps=6, failures=0, spares=1, reform=reform
+    )
+    moved = 0
+    for tenth in range(100):
+        fault = Fault(kind=kind, at_s=tenth / 10, target=0.3)
+        outcome = simulate(Scenario(seed=tenth, settings=settings, faults=(fault,)))
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        assert outcome.outcomes == ["done"]
+        assert not any(isinstance(event, events.Failed) for event in outcome.emitted)
+        assert not any(event.steps_lost for event in formed)
+        moved += len(formed) > 1
+    assert moved > 30
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_of_fault_changes_something(kind: str) -> None:
     """A catalogue whose faults do nothing would prove nothing."""
-    plain = simulate(unbroken(draw(11)))
+    settings = Settings(workers=2, total_steps=24, steps_per_epoch=12, evaluate_steps=6, keep_s=0.5)
+    also = {"copies lost": (Fault(kind="kill all", at_s=7.0),)}.get(kind, ())
+    plain = simulate(Scenario(seed=11, settings=settings, faults=also))
     struck = [
-        simulate(Scenario(seed=11, settings=draw(11).settings, faults=(Fault(kind=kind, at_s=at_s, amount=0.95),)))
+        simulate(Scenario(seed=11, settings=settings, faults=(Fault(kind=kind, at_s=at_s, amount=0.95), *also)))
         for at_s in (0.2, 3.0, 4.0, 5.0, 6.0)
     ]
     shape = (plain.outcomes, plain.events, plain.seconds)
@@ -88,3 +110,18 @@ def test_a_schedule_repeats() -> None:
     first, second = simulate(draw(5)), simulate(draw(5))
     assert (first.outcomes, first.events, first.seconds) == (second.outcomes, second.events, second.seconds)
     assert first.emitted == second.emitted
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("step", [1, 4, 7, 8])
+def test_a_step_that_ends_its_worker_each_time_is_passed_by_or_ends_the_run(step: int, workers: int) -> None:
+    """Whether survivors know where they stand or all begin again from a checkpoint, the right step is found."""
+    settings = Settings(workers=workers, total_steps=8, steps_per_epoch=3, failures=5)
+    loop = Fault(kind="crash loop", amount=(step - 0.5) / settings.total_steps)
+    ended = simulate(Scenario(seed=step, settings=settings, faults=(loop,)))
+    assert ended.outcomes == ["failed"]
+    assert f"step {step} failed" in next(event.error for event in ended.emitted if isinstance(event, events.RunEnded))
+    skips = simulate(Scenario(seed=step, settings=replace(settings, pass_limit=1), faults=(loop,)))
+    assert skips.outcomes == ["done"]
+    notes = [event.text for event in skips.emitted if isinstance(event, events.Noted)]
+    assert len(notes) == 1 and f"step {step} failed 3 times" in notes[0]

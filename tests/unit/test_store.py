@@ -18,7 +18,7 @@ from obstore.exceptions import GenericError
 
 from trainwright.core.errors import StorageError
 from trainwright.faults import classify, explain
-from trainwright.store import MissingFile, Store, open_store
+from trainwright.store import MissingFile, Patience, Store, StoreDown, open_store
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -229,6 +229,33 @@ def test_a_create_that_timed_out_and_lost_is_lost(monkeypatch: pytest.MonkeyPatc
     flaky(monkeypatch, lands=False, failures=1, before=b"theirs")
     assert not store.create("log/1", b"mine")
     assert store.get("log/1") == b"theirs"
+
+
+@pytest.mark.parametrize("code", [5, 116, 110, 107], ids=["io", "stale", "timed-out", "not-connected"])
+@pytest.mark.parametrize("lands", [True, False])
+def test_a_network_folder_that_stumbles_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, lands: bool
+) -> None:
+    monkeypatch.setattr("trainwright.patience.FIRST_S", 0.01)
+    store = open_store(str(tmp_path))
+    sync, left = os.fsync, [3]
+
+    def stumble(number: int) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            if not lands:
+                (tmp_path / "a").unlink()
+            raise OSError(code, os.strerror(code))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", stumble)
+    assert store.create("a", b"mine") and store.get("a") == b"mine"
+    left[0] = 3
+    store.put("a", b"mine still")
+    assert store.get("a") == b"mine still"
+    left[0] = 10**6
+    with pytest.raises(StoreDown, match="network folder does not answer"):
+        Store(str(tmp_path), Patience(total_s=0.1)).put("a", b"1")
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -176,6 +176,14 @@ def test_the_warm_feed_has_the_shape_of_an_ordinary_step_and_no_weight() -> None
     assert len(mapped.warm_feed().parts[0][0].columns["id"]) == 40
 
 
+def test_the_warm_feed_touches_no_sample_of_the_steps_to_avoid() -> None:
+    source = stream(ids(24), batch_size=8, epochs=1)
+    batches = [set(feed.parts[0][0].samples.tolist()) for feed in collect(source)]
+    for avoided in ((0,), (0, 1), (2,), (1, 2)):
+        samples = set(source.warm_feed(avoided[0], avoided).parts[0][0].samples.tolist())
+        assert len(samples) == 8 and all(not samples & batches[step] for step in avoided)
+
+
 def test_only_columns_asked_for_are_given() -> None:
     feed = collect(stream(ids(20), columns=("id",)))[0]
     assert list(feed.parts[0][0].columns) == ["id"]

@@ -17,7 +17,7 @@ from torch import nn
 from tests.unit.torch_jobs import Chosen, Files, Net, batch_normed, double, feed, one_device, saved, spec
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
-from trainwright.strategies.torch import batches, owns
+from trainwright.strategies.torch import batches
 from trainwright.strategies.torch.files import load_weights
 from trainwright.strategies.torch.profile import profile_model, take_weights
 
@@ -152,7 +152,13 @@ def test_a_profile_counts_each_layer_for_one_sample() -> None:
     costs = {layer.name: layer for layer in profile.layers}
     assert set(costs) == {"first", "second"}
     assert (costs["first"].parameters, costs["first"].flops) == (40, 2 * 4 * 8)
-    assert (costs["second"].parameter_bytes, costs["second"].output_bytes) == (27 * 4, 3 * 4)
+    assert (costs["second"].parameter_bytes, costs["second"].output_numbers) == (27 * 4, 3)
+    first, second = costs["first"], costs["second"]
+    assert (first.matmuls, first.launches, first.traffic_numbers) == (1, 2, 16), (
+        "the product and tanh, which is its part"
+    )
+    assert (first.kept_numbers, second.kept_numbers) == (8, 0), "tanh keeps its output, which the next layer needs too"
+    assert (second.matmuls, second.launches, second.traffic_numbers) == (1, 1, 0)
     assert profile.inexact == ()
     assert profile_model(batch_normed, {"x": np.zeros((2, 4), np.float32)}, ("x",)).inexact == ("batch_norm",)
 
@@ -175,12 +181,6 @@ def test_a_model_that_cannot_be_traced_is_estimated(caplog: pytest.LogCaptureFix
         profile = profile_model(Chosen, {"x": np.zeros((1, 4), np.float32)}, ("x",))
     assert profile.flops == 2.0 * profile.parameters == 2.0 * 67
     assert "operations are estimated from parameters" in caplog.text
-
-
-def test_owns_knows_modules_by_their_class() -> None:
-    assert owns(Net())
-    assert not owns(object())
-    assert not owns(Net)
 
 
 def test_importing_the_engines_imports_neither_ray_nor_tensorflow() -> None:

@@ -6,13 +6,21 @@ import os
 import signal
 import threading
 
+import numpy as np
 import pytest
 
+import trainwright as tw
 from trainwright.causes import cause_of
 from trainwright.core.data import StepReport
+from trainwright.core.errors import StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
+from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.records import StepRecords
 from trainwright.signals import stopping
+from trainwright.store import Store
+from trainwright.strategies.data_parallel import ENGINES
+from trainwright.travel import pack
+from trainwright.worker import Worker, WorkOrder
 
 
 def filled(*steps: int) -> StepRecords:
@@ -104,3 +112,30 @@ def test_a_death_is_told_in_words(text: str, words: str) -> None:
     found = cause_of(RuntimeError(text))
     assert words in found and "\n" not in found
     assert cause_of(None) == "killed by the driver"
+
+
+def test_a_worker_that_starts_while_the_store_is_away_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The survivors hold the state; only credentials that a node lacks are told at once."""
+    job = table_job()
+    plan = Plan(strategy="s", engine=ENGINES["reference"], mesh=Mesh(), batch_size=2, placement=Placement(cpus=1))
+    order = WorkOrder(job=pack(job), plan=plan, storage="memory://away", run="run", train=job.train.index())
+
+    def fails(error: StorageError) -> None:
+        def exists(self: Store, path: str) -> bool:
+            raise error
+
+        monkeypatch.setattr(Store, "exists", exists)
+
+    fails(StoreDown("the store cannot be reached"))
+    assert Worker(order)
+    fails(StorageError("the store refuses the credentials"))
+    with pytest.raises(StorageError, match="credentials"):
+        Worker(order)
+
+
+def table_job() -> tw.Job:
+    data = tw.datasets.table({"x": np.zeros((4, 2), np.float32), "y": np.zeros(4, np.int64)})
+    return tw.Job(
+        name="run", model=object, optimizer=lambda parameters: None, loss=lambda outputs, targets: outputs,
+        inputs="x", targets="y", train=data, batch_size=2,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""What outlives a driver: named, detached actors, which the next driver of the run finds and takes over.
+
+Workers and keepers of a run carry its name; they end by themselves when no driver has called for `ORPHAN_S`. So a
+killed driver costs no step where its cluster lives on: the next one interrupts the workers, and they form anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+
+from trainwright.driver.messages import KeptState, Living
+
+NAMESPACE = "trainwright"
+BEAT_S, ORPHAN_S = 10.0, 60.0
+ADOPT_S = 15.0
+
+
+def run_name(uri: str) -> str:
+    """How the actors of a run are called in the cluster; `uri` names the run in its store."""
+    return f"trainwright/{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
+
+
+def keeper_name(run: str, node: str) -> str:
+    """The name of a node's keeper."""
+    return f"{run}/keeper/{node}"
+
+
+def lasting(name: str) -> dict[str, Any]:
+    """Options of an actor that outlives its driver."""
+    return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+class Orphanage:
+    """Ends this process when no driver has called for a while, and gives its bundle of resources back.
+
+    Args:
+        last: to do before.
+    """
+
+    def __init__(self, last: Callable[[], object] = lambda: None) -> None:
+        self._last = last
+        self._group: PlacementGroup | None = ray.util.get_current_placement_group()
+        self._heard_s = time.monotonic()
+        threading.Thread(target=self._look, name="trainwright-orphanage", daemon=True).start()
+
+    def heard(self) -> None:
+        """A driver called."""
+        self._heard_s = time.monotonic()
+
+    def _look(self) -> None:
+        tick = threading.Event()
+        while time.monotonic() - self._heard_s < ORPHAN_S:
+            tick.wait(1.0)
+        self.end()
+
+    def end(self) -> None:
+        """End this process now."""
+        try:
+            self._last()
+            if self._group is not None:  # where others hold bundles of the same group, they are orphans too
+                ray.util.remove_placement_group(self._group)
+        finally:
+            os._exit(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopted:
+    """A worker's answer to a new driver. `trouble`: why it is of no use."""
+
+    living: Living | None = None
+    node_id: str = ""
+    group: PlacementGroup | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survivor:
+    """A worker that was taken over."""
+
+    living: Living
+    actor: Any
+    node_id: str
+    group: PlacementGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What outlived the driver before."""
+
+    workers: tuple[Survivor, ...] = ()
+    keepers: dict[str, Any] = field(default_factory=dict)  # by node
+    kept: KeptState | None = None
+
+
+def take_over(run: str, order: Any, token: int, *, fresh: bool = False) -> Found:
+    """Find the actors of a run and make them ours; workers that belong to another job, or do not answer, are ended.
+
+    Args:
+        order: reference to the new WorkOrder.
+        token: of the new driver.
+        fresh: end them all, since the run begins again.
+    """
+    actors = {name: actor for name in _names(run) if (actor := _actor(name)) is not None}
+    workers = [actor for name, actor in actors.items() if name.startswith(f"{run}/worker-")]
+    prefix = keeper_name(run, "")
+    keepers = {name.removeprefix(prefix): actor for name, actor in actors.items() if name.startswith(prefix)}
+    if fresh:
+        _end([*workers, *keepers.values()], give_back=True)
+        return Found()
+    survivors, foreign = [], []
+    for actor, answer in _asked([(actor, actor.adopt.remote(order, token)) for actor in workers]):
+        if answer is None or answer.living is None:
+            foreign.append(actor)
+        else:
+            survivors.append(Survivor(living=answer.living, actor=actor, node_id=answer.node_id, group=answer.group))
+    _end(foreign, give_back=not survivors)  # they may hold bundles of one group
+    sealed = [kept for _, kept in _asked([(actor, actor.sealed.remote()) for actor in keepers.values()]) if kept]
+    return Found(
+        workers=tuple(sorted(survivors, key=lambda survivor: survivor.living.worker)),
+        keepers=keepers,
+        kept=max(sealed, key=lambda kept: kept.version, default=None),
+    )
+
+
+def _end(actors: list[Any], *, give_back: bool) -> None:
+    """End them, those who do not answer too; on the way they give their bundles back."""
+    if give_back:
+        _asked([(actor, actor.end.remote()) for actor in actors])
+    for actor in actors:
+        with suppress(RayError):
+            ray.kill(actor, no_restart=True)
+
+
+def _names(run: str) -> list[str]:
+    listed: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(item["name"] for item in listed if item["namespace"] == NAMESPACE and item["name"].startswith(run))
+
+
+def _actor(name: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:  # it ended meanwhile
+        return None
+
+
+def _asked(calls: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Each actor with its answer; None of one that has died or is silent."""
+    if calls:
+        ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=ADOPT_S)
+    answers = []
+    for actor, ref in calls:
+        try:
+            answers.append((actor, ray.get(ref, timeout=0.1)))
+        except RayError:
+            answers.append((actor, None))
+    return answers

@@ -1,0 +1,112 @@
+"""Copies of the state in the nodes' memory: they outlive every process, and are newer than the last checkpoint.
+
+One version is whole at any time, a second one may be on its way; it counts when each keeper has delivered its files.
+Nothing is kept where the ranks' own memory does as well: pieces that live on two nodes, in processes that survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from trainwright.core.events import Kept, Noted
+from trainwright.core.group import Reform, StateTag
+from trainwright.driver import messages as m
+from trainwright.driver.milestones import keep_interval_s
+from trainwright.driver.state import Keeping, State
+from trainwright.driver.turn import Turn
+
+COPIES = 2  # on as many nodes, where there are
+TOKEN_BITS = 32  # a later driver's versions are higher
+
+
+def keepers_of(tags: Mapping[int, StateTag], nodes: Sequence[str], reform: Reform) -> tuple[int, ...]:
+    """The ranks that copy what they hold: for each piece the lowest holder on each of two nodes, where there are two.
+
+    Args:
+        tags: what each rank holds, by rank.
+        nodes: by rank.
+    """
+    keepers: set[int] = set()
+    for piece in sorted(frozenset().union(*(tag.pieces for tag in tags.values()))):
+        by_node: dict[str, int] = {}
+        for rank in sorted(tags):
+            if piece in tags[rank].pieces:
+                by_node.setdefault(nodes[rank], rank)
+        if reform == "new_process" or len(by_node) < COPIES:
+            keepers.update(sorted(by_node.values())[:COPIES])
+    return tuple(sorted(keepers))
+
+
+def wants_keep(state: State, now_s: float) -> bool:
+    """Whether the ranks, idle at `state.step`, are to be copied into memory now."""
+    interval_s = keep_interval_s(state)
+    if interval_s is None or state.keeping is not None or state.ending:
+        return False
+    newest = max(state.kept.step if state.kept else 0, state.committed)
+    return state.step > newest and now_s - state.kept_s >= interval_s
+
+
+def begin(turn: Turn, copies: Mapping[int, m.Snapshot]) -> None:
+    """The keepers' pieces are copied: have them delivered, while the ranks go on."""
+    state = turn.state
+    workers = [state.members[rank].worker for rank in state.keepers]
+    keeping = Keeping(
+        version=max(state.versions, state.generation.token << TOKEN_BITS) + 1,
+        step=state.step,
+        owing=frozenset(workers),
+        size_bytes=sum(copies[rank].size_bytes for rank in state.keepers),
+        blocked_s=max(copies[rank].blocked_s for rank in state.keepers),
+        started_s=turn.now_s,
+    )
+    turn.change(keeping=keeping, versions=keeping.version, kept_s=turn.now_s, copied_s=keeping.blocked_s)
+    hold = (state.kept.version,) if state.kept else ()
+    turn.call(workers, "keep", m.KeepOrder(version=keeping.version, hold=hold))
+
+
+def delivered(turn: Turn, event: m.Returned) -> None:
+    """One keeper's files are in memory; after the last one the version counts."""
+    state = turn.state
+    node = state.members[state.rank_of[event.worker]].node
+    files = tuple(m.KeptFile(node=node, file=file) for file in event.value)
+    turn.change(keeping=replace(_keeping(state), files=_keeping(state).files + files))
+    _answered(turn, frozenset({event.worker}))
+
+
+def forget(turn: Turn, workers: frozenset[int]) -> None:
+    """These workers will deliver nothing more: the version on its way will not be."""
+    keeping = turn.state.keeping
+    if keeping is not None and keeping.owing & workers:
+        turn.change(keeping=replace(keeping, spoiled=True))
+        _answered(turn, workers)
+
+
+def refused(turn: Turn, event: m.Raised) -> None:
+    """A node has no room for a copy: keep no more, and say so."""
+    turn.change(keepers=(), keep_off=True)
+    turn.emit(Noted(text=f"no more copies of the state are kept in memory: {event.failure.error}"))
+    forget(turn, frozenset({event.worker}))
+
+
+def _answered(turn: Turn, workers: frozenset[int]) -> None:
+    keeping = _keeping(turn.state)
+    keeping = replace(keeping, owing=keeping.owing - workers)
+    turn.change(keeping=keeping if keeping.owing else None)
+    if not keeping.owing and not keeping.spoiled:
+        kept = m.KeptState(version=keeping.version, step=keeping.step, files=keeping.files)
+        turn.change(kept=kept)
+        turn.want(m.Seal(kept=kept))
+        turn.emit(
+            Kept(
+                step=keeping.step,
+                size_bytes=keeping.size_bytes,
+                nodes=sorted({file.node for file in keeping.files}),
+                blocked_s=keeping.blocked_s,
+                seconds=turn.now_s - keeping.started_s,
+            )
+        )
+
+
+def _keeping(state: State) -> Keeping:
+    assert state.keeping is not None, "nothing is being kept"
+    return state.keeping

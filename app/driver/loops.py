@@ -1,0 +1,88 @@
+"""Crash loops: the same failure at the same step, again and again; and how long to wait before the next try. Pure.
+
+A step is blamed where it, or the throwaway step before it, ended the same rank in the same way, and no step beyond it
+was ever completed. Which step that is, is known once the survivors have told where they stand; where there are none,
+the first steps after a failure are taken one at a time (see `careful`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainwright.core.events import Noted
+from trainwright.core.job import LOOP
+from trainwright.driver.messages import Passed
+from trainwright.driver.state import Blame, Loop, State
+from trainwright.driver.turn import Turn
+
+SHOWN_SAMPLES = 20
+MOST_S = 60.0
+
+
+def backoff_s(failures: int) -> float:
+    """Seconds between a failure and the next try: none after the first in a row, then 1, 2, 4, up to a minute."""
+    return 0.0 if failures < 2 else min(MOST_S, 2.0 ** min(failures - 2, 10))
+
+
+def careful(state: State, until: int) -> int:
+    """The step to run to, until at most: one at a time past the highest one known, where the last tries failed."""
+    if not state.failures or state.heal is None or state.heal.source == "replica":
+        return until
+    return min(until, state.high if state.step < state.high else state.step + 1)
+
+
+def grown(state: State, suspect: Blame | None) -> Loop | None:
+    """The loop with one more failure: a longer one where it is like those before, else a new one."""
+    if suspect is None or not suspect.kind:
+        return state.loop
+    step, rank, last = state.high + 1, suspect.event.rank, state.loop
+    if last is not None and (last.step, last.rank, last.kind) == (step, rank, suspect.kind):
+        return replace(last, times=last.times + 1)
+    return Loop(step=step, rank=rank, kind=suspect.kind, cause=suspect.event.cause)
+
+
+def note(turn: Turn) -> None:
+    """All have told where they stand: count the failure, and pass the batch by where the job allows it."""
+    state = turn.state
+    loop = grown(state, state.suspect)
+    turn.change(loop=loop, suspect=None)
+    if loop is None or loop.times < LOOP or loop.step != state.high + 1:
+        return
+    if any(passed.step == loop.step for passed in state.passing) or len(state.passing) >= state.settings.pass_limit:
+        return
+    why = _what(loop)
+    turn.change(passing=(*state.passing, Passed(step=loop.step, why=why)))
+    turn.emit(Noted(text=f"{why}; its batch is passed by, its samples get lines in quarantine/ beside the run"))
+
+
+def told(state: State) -> tuple[str, str] | None:
+    """What happened and what to do, of a run that ends in a crash loop; None where it does not."""
+    suspect = state.suspect
+    loop = grown(state, suspect)
+    if suspect is None or not suspect.kind or suspect is not state.blame or loop is None or loop.times < 2:
+        return None
+    what = _what(loop)
+    if any(passed.step == loop.step for passed in state.passing):
+        return (
+            f"{what}; passing its batch by did not help",
+            "the batch is not the cause: look at what all steps do there, and at batches that are read ahead",
+        )
+    return what + _samples(state, loop), (
+        "look at these samples and at the memory that the step takes; "
+        f'on_crash_loop="skip" (with --resume) passes such a batch by after {LOOP} failures'
+    )
+
+
+def _what(loop: Loop) -> str:
+    """`step 413 failed 3 times on rank 1: killed by SIGKILL`."""
+    where = f" on rank {loop.rank}" if loop.rank >= 0 else ""
+    return f"step {loop.step} failed {loop.times} times{where}: {loop.cause}"
+
+
+def _samples(state: State, loop: Loop) -> str:
+    """`; its share of the batch holds samples 3, 17 and 40`."""
+    if state.settings.samples_of is None or not 0 <= loop.rank < len(state.members):
+        return ""
+    samples = [str(sample) for sample in sorted(state.settings.samples_of(loop.step, loop.rank, len(state.members)))]
+    shown, more = ", ".join(samples[:SHOWN_SAMPLES]), len(samples) - SHOWN_SAMPLES
+    return f"; its share of that batch holds samples {shown}{f' and {more} more' if more > 0 else ''}"

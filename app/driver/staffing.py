@@ -1,0 +1,296 @@
+"""Who holds which rank: processes placed, spares that wait, and a world that shrinks and grows between its bounds.
+
+A slot is room for one process (a bundle of resources). A spare stands beside a slot and takes none of its resources; a
+recruit holds a slot of its own and waits to join. Ranks are given anew in each generation, slots stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from trainwright.core.errors import ResourceError
+from trainwright.core.events import Noted, Placed, Promoted, Resized, Waiting
+from trainwright.driver import keeping
+from trainwright.driver import messages as m
+from trainwright.driver.checkpointing import forget
+from trainwright.driver.ending import close
+from trainwright.driver.state import Member, Phase, Spare, State
+from trainwright.driver.turn import Turn
+
+SPARES_TRIED = 3  # that ended by themselves, one after another
+
+
+def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
+    """Take over what lives of the driver before us, and start what is missing."""
+    settings = turn.settings
+    slotted = sorted((one for one in living if one.slot is not None), key=lambda one: one.waiting)
+    ranked = [one for rank, one in enumerate(slotted) if rank < (settings.workers if one.waiting else settings.most)]
+    seated = tuple(Member(worker=o.worker, slot=_slot(o), node=o.node, fresh=o.waiting) for o in ranked)
+    waiting = {one.worker: Spare(slot=one.slot, node=one.node, ready=True) for one in living if one not in ranked}
+    held = {member.slot for member in seated} | {spare.slot for spare in waiting.values()}
+    free = [slot for slot in range(settings.most) if slot not in held]
+    missing = tuple(Member(worker=-1, slot=slot) for slot in free[: max(0, settings.workers - len(seated))])
+    turn.enter(
+        Phase.GATHERING,
+        members=seated + missing,
+        rank_of={member.worker: rank for rank, member in enumerate(seated)},
+        next_worker=max((one.worker for one in living), default=-1) + 1,
+        spares=waiting,
+        accelerators={_slot(one): one.accelerators for one in living if one.accelerators},
+        awaiting=frozenset(member.worker for member in seated),
+    )
+    for one in living:
+        turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
+    if seated:
+        turn.emit(Noted(text=f"took over {_count(len(living))} that outlived the driver before"))
+        turn.call([member.worker for member in seated], "leave")
+        turn.arm("leave", settings.leave_deadline_s)
+    place(turn, range(len(seated), len(turn.state.members)))
+
+
+def _slot(living: m.Living) -> int:
+    return -1 if living.slot is None else living.slot
+
+
+def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
+    """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
+    gone: set[int] = set()
+    starting = turn.state.starting
+    for rank in ranks:
+        state = turn.state
+        old = state.members[rank]
+        rank_of = {worker: held for worker, held in state.rank_of.items() if worker != old.worker}
+        if len(rank_of) < len(state.rank_of):
+            gone.add(old.worker)
+            if kill:
+                turn.want(m.Kill(worker=old.worker))
+        turn.change(rank_of=rank_of)
+        _fill(turn, rank, spare_for(state, old.node))
+    state = turn.state
+    turn.change(starting=state.starting - gone, awaiting=state.awaiting - gone)
+    forget(turn, frozenset(gone))
+    keeping.forget(turn, frozenset(gone))
+    if turn.state.starting - starting:
+        deadline_s = turn.settings.place_deadline_s
+        if not starting:
+            turn.emit(Waiting(what=_count(len(turn.state.starting)) + " to start", deadline_s=deadline_s))
+        turn.arm("place", deadline_s)
+        if turn.settings.fewest < len(state.members):
+            turn.arm("shrink", turn.settings.shrink_s)
+
+
+def _fill(turn: Turn, rank: int, spare: int | None) -> None:
+    """Give a rank to a spare, or to a new process."""
+    state = turn.state
+    held = None if spare is None else state.spares[spare]
+    worker = state.next_worker if spare is None else spare
+    slot = state.members[rank].slot if held is None or held.slot is None else held.slot
+    member = Member(worker=worker, slot=slot, node=held.node if held else "")
+    turn.change(
+        members=(*state.members[:rank], member, *state.members[rank + 1 :]),
+        rank_of={**state.rank_of, worker: rank},
+        next_worker=state.next_worker + (spare is None),
+        starting=state.starting if held and held.ready else state.starting | {worker},
+        spares={number: other for number, other in state.spares.items() if number != worker},
+    )
+    if spare is None:
+        turn.want(m.Place(worker=worker, slot=slot))
+    else:
+        turn.emit(Promoted(worker=worker, rank=rank, slot=slot, node=member.node))
+
+
+def spare_for(state: State, node: str) -> int | None:
+    """The spare that can take a rank of this node soonest; None where there is none.
+
+    A recruit that is up will do where no other spare does, one that is still to come may never.
+    """
+    stay = state.settings.spares_stay  # then a node that is not known yet is no match
+    lasting = {worker: spare for worker, spare in state.spares.items() if spare.node not in doomed_nodes(state)}
+    beside = [w for w, s in lasting.items() if s.slot is None and (not stay or (node and s.node == node))]
+    fitting = beside or [worker for worker, spare in lasting.items() if spare.slot is not None and spare.ready]
+    return min(
+        fitting,
+        key=lambda worker: (not state.spares[worker].ready, state.spares[worker].node != node, worker),
+        default=None,
+    )
+
+
+def doomed_nodes(state: State) -> frozenset[str]:
+    """Nodes of members that must go, where there are others: such a notice concerns a whole node as a rule."""
+    nodes = {member.node for member in state.members} | {spare.node for spare in state.spares.values()}
+    doomed = {member.node for member in state.members if member.worker in state.leaving}
+    return frozenset(doomed if nodes - doomed - {""} else ())
+
+
+def replenish(turn: Turn) -> None:
+    """Have spares and recruits started, now that steps are running; none after some that ended by themselves."""
+    state = turn.state
+    if state.spares_lost >= SPARES_TRIED or state.stopping:
+        return
+    held = {member.slot for member in state.members} | {spare.slot for spare in state.spares.values()}
+    free = [slot for slot in range(state.settings.most) if slot not in held]
+    missing = state.settings.spares - sum(spare.slot is None for spare in state.spares.values())
+    for _ in range(missing):
+        number = turn.state.next_worker
+        _place_spare(turn, None, state.members[number % len(state.members)].slot)
+    for slot in free:
+        _place_spare(turn, slot, slot)
+
+
+def _place_spare(turn: Turn, own: int | None, slot: int) -> None:
+    worker = turn.state.next_worker
+    turn.change(next_worker=worker + 1, spares={**turn.state.spares, worker: Spare(slot=own)})
+    turn.want(m.Place(worker=worker, slot=slot, spare=True, beside=own is None))
+
+
+def started(turn: Turn, event: m.Started) -> None:
+    """A placed process is up."""
+    state = turn.state
+    if event.worker in state.spares:
+        _spare_started(turn, event)
+        return
+    rank = state.rank_of[event.worker]
+    _note_accelerators(turn, state.members[rank].slot, event)
+    member = replace(state.members[rank], node=event.node)
+    turn.change(
+        members=(*state.members[:rank], member, *state.members[rank + 1 :]),
+        starting=state.starting - {event.worker},
+    )
+    turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
+    if not turn.state.starting:
+        turn.disarm("place", "shrink")
+
+
+def _spare_started(turn: Turn, event: m.Started) -> None:
+    """A spare is up. For a recruit the others pause, so that it can join."""
+    state = turn.state
+    spare = replace(state.spares[event.worker], node=event.node, ready=True)
+    turn.change(spares={**state.spares, event.worker: spare}, spares_lost=0)
+    turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
+    if spare.slot is not None:
+        _note_accelerators(turn, spare.slot, event)
+    if state.phase is Phase.RUNNING and may_grow(turn.state):
+        pause(turn)
+
+
+def _note_accelerators(turn: Turn, slot: int, event: m.Started) -> None:
+    if event.accelerators:
+        turn.change(accelerators={**turn.state.accelerators, slot: event.accelerators})
+
+
+# --- shrinking and growing --------------------------------------------------------------------------------------------
+
+
+def ready_to_form(turn: Turn) -> bool:
+    """Whether all ranks are held by processes that are up; gives up those that are missing for too long, if it may."""
+    if turn.state.starting and _may_shrink(turn.state):
+        _shrink(turn)
+    if not turn.state.starting:
+        _join(turn)
+    return not turn.state.starting
+
+
+def may_grow(state: State) -> bool:
+    """Whether a recruit is up, and the survivors can take it in."""
+    recruits = any(spare.slot is not None and spare.ready for spare in state.spares.values())
+    room = len(state.members) < state.settings.most and state.settings.reform == "in_place"
+    return recruits and room and not state.stopping
+
+
+def pause(turn: Turn) -> None:
+    """While steps run: have the ranks stop after the same one, soon, for something that is due."""
+    if not turn.state.pausing:
+        turn.change(pausing=True)
+        told = turn.state.members if turn.settings.topology == "independent" else turn.state.members[:1]
+        turn.call([member.worker for member in told], "stop")
+
+
+def regroup(turn: Turn) -> None:
+    """All stand idle: leave the group, so that recruits can join the next one."""
+    turn.disarm()
+    turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
+    turn.call_all("leave")
+    turn.arm("leave", turn.settings.leave_deadline_s)
+
+
+def _may_shrink(state: State) -> bool:
+    enough = len(state.members) - len(state.starting) >= state.settings.fewest
+    return enough and state.settings.fewest < len(state.members) and "shrink" not in state.timers
+
+
+def _shrink(turn: Turn) -> None:
+    """Go on without those that did not start in time: they join when they come."""
+    state = turn.state
+    late = {member.worker: Spare(slot=member.slot) for member in state.members if member.worker in state.starting}
+    turn.disarm("place")
+    turn.change(starting=frozenset(), spares={**state.spares, **late})
+    waited = f"no more started within {state.settings.shrink_s:g} s"
+    _seat(turn, tuple(member for member in state.members if member.worker not in late), waited)
+
+
+def _join(turn: Turn) -> None:
+    """Recruits that are up get ranks, as far as there is room."""
+    state = turn.state
+    room = state.settings.most - len(state.members)
+    ready = sorted(worker for worker, spare in state.spares.items() if spare.slot is not None and spare.ready)[:room]
+    if ready:
+        spares = {worker: spare for worker, spare in state.spares.items() if worker not in ready}
+        joining = tuple(_recruited(worker, state.spares[worker]) for worker in ready)
+        turn.change(spares=spares)
+        _seat(turn, (*state.members, *joining), "there is room")
+
+
+def _recruited(worker: int, spare: Spare) -> Member:
+    assert spare.slot is not None, "a recruit has a slot"
+    return Member(worker=worker, slot=spare.slot, node=spare.node)
+
+
+def _seat(turn: Turn, members: tuple[Member, ...], why: str) -> None:
+    """Number the ranks anew."""
+    former = len(turn.state.members)
+    turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
+    turn.emit(Resized(workers=len(members), former=former, why=why))
+
+
+def dismiss(turn: Turn, workers: frozenset[int], why: str) -> None:
+    """Go on without these idle members: recruits come in their stead when there is room."""
+    turn.change(awaiting=turn.state.awaiting - workers)
+    for worker in sorted(workers):
+        turn.want(m.Kill(worker=worker))
+    forget(turn, workers)
+    keeping.forget(turn, workers)
+    _seat(turn, tuple(member for member in turn.state.members if member.worker not in workers), why)
+
+
+# --- losing -----------------------------------------------------------------------------------------------------------
+
+
+def spare_died(turn: Turn, event: m.Died) -> None:
+    """A process without a rank ended; after some that did so one after another no more are started."""
+    state = turn.state
+    turn.change(
+        spares={worker: spare for worker, spare in state.spares.items() if worker != event.worker},
+        spares_lost=state.spares_lost + 1,
+    )
+    if turn.state.phase is Phase.RUNNING:
+        replenish(turn)
+    if turn.state.spares_lost == SPARES_TRIED:
+        turn.emit(
+            Noted(text=f"going on without spare workers, since {SPARES_TRIED} ended by themselves: {event.cause}")
+        )
+
+
+def place_expired(turn: Turn) -> None:
+    """Not all processes started in time."""
+    state = turn.state
+    total, missing = len(state.members), len(state.starting)
+    error = ResourceError(
+        f"{total - missing} of {_count(total)} started within {state.settings.place_deadline_s:g} s",
+        remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
+    )
+    close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' if workers != 1 else ''}"

@@ -1,0 +1,359 @@
+"""Keras' own training: the model's `train_step`, what it was compiled with, and its callbacks, as `Model.fit` has it.
+
+`fit` owns its loop and its data, and so could neither be fed, copied nor resumed between two steps. Hence its loop is
+walked here one step at a time: the compiled function of a step, the metrics, the epochs, the validation and the hooks
+of the callbacks are Keras' own and come in the order of `fit`. A run that is taken up within an epoch begins that epoch
+once more for the callbacks, at the batch that is next; metrics go on where they stood.
+
+An update is applied before its loss is known: after a loss that is not finite the state is not sound any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainwright.core.data import Batch, Feed, StepReport, Sums
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError, NonFiniteLoss
+from trainwright.core.plan import Plan
+from trainwright.strategies.tensorflow import batches
+from trainwright.strategies.tensorflow.base import TensorFlowEngine
+from trainwright.strategies.tensorflow.failures import user_code
+from trainwright.strategies.tensorflow.mirrored import Mirrored
+from trainwright.strategies.tensorflow.objective import Caller, per_sample
+from trainwright.strategies.tensorflow.one_device import OneDevice
+from trainwright.strategies.tensorflow.replica import Trained, built_model, generators
+
+_LOSS = "loss"
+
+
+class Compiled:
+    """A model with its loss, metrics and optimizer.
+
+    Args:
+        spec: the job's functions; a model that `model()` returns compiled brings its own.
+        strategy: that holds the variables.
+        plan: says the precision.
+        caller: how the job's functions are called.
+
+    Attributes:
+        model: the user's model.
+        step: completed steps; None before the first step or load.
+        sound: False after a failure in which the state may have been spoilt.
+        carried: what Keras carries from step to step and does not save: the metrics of this epoch, and random seeds.
+
+    Raises:
+        JobError: the job's functions do not return what they should, or the job compiles a model that is compiled.
+        UserCodeError: they raised.
+    """
+
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> None:
+        self.spec, self.strategy, self.caller = spec, strategy, caller
+        self.step: int | None = None
+        self.sound = True
+        self.model = built_model(spec, strategy, plan, caller)
+        given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
+        if not self.model.compiled:
+            self._compile()
+        elif given:
+            raise JobError([f"model() returns a compiled model: leave {given} out"], where=caller.where)
+        with strategy.scope():
+            self.optimizer.build(self.model.trainable_variables)
+        if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
+            self.model.test_on_batch(*self.data(spec.sample()))  # gives the metrics their variables
+            self.model.reset_metrics()
+        self.carried: Mapping[str, list[tf.Variable]] = {
+            "metrics": [variable.value for variable in self.model.metrics_variables],
+            "seeds": [generator.state.value for generator in generators(self.model)],
+        }
+
+    @property
+    def optimizer(self) -> Any:
+        """What the model was compiled with."""
+        return self.model.optimizer
+
+    def _compile(self) -> None:
+        spec, where = self.spec, self.caller.where
+        if spec.optimizer is None or spec.loss is None:
+            problem = 'run="fit" needs a compiled model: call compile() in model(), or give optimizer= and loss='
+            raise JobError([problem], where=where)
+        with self.strategy.scope():
+            with user_code("optimizer()", where):
+                optimizer = spec.optimizer(self.model.trainable_variables)
+            self.model.compile(
+                optimizer=optimizer,
+                loss=_Loss(spec.loss),
+                metrics=[_metric(name, metric) for name, metric in spec.metrics.items()],
+                run_eagerly=spec.compile == "eager",
+                jit_compile=spec.compile == "xla",
+            )
+
+    def data(self, batch: Batch) -> tuple[Any, Any]:
+        """Inputs and targets, as the model's `train_step` takes them."""
+        spec = self.spec
+        columns = batches.columns_of(spec.collation, batch, (*spec.inputs, *spec.targets))
+        given: Any = tuple(columns[name] for name in spec.inputs)
+        if spec.keywords:
+            given = dict(zip(spec.keywords, given, strict=True))
+        elif len(given) == 1:
+            given = given[0]
+        return given, self.caller.targets(columns) if spec.targets else None
+
+    def dealt(self, feed: Feed) -> list[Any]:
+        """A step's data, a share for each replica, as the compiled functions of a step take it."""
+        batch = _whole(feed)
+        replicas = self.strategy.num_replicas_in_sync
+        if batch.rows % replicas:
+            problem = f"Keras' fit would weigh the rows of a batch of {batch.rows} differently on {replicas} devices"
+            raise JobError(
+                [f"{problem}: use a batch_size that they divide and drop_last=True"], where=self.caller.where
+            )
+        data = self.data(batch)
+        size = batch.rows // replicas
+        shares = [
+            tf.nest.map_structure(lambda values, at=at: values[at * size : (at + 1) * size], data)
+            for at in range(replicas)
+        ]
+        return [batches.dealt(self.strategy, shares, 0)]
+
+
+class Fit:
+    """The loop of `fit`, walked one step at a time.
+
+    Args:
+        compiled: model and optimizer.
+        callbacks: of the user's; none for an evaluation alone.
+    """
+
+    def __init__(self, compiled: Compiled, callbacks: Sequence[Any] = ()) -> None:
+        spec = compiled.spec
+        self._compiled, self._model = compiled, compiled.model
+        self._epoch_steps, self._total_steps = spec.total_steps // spec.epochs, spec.total_steps
+        self._begun = False
+        self._tracker = next((item for item in self._model.metrics if item.name == _LOSS), None)
+        self._tested: dict[str, float] = {}
+        self._tested_rows = 0
+        self._validated: tuple[int, list[Sums]] = (-1, [])
+        self._user = user_code("a callback", compiled.caller.where)
+        self._callbacks = keras.callbacks.CallbackList(
+            list(callbacks), add_history=True, model=self._model, epochs=spec.epochs, steps=self._epoch_steps, verbose=0
+        )
+        self._model.stop_training = False
+        self._model.make_train_function()
+        self._model.make_test_function()
+
+    def train(self, feed: Feed) -> StepReport:
+        """One step, and what belongs to the ends of epochs and of the training. Raises NonFiniteLoss when applied."""
+        compiled, model = self._compiled, self._model
+        epoch, batch = divmod(feed.step, self._epoch_steps)
+        data = compiled.dealt(feed)
+        self._begin(epoch, batch)
+        before = self._seen()
+        with user_code("train_step()", compiled.caller.where):
+            logs = model.train_function(data)
+        loss = self._loss_of(logs, before)
+        compiled.step = feed.step + 1
+        if not math.isfinite(loss):
+            compiled.sound = False
+            raise NonFiniteLoss(
+                f"the loss became {loss} in step {compiled.step}",
+                where=compiled.caller.where,
+                remedy="look at the data, lower the learning rate, or set global_clipnorm of the optimizer; Keras has "
+                "applied it already: the run goes on from its last checkpoint",
+            )
+        with self._user:
+            self._callbacks.on_train_batch_end(batch, logs)
+        if model.stop_training or batch + 1 == self._epoch_steps:
+            logs = self._end_epoch(epoch, logs)
+        finished = bool(model.stop_training) or compiled.step == self._total_steps
+        if finished:
+            compiled.optimizer.finalize_variable_values(model.trainable_variables)
+            with self._user:
+                self._callbacks.on_train_end(logs)
+        rate = float(keras.ops.convert_to_numpy(compiled.optimizer.learning_rate))
+        return StepReport(
+            step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=rate, wish=feed.wish,
+            finished=finished,
+        )  # fmt: skip
+
+    def evaluate(self, feed: Feed) -> Sums:
+        """What a batch adds to the loss and metrics of the evaluation, whose first batch is that of step 0.
+
+        A metric need not be a mean: the sums are such that together they are what Keras has after the last batch.
+        """
+        step, sums = self._validated
+        return sums[feed.step] if step == self._compiled.step else self._test(feed)
+
+    def _begin(self, epoch: int, batch: int) -> None:
+        """What comes before a step."""
+        with self._user:
+            if not self._begun:
+                self._callbacks.on_train_begin()
+            if batch == 0:
+                self._model.reset_metrics()
+            if batch == 0 or not self._begun:
+                self._callbacks.on_epoch_begin(epoch)
+            self._callbacks.on_train_batch_begin(batch)
+        self._begun = True
+
+    def _end_epoch(self, epoch: int, logs: Any) -> dict[str, float]:
+        """Validation, and the epoch's logs."""
+        results = self._model.get_metrics_result()
+        found: dict[str, float] = dict(results if set(results) == set(logs) else logs)
+        spec = self._compiled.spec
+        if spec.validation is not None and (epoch + 1) % spec.validation_epochs == 0:
+            found |= {f"val_{name}": value for name, value in self._validate().items()}
+        with self._user:
+            self._callbacks.on_epoch_end(epoch, found)
+        return found
+
+    def _validate(self) -> dict[str, float]:
+        spec, sums = self._compiled.spec, list[Sums]()
+        assert spec.validation is not None and self._compiled.step is not None
+        with self._user:
+            self._callbacks.on_test_begin()
+        for feed in spec.validation():
+            with self._user:
+                self._callbacks.on_test_batch_begin(feed.step)
+            sums.append(self._test(feed))
+            with self._user:
+                self._callbacks.on_test_batch_end(feed.step, self._tested)
+        with self._user:
+            self._callbacks.on_test_end(self._tested)
+        self._validated = (self._compiled.step, sums)
+        return dict(self._tested)
+
+    def _test(self, feed: Feed) -> Sums:
+        model, rows = self._model, _whole(feed).rows
+        if feed.step == 0:
+            model.reset_metrics()
+            self._tested, self._tested_rows = {}, 0
+        with user_code("test_step()", self._compiled.caller.where):
+            logs = model.test_function(self._compiled.dealt(feed))
+        seen = self._tested_rows + rows
+        found = {name: float(value) for name, value in logs.items()}
+        before = {name: value * self._tested_rows for name, value in self._tested.items()}
+        self._tested, self._tested_rows = found, seen
+        return Sums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
+
+    def _seen(self) -> tuple[float, float]:
+        """Sum and number of the losses that this epoch's mean is of, as Keras counts them."""
+        if not isinstance(self._tracker, keras.metrics.Mean):
+            return 0.0, 0.0
+        total, count = (float(keras.ops.convert_to_numpy(variable)) for variable in self._tracker.variables)
+        return total, count
+
+    def _loss_of(self, logs: Any, before: tuple[float, float]) -> float:
+        """The loss of a step; its logs have the mean of the epoch so far, or what a train_step of the user's gives."""
+        total, count = self._seen()
+        if count > before[1]:
+            return (total - before[0]) / (count - before[1])
+        if _LOSS not in logs:
+            raise JobError(['train_step() returns no "loss": add it to the dict'], where=self._compiled.caller.where)
+        return float(logs[_LOSS])
+
+
+class Fitting(TensorFlowEngine):
+    """What the engines share that train as `fit` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fit: Fit | None = None
+
+    def warm(self, feed: Feed) -> None:
+        """Begin the loop anew at the state that is there. The step is compiled with the first one."""
+        self._fit = self._guarded(lambda: Fit(self._compiled, _callbacks(self._compiled)))
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """One step of `fit`, and what belongs to the ends of epochs and of the training.
+
+        Raises:
+            NonFiniteLoss: when it was applied.
+            UserCodeError, JobError: the user's code raised or is wrong.
+        """
+        fit = self._fit
+        assert fit is not None, "warm() comes before steps"
+        return self._guarded(lambda: fit.train(feed))
+
+    def evaluate_step(self, feed: Feed) -> Sums:
+        """Sums of the loss and the metrics that the model was compiled with. Raises UserCodeError, JobError."""
+        self._fit = self._fit or self._guarded(lambda: Fit(self._compiled))
+        fit = self._fit
+        return self._guarded(lambda: fit.evaluate(feed))
+
+    @property
+    def _compiled(self) -> Compiled:
+        compiled = self._built
+        assert isinstance(compiled, Compiled)
+        return compiled
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> Trained:
+        return Compiled(spec, self._strategy, plan, Caller(spec=spec, where=self._where))
+
+
+class FitOneDevice(Fitting, OneDevice):
+    """`fit` on one device."""
+
+
+class FitMirrored(Fitting, Mirrored):
+    """`fit` on all devices of one node."""
+
+
+def _whole(feed: Feed) -> Batch:
+    """The rows that count, of all data ranks of this worker, as one batch."""
+    parts = [batch for part in feed.parts for batch in part]
+    weights = np.concatenate([batch.weights for batch in parts])
+    chosen = np.flatnonzero(weights)
+    return Batch(
+        columns={name: np.concatenate([batch.columns[name] for batch in parts])[chosen] for name in parts[0].columns},
+        weights=weights[chosen],
+        samples=np.concatenate([batch.samples for batch in parts])[chosen],
+    )
+
+
+class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
+    """The mean of the job's loss over the samples; Keras' wrapper of functions would turn the targets into floats.
+
+    As it does, it gives each replica its share of the mean.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self._function = function
+
+    def __call__(self, targets: Any, outputs: Any, sample_weight: Any = None) -> Any:
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        return tf.reduce_mean(per_sample(self._function, outputs, targets)) / replicas
+
+    def call(self, targets: Any, outputs: Any) -> Any:
+        return per_sample(self._function, outputs, targets)
+
+
+def _metric(name: str, metric: Any) -> keras.metrics.Metric:
+    """One of Keras' metrics, made here so that the strategy has its variables; or the mean of a function's values."""
+    if isinstance(metric, keras.metrics.Metric):
+        return type(metric).from_config({**metric.get_config(), "name": name})
+    return keras.metrics.MeanMetricWrapper(lambda targets, outputs: per_sample(metric, outputs, targets), name=name)
+
+
+def _callbacks(compiled: Compiled) -> list[Any]:
+    """The user's callbacks. Raises JobError, UserCodeError."""
+    spec, where = compiled.spec, compiled.caller.where
+    with user_code("callbacks()", where):
+        callbacks = list(spec.callbacks()) if spec.callbacks else []
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise JobError(
+                [f"callbacks() gives a {type(callback).__name__}: give keras.callbacks.Callback"], where=where
+            )
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise JobError(
+                ["callbacks() gives a BackupAndRestore: leave it out, every run backs up and restores"], where=where
+            )
+    return callbacks

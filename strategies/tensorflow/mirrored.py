@@ -1,0 +1,24 @@
+"""`tf.distribute.MirroredStrategy`: a replica on each device of one worker."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from trainwright.core.group import Capabilities, Group
+from trainwright.strategies.tensorflow.base import TensorFlowEngine
+from trainwright.strategies.tensorflow.devices import names_of
+
+
+class Mirrored(TensorFlowEngine):
+    """All devices of one node, gradients summed between them."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reform="new_process", topology="collective", devices_per_worker=None, xla=True
+    )
+
+    def open_strategy(self, group: Group) -> Any:
+        """On the worker's devices; several on a CPU are logical ones."""
+        assert group.size == 1, "the devices of one node are driven by one worker"
+        return tf.distribute.MirroredStrategy(names_of(group))

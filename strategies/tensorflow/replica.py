@@ -1,0 +1,158 @@
+"""One worker's model and optimizer under its strategy, and where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from trainwright.core.data import Batch, fold
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.core.plan import Plan
+from trainwright.strategies.tensorflow import batches
+from trainwright.strategies.tensorflow.failures import user_code
+from trainwright.strategies.tensorflow.objective import Caller
+
+_SEED_BITS = 32
+
+
+class Trained(Protocol):
+    """What is copied, saved and restored; see `Replica`."""
+
+    spec: ModelSpec
+    strategy: tf.distribute.Strategy
+    model: keras.Model
+    step: int | None
+    sound: bool
+    carried: Mapping[str, list[tf.Variable]]
+
+    @property
+    def optimizer(self) -> Any:
+        """The user's optimizer."""
+
+
+class Replica:
+    """Model and optimizer of one worker, made by the job's functions in the strategy's scope.
+
+    A model that knows no shapes yet learns them from a sample.
+
+    Args:
+        spec: the job's functions.
+        strategy: that holds the variables.
+        plan: says the precision (`bf16` computes in Keras' `mixed_bfloat16`), and into how many parts a batch goes.
+        caller: how the job's functions are called.
+
+    Attributes:
+        model: the user's model.
+        optimizer: the user's optimizer.
+        step: completed steps; None before the first step or load.
+        sound: False while, and after a failure in which, the optimizer changed only a part.
+        carried: variables that neither model nor optimizer saves, by name; none, because randomness is counted.
+
+    Raises:
+        JobError: the job's functions do not return what they should.
+        UserCodeError: they raised.
+    """
+
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> None:
+        self.spec, self.strategy, self.where = spec, strategy, caller.where
+        self.step: int | None = None
+        self.sound = True
+        self.carried: Mapping[str, list[tf.Variable]] = {}
+        self.model = built_model(spec, strategy, plan, caller)
+        with self.strategy.scope():
+            assert self.spec.optimizer is not None, "only a job with run='fit' may leave it out"
+            with user_code("optimizer()", self.where):
+                self.optimizer = self.spec.optimizer(self.model.trainable_variables)
+            if not isinstance(self.optimizer, keras.optimizers.Optimizer):
+                raise JobError(
+                    [f"optimizer() returned {type(self.optimizer).__name__}: return a keras.optimizers.Optimizer"]
+                )
+            if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+                raise JobError(
+                    ["optimizer() returned a LossScaleOptimizer: return the one inside it; bf16 needs no loss scale"]
+                )
+            self.optimizer.build(self.model.trainable_variables)
+        self.optimizer._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
+        self.own_schedule = isinstance(self.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+        if self.own_schedule and self.spec.schedule is not None:
+            raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
+        self.initial_rate = None if self.own_schedule else float(self._rate())
+        self.seeds = [generator.state for generator in generators(self.model)]
+        drawn = {id(seed) for seed in self.seeds}
+        self.state = [variable for variable in self.model.non_trainable_variables if id(variable) not in drawn]
+
+    @property
+    def trained(self) -> list[tf.Variable]:
+        """The variables that are trained, as TensorFlow has them."""
+        return [variable.value for variable in self.model.trainable_variables]
+
+    def _rate(self) -> Any:
+        return self.optimizer.learning_rate.numpy()
+
+    def set_rate(self, step: int) -> float:
+        """Set the learning rate of a step, and return it."""
+        if self.own_schedule:
+            return float(self._rate())
+        rate = self.initial_rate
+        assert rate is not None, "an optimizer has a rate or a schedule"
+        if self.spec.schedule is not None:
+            with user_code("schedule=", self.where):
+                rate *= float(self.spec.schedule(step, self.spec.total_steps))
+            with self.strategy.scope():
+                self.optimizer.learning_rate = rate
+        return rate
+
+
+def built_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> keras.Model:
+    """The job's model in the strategy's scope, with all its variables; see `Replica` for arguments and errors."""
+    if plan.precision == "bf16":
+        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    keras.utils.set_random_seed(fold(spec.seed, -1) % 2**_SEED_BITS)
+    with strategy.scope(), user_code("model()", caller.where):
+        model = spec.model()
+    if not isinstance(model, keras.Model):
+        kind = type(model)
+        raise JobError([f"model() returned {kind.__module__}.{kind.__qualname__}: return a keras.Model"])
+    _check_norms(model, spec, plan, caller.where)
+    if not (model.built and model.trainable_variables) and spec.sample is not None:
+        with strategy.scope():
+            _try(model, spec.sample(), caller)
+    if not model.trainable_variables:
+        raise JobError(["model() has no variables that can be trained"], where=caller.where)
+    return model
+
+
+def _try(model: keras.Model, sample: Batch, caller: Caller) -> None:
+    """Call the model once, which gives it its variables."""
+    columns = batches.columns_of(caller.spec.collation, sample, caller.spec.inputs or None)
+    if caller.spec.inputs:
+        caller.outputs(model, columns, training=False)
+    else:
+        caller.loss(model, columns, tf.convert_to_tensor(sample.weights), training=False)
+
+
+def batch_norms(model: keras.Model) -> list[str]:
+    """Names of the layers that normalize by statistics of the batch."""
+    kind = keras.layers.BatchNormalization
+    return [layer.path for layer in model._flatten_layers() if isinstance(layer, kind) and layer.trainable]
+
+
+def _check_norms(model: keras.Model, spec: ModelSpec, plan: Plan, where: str) -> None:
+    norms = batch_norms(model)
+    if norms and (plan.mesh.data_ranks > 1 or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
+        problem = (
+            f"layer {norms[0]!r} is a batch norm: {plan.mesh.data_ranks} data ranks and accumulation="
+            f"{plan.accumulation} normalize smaller batches than one device: use group or layer normalization, or "
+            'accept the difference with inexact=("batch_norm",)'
+        )
+        raise JobError([problem], where=where)
+
+
+def generators(model: keras.Model) -> Iterator[Any]:
+    """The seed generators of all layers."""
+    for layer in model._flatten_layers():
+        yield from layer._seed_generators

@@ -1,0 +1,126 @@
+"""Seconds of a step, term by term, from its work and a machine's efficiencies.
+
+Compute is a roofline with launch overhead: what a device computes, or what its host tells it, whichever takes longer.
+Ring all-reduce as in Patarasuk and Yuan (2009), inside a node and between nodes one after the other; pipelines as in
+Huang et al. (2019) and Narayanan et al. (2021), for stages that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from trainwright.strategies.calibration import DEFAULT, Vector
+from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Group, Work
+
+Rates = Mapping[str, float]
+SOFT = 4.0  # how sharply the longer of two overlapping times wins
+_BUBBLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3, "": 1.0}  # ZB-H1: Qi et al. (2023)
+
+
+def terms(work: Work, rates: Rates) -> dict[str, float]:
+    """Seconds by name; they add up to the step."""
+    forward, backward = _compute(work, rates)
+    reduced = _tensor(work, rates)
+    again = work.again * (forward + reduced)
+    spent = {
+        "compute": work.counts @ (forward + backward),
+        "recompute": work.counts @ again,
+        "tensor_parallel": work.counts @ (2 * reduced),
+    }
+    whole = spent["compute"] + spent["recompute"] + spent["tensor_parallel"]
+    slowest, count = int(np.argmax(whole)), work.micro_batches
+    found = {name: float(each[slowest]) * count for name, each in spent.items()}
+    bubble = _BUBBLE[work.schedule] * float(whole.sum() - whole[slowest]) / work.chunks
+    back = float((work.counts @ (backward + again))[slowest])
+    found |= {
+        "bubble": bubble,
+        "transfers": _transfers(work, rates),
+        "parameters": _gathered(work, rates, float(whole[slowest])) * count,
+        "gradients": _gradients(work, rates, back),
+        "optimizer": float(work.update_s) / rates["update"],
+        "other": rates["step_s"],
+    }
+    return {name: float(seconds) for name, seconds in found.items() if seconds}
+
+
+def layer_seconds(work: Work) -> Vector:
+    """Forward and backward of each distinct layer with the default efficiencies, for dividing layers into stages."""
+    rates = DEFAULT.efficiencies
+    forward, backward = _compute(work, rates)
+    found: Vector = forward + backward + 2 * _tensor(work, rates)
+    return found
+
+
+def _compute(work: Work, rates: Rates) -> tuple[Vector, Vector]:
+    """Forward and backward of each distinct layer."""
+    product = work.flops_s / rates["matmul"] + work.matmuls * rates["matmul_s"]
+    device = product + (work.traffic_s + work.scores_s * rates["scores"]) / rates["traffic"]
+    told = work.launches * rates["launch_s"]
+    return _longer(device, told), _longer(BACKWARD * device, LAUNCHES_BACK * told)
+
+
+def _longer(one: Vector, other: Vector) -> Vector:
+    found: Vector = (one**SOFT + other**SOFT) ** (1 / SOFT)
+    return found
+
+
+def _tensor(work: Work, rates: Rates) -> Vector:
+    """All-reduces of each layer's forward; those of backward are as many."""
+    if work.tensor.size == 1:
+        return np.zeros_like(work.flops_s)
+    seconds = _all_reduce(work, work.tensor, rates, "tensor", np.ones(1))[0]
+    messages = work.reductions * _messages(work.tensor, rates)
+    found: Vector = work.reduced_bytes * seconds + messages
+    return found
+
+
+def _all_reduce(work: Work, group: Group, rates: Rates, name: str, size: Vector) -> Vector:
+    """Of so many bytes on each rank, without the time of messages."""
+    inside = 2 * (group.local - 1) / group.local / (work.machine.device.link_bytes_per_s * rates[name])
+    network = group.local * work.machine.network_bytes_per_s * rates["network"]
+    between = 2 * (group.nodes - 1) / group.nodes / network
+    found: Vector = size * (inside + between)
+    return found
+
+
+def _messages(group: Group, rates: Rates) -> float:
+    return rates["message_s"] * (1 + np.log2(group.size)) if group.size > 1 else 0.0
+
+
+def _transfers(work: Work, rates: Rates) -> float:
+    """Activations and their gradients from stage to stage: of each micro-batch, and once through all stages."""
+    stages = work.mesh.pipeline
+    if stages == 1:
+        return 0.0
+    link = work.machine.network_bytes_per_s if work.remote else work.machine.device.link_bytes_per_s
+    one = work.sent_bytes / (link * rates["send"]) + rates["send_s"]
+    return 2 * one * ((stages - 1) + (work.micro_batches - 1) * work.chunks)
+
+
+def _gathered(work: Work, rates: Rates, compute_s: float) -> float:
+    """ZeRO-3: parameters gathered for forward and for backward, gradients scattered: what compute does not hide."""
+    if work.zero < 3 or work.shard.size == 1:
+        return 0.0
+    size = np.array([work.gradient_bytes.max()])
+    spent = 1.5 * float(_all_reduce(work, work.shard, rates, "reduce", size)[0])
+    return _exposed(spent, compute_s)
+
+
+def _gradients(work: Work, rates: Rates, backward_s: float) -> float:
+    """Their reduction over the data ranks, once a step, less what is hidden under the last backward."""
+    size = np.array([work.gradient_bytes.max()])
+    spent = 0.0
+    if work.zero < 3:
+        spent += float(_all_reduce(work, work.shard, rates, "reduce", size)[0]) + _messages(work.shard, rates)
+    size = size / work.shard.size
+    spent += float(_all_reduce(work, work.data, rates, "reduce", size)[0]) + _messages(work.data, rates)
+    return _exposed(spent, rates["overlap"] * backward_s)
+
+
+def _exposed(spent_s: float, hidden_s: float) -> float:
+    """What of a time lies outside another, softly."""
+    if not spent_s:
+        return 0.0
+    return float(max(spent_s - hidden_s, 0.0) + 0.15 * min(spent_s, hidden_s))

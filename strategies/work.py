@@ -1,0 +1,334 @@
+"""What one step asks of a machine, before anything is said of how well the machine does it.
+
+A step of a plan is a few numbers for each distinct layer, and how many of each stand on each pipeline stage. They are
+gathered once for a plan and timed as often as a calibration likes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.accelerators import Accelerator, accelerator
+from trainwright.core.cluster import Cluster
+from trainwright.core.errors import PlanError, ResourceError
+from trainwright.core.plan import Mesh, Plan
+from trainwright.core.profile import ModelProfile
+from trainwright.strategies.calibration import Vector
+from trainwright.strategies.partition import divided
+
+Indices = npt.NDArray[np.intp]
+BACKWARD = 2.0  # operations and traffic of backward, in those of forward
+LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
+SCORES_PART = 0.08  # of a block's forward that makes attention's scores, which selective recomputation makes again
+UPDATE_BYTES = {2: 34.0, 4: 28.0}  # Adam reads and writes so many a parameter, by bytes of a number
+NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The devices that a plan's ranks run on; where they differ, all wait for the slowest.
+
+    Attributes:
+        device: its data sheet.
+        per_node: devices of a node.
+        devices: of all nodes.
+        network_bytes_per_s: of one device, one direction.
+    """
+
+    device: Accelerator
+    per_node: int
+    devices: int
+    network_bytes_per_s: float
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Machine:
+        """Of a cluster with accelerators. Raises ResourceError for one that is not in the table."""
+        nodes = [node for node in cluster.nodes if node.accelerators] or list(cluster.nodes)
+        found = {node.kind: accelerator(node.kind) if node.accelerators else CPU for node in nodes}
+        missing = sorted(kind for kind, item in found.items() if item is None)
+        if missing:
+            raise ResourceError(
+                f"nothing is known of the accelerator {missing[0]!r}",
+                where="cluster",
+                remedy=f"describe it: trainwright.core.accelerators.ACCELERATORS[{missing[0]!r}] = Accelerator(...)",
+            )
+        known = [item for item in found.values() if item is not None]
+        slowest = min(known, key=lambda item: item.rate("bf16"))
+        each = [node.accelerators or max(1, int(node.cpus)) for node in nodes]
+        networks = [
+            node.network_bytes_per_s / count if node.network_bytes_per_s else slowest.network_bytes_per_s
+            for node, count in zip(nodes, each, strict=True)
+        ]
+        return cls(device=slowest, per_node=min(each), devices=sum(each), network_bytes_per_s=min(networks))
+
+
+CPU = Accelerator(
+    name="CPU",
+    memory_bytes=4 * 2**30,
+    flops_per_s={"fp32": 4e10},
+    memory_bytes_per_s=8e9,
+    link_bytes_per_s=2e9,
+    network_bytes_per_s=1.25e8,
+    source="assumed, of one core of a server",
+    resource="CPU",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks that reduce together.
+
+    Attributes:
+        size: ranks.
+        local: of them on one node.
+    """
+
+    size: int
+    local: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that they lie on."""
+        return self.size // self.local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One step. Vectors are by distinct layer, of one micro-batch on one rank, forward.
+
+    Attributes:
+        machine: that does it.
+        mesh: degrees.
+        counts: (stages, layers): how many of each layer stand on each stage.
+        flops_s: seconds at the peak rate.
+        matmuls: matrix products.
+        traffic_s: seconds at the memory's full bandwidth.
+        scores_s: likewise, for attention's scores.
+        launches: operations.
+        reduced_bytes: of tensor parallelism's all-reduces.
+        reductions: their number.
+        again: share of forward that backward computes again.
+        parameters: of each stage, on one rank.
+        gradient_bytes: of each stage, on one rank.
+        update_s: of the optimizer at the memory's full bandwidth, slowest stage.
+        sent_bytes: between stages, of one micro-batch.
+        micro_batches: of a data rank.
+        schedule: of the pipeline.
+        chunks: of each stage.
+        zero: what is sharded.
+        tensor, data, shard: who reduces with whom.
+        remote: whether the next stage is on another node.
+        shape: see `Shape`.
+        kind: of work that can be compared.
+    """
+
+    machine: Machine
+    mesh: Mesh
+    counts: Vector
+    flops_s: Vector
+    matmuls: Vector
+    traffic_s: Vector
+    scores_s: Vector
+    launches: Vector
+    reduced_bytes: Vector
+    reductions: Vector
+    again: Vector
+    parameters: Vector
+    gradient_bytes: Vector
+    update_s: float
+    sent_bytes: float
+    micro_batches: int
+    schedule: str
+    chunks: int
+    zero: int
+    tensor: Group
+    data: Group
+    shard: Group
+    remote: bool
+    shape: tuple[float, ...]
+    kind: str
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """A profile's layers as vectors: one entry for each distinct one, `order` says which stands where."""
+
+    order: Indices
+    last: int
+    flops: Vector
+    matmuls: Vector
+    launches: Vector
+    parameters: Vector
+    tied_parameters: Vector
+    output_numbers: Vector
+    kept_numbers: Vector
+    traffic_numbers: Vector
+    scores_numbers: Vector
+    shared_kept: Vector
+    shared_traffic: Vector
+    reductions: Vector
+    splits: Vector
+
+    def over(self, tensor: int) -> Vector:
+        """By how much tensor parallelism divides each."""
+        return np.where(self.splits > 0, float(tensor), 1.0)
+
+    def placed(self, stages: Sequence[int]) -> tuple[Vector, Vector]:
+        """How many of each layer stand on each stage (stages, layers), and each stage's parameters."""
+        stage = np.repeat(np.arange(len(stages)), stages)
+        counts = np.zeros((len(stages), len(self.flops)))
+        np.add.at(counts, (stage, self.order), 1.0)
+        held = self.parameters + (self.tied_parameters if len(stages) > 1 else 0.0)
+        return counts, counts @ held
+
+    def kept(self, tensor: int, recompute: str) -> Vector:
+        """Numbers that backward needs of one sample; if all is recomputed a layer's input, as large as its output."""
+        if recompute == "full":
+            return np.minimum(self.output_numbers, self.kept_numbers)
+        scores = self.scores_numbers / self.over(tensor) if recompute == "none" else 0.0
+        kept: Vector = self.kept_numbers * (self.shared_kept + (1 - self.shared_kept) / self.over(tensor)) + scores
+        return kept
+
+    def again(self, recompute: str) -> Vector:
+        """Share of each layer's forward that backward computes again; the last layer's is at hand."""
+        found = np.full(len(self.flops), {"none": 0.0, "selective": 0.0, "full": 1.0}[recompute])
+        if recompute == "selective":
+            found += SCORES_PART * (self.scores_numbers > 0)
+        found[self.last] = 0.0
+        return found
+
+    def sent(self, stages: Sequence[int]) -> float:
+        """The most numbers that a stage sends on, of one sample."""
+        ends = np.cumsum(stages)[:-1]
+        return float(self.output_numbers[self.order[ends - 1]].max()) if len(ends) else 0.0
+
+
+@lru_cache(maxsize=64)
+def gathered(profile: ModelProfile) -> Layers:
+    """The layers of a profile as vectors."""
+    distinct = list(dict.fromkeys(profile.layers))
+    index = {layer: number for number, layer in enumerate(distinct)}
+    names = [item.name for item in fields(Layers) if item.name not in ("order", "last")]
+    columns = {name: np.array([getattr(layer, name) for layer in distinct], float) for name in names}
+    order = np.array([index[layer] for layer in profile.layers])
+    return Layers(order=order, last=int(order[-1]), **columns)
+
+
+def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: int, precision: str) -> Work:
+    """The work of one step.
+
+    Raises:
+        PlanError: the plan cannot be carried out by this machine, or with this model and batch.
+    """
+    mesh = plan.mesh
+    micro_batches, rows = plan.micro_batches(batch_size)
+    check(profile, machine, plan, batch_size)
+    layers = gathered(profile)
+    stages = plan.stages or even(profile, mesh.pipeline)
+    counts, held = layers.placed(stages)
+    width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
+    rate, memory = machine.device.rate(precision) * machine.device.sustained, machine.device.memory_bytes_per_s
+    parameters = held / mesh.tensor
+    sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
+    update_bytes = UPDATE_BYTES[width] * parameters.max() / (sharded if plan.zero else 1)
+    shared = layers.shared_traffic
+    traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
+    return Work(
+        machine=machine,
+        mesh=mesh,
+        counts=counts,
+        flops_s=rows * layers.flops / over / rate,
+        matmuls=layers.matmuls,
+        traffic_s=rows * traffic * width / memory,
+        scores_s=rows * layers.scores_numbers / over * width / memory,
+        launches=layers.launches,
+        reduced_bytes=rows * width * layers.reductions * layers.output_numbers,
+        reductions=layers.reductions,
+        again=layers.again(plan.recompute),
+        parameters=parameters,
+        gradient_bytes=parameters * width,
+        update_s=update_bytes / memory,
+        sent_bytes=rows * width * layers.sent(stages) / mesh.tensor,  # each tensor rank sends its part
+        micro_batches=micro_batches,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        zero=plan.zero,
+        tensor=group(machine, mesh.tensor, 1),
+        data=group(machine, mesh.data, mesh.tensor * mesh.shard),
+        shard=group(machine, mesh.shard, mesh.tensor),
+        remote=mesh.tensor * mesh.shard * mesh.data >= machine.per_node,
+        shape=_shape(profile, mesh, rows, micro_batches),
+        kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}",
+    )
+
+
+def check(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int) -> None:
+    """Raises PlanError where the plan cannot be."""
+    reason = refusal(profile, machine, plan, batch_size)
+    if reason is not None:
+        raise PlanError(reason[0], where=str(plan.mesh), remedy=reason[1])
+
+
+def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int) -> tuple[str, str] | None:
+    """Why a plan cannot be, and what would make it possible; None where it can."""
+    mesh = plan.mesh
+    if mesh.size > machine.devices:
+        return f"the plan takes {mesh.size} devices, the cluster has {machine.devices}", "lower a degree"
+    if mesh.data_ranks > batch_size:
+        hint = f"use batch_size={mesh.data_ranks} or fewer data ranks"
+        return f"batch_size={batch_size} is smaller than the {mesh.data_ranks} data ranks", hint
+    if mesh.pipeline > len(profile.layers):
+        return f"{mesh.pipeline} stages for {len(profile.layers)} layers", f"use pp={len(profile.layers)} or fewer"
+    if plan.stages and (sum(plan.stages) != len(profile.layers) or len(plan.stages) != mesh.pipeline):
+        return f"stages={plan.stages} do not cover {len(profile.layers)} layers in {mesh.pipeline} stages", "leave out"
+    if profile.heads and profile.heads % mesh.tensor:
+        return f"tp={mesh.tensor} does not divide {profile.heads} heads", "use a divisor of the heads"
+    if mesh.tensor > 1 and not any(layer.splits for layer in profile.layers):
+        return "no layer of this model is known to be divisible by tensor parallelism", "use tp=1"
+    micro_batches, _ = plan.micro_batches(batch_size)
+    if plan.schedule == "interleaved" and micro_batches % mesh.pipeline:
+        return f"{micro_batches} micro-batches are no multiple of the {mesh.pipeline} stages", "use schedule=1f1b"
+    return None
+
+
+def group(machine: Machine, size: int, stride: int) -> Group:
+    """Ranks so many apart, on nodes that are filled one after the other."""
+    local = max(1, min(size, machine.per_node // min(stride, machine.per_node)))
+    while size % local:
+        local -= 1
+    return Group(size=size, local=local)
+
+
+@lru_cache(maxsize=256)
+def even(profile: ModelProfile, stages: int) -> tuple[int, ...]:
+    """Layers of each stage as people divide them: as many of the repeated blocks on each, the rest at the ends.
+
+    A model without blocks is divided by operations.
+    """
+    layers = profile.layers
+    block = max(dict.fromkeys(layers), key=layers.count)
+    count = layers.count(block)
+    if count < max(stages, len(layers) / 2):
+        return divided([layer.flops + layer.traffic_numbers for layer in layers], stages)
+    first, last = layers.index(block), len(layers) - 1 - layers[::-1].index(block)
+    if last - first + 1 != count:
+        return divided([layer.flops + layer.traffic_numbers for layer in layers], stages)
+    each, rest = divmod(count, stages)
+    sizes = [each + (number < rest) for number in range(stages)]
+    sizes[0] += first
+    sizes[-1] += len(layers) - 1 - last
+    return tuple(sizes)
+
+
+def _shape(profile: ModelProfile, mesh: Mesh, rows: int, micro_batches: int) -> tuple[float, ...]:
+    """Octaves of: tensor degree, tokens of a micro-batch, width, stages, micro-batches, data ranks."""
+    heavy = max(profile.layers, key=lambda layer: layer.flops)
+    width = math.sqrt(max(heavy.parameters, 1))
+    facts = (mesh.tensor, rows * profile.tokens, width, mesh.pipeline, micro_batches, mesh.data_ranks)
+    return tuple(math.log2(max(fact, 1)) for fact in facts)

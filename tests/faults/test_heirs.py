@@ -1,0 +1,85 @@
+"""A killed driver's workers outlive it where the cluster does: the next driver takes them over, and no step is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import trainwright as tw
+from tests import processes
+from tests.runs import State, final_state, told
+from trainwright.adoption import NAMESPACE
+from trainwright.core import events
+from trainwright.detached import RemoteSession
+from trainwright.jobfile import load_job
+from trainwright.log import RunLog
+from trainwright.prepare import prepare
+from trainwright.store import open_store
+
+STEP_S = 0.3
+
+
+def lasting_actors() -> list[dict[str, str]]:
+    """Actors that would outlive a driver."""
+    return [item for item in ray.util.list_named_actors(all_namespaces=True) if item["namespace"] == NAMESPACE]
+
+
+def steps_told(folder: Path) -> int:
+    found: Any = told(folder, "faulty", events.Steps) if folder.exists() else []
+    return max((event.step[-1] for event in found if event.step), default=0)
+
+
+def killed_driver(folder: Path, tmp_path: Path, **fields: object) -> Path:
+    """A run whose driver was killed after some steps; no checkpoint but the last."""
+    file = processes.write_job(tmp_path, folder, step_s=STEP_S, checkpoint_steps=1000, **fields)
+    with processes.trainwright("fit", file, cluster=processes.address()) as driver:
+        processes.wait_until(lambda: steps_told(folder) >= 5, driver)
+        processes.kill(driver)
+    return file
+
+
+def test_the_next_driver_takes_over_those_who_live_and_replaces_the_dead(
+    folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
+) -> None:
+    file = killed_driver(folder, tmp_path, workers=3)
+    before: Any = told(folder, "faulty", events.Placed)
+    pids = {event.worker: event.pid for event in before}
+    os.kill(pids[1], signal.SIGKILL)
+    code, _, err = processes.finish("fit", file, cluster=processes.address())
+    assert code == 0 and "took over 2 workers" in err, err
+    assert final_state(folder, "faulty") == unbroken(3)
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [event.source for event in formed] == ["initial", "replica"]
+    assert (formed[1].survivors, formed[1].steps_lost) == (2, 0) and formed[1].step >= 5
+    placed: Any = told(folder, "faulty", events.Placed)[len(before) :]
+    assert {event.worker: event.pid for event in placed if event.worker in pids} == {0: pids[0], 2: pids[2]}
+    assert not lasting_actors()
+
+
+def test_a_driver_in_the_cluster_is_revived_and_takes_over(
+    folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
+) -> None:
+    job = load_job(str(processes.write_job(tmp_path, folder, step_s=STEP_S, checkpoint_steps=1000, workers=2)))
+    run = tw.start(job, detached=True)
+    processes.wait_for(lambda: steps_told(folder) >= 5)
+    entry = RunLog(open_store(str(folder)), "faulty").head()
+    assert entry is not None and entry.owner.pid != os.getpid()
+    os.kill(entry.owner.pid, signal.SIGKILL)
+    assert run.wait(120) and run.state == "done"
+    assert final_state(folder, "faulty") == unbroken(2)
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]
+    assert not lasting_actors()
+
+
+def test_a_detached_driver_whose_run_is_over_gives_its_name_back(folder: Path, tmp_path: Path) -> None:
+    job = load_job(str(processes.write_job(tmp_path, folder, workers=1)))
+    unheard = RemoteSession(prepare(job), job, resume=False, fresh=False)
+    assert ray.get(unheard._driver.end.remote()).outcome == "done" and lasting_actors()
+    assert RemoteSession(prepare(job, fresh=True), job, resume=False, fresh=True).run().outcome == "done"
+    assert not lasting_actors()

@@ -1,0 +1,65 @@
+"""All workers die: the run goes on from the copy of the state that a node's memory holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests import jobs
+from tests.runs import State, final_state, told
+from trainwright.core import events
+from trainwright.keeper import MEMORY, PREFIX, Shelf
+from trainwright.store import open_store
+
+STEP_S = 0.02  # so slow a step leaves time for copies
+
+
+def slow_step(kills: tuple[jobs.Kill, ...], awaits: dict[int, jobs.Awaited], folder: Path) -> Callable[..., Any]:
+    """The step of `tests.jobs`, slowly."""
+    inner = jobs.make_step(kills, "", awaits, str(folder))
+
+    def step(model: Any, batch: Any) -> Any:
+        threading.Event().wait(STEP_S)
+        return inner(model, batch)
+
+    return step
+
+
+def kept_job(folder: Path, kills: tuple[jobs.Kill, ...], workers: int, **fields: Any) -> tw.Job:
+    """No checkpoint but the last, and a copy whenever it costs no more than a hundredth of the time."""
+    awaits = {20: jobs.Awaited(kind=events.Kept)}
+    step = slow_step(kills, awaits, folder)
+    return jobs.job(folder, step=step, workers=workers, checkpoint_steps=100, keeper_s=0.05, **fields)
+
+
+def shelves(folder: Path) -> list[Path]:
+    """What the memory of this machine holds of the run."""
+    uri = open_store(str(folder)).uri_of("faulty")
+    return [path for path in MEMORY.glob(f"{PREFIX}*") if path == Shelf(uri).folder]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_when_all_die_at_once_the_state_comes_from_memory(
+    workers: int, folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    kills = tuple(jobs.Kill(rank=rank, step=21, folder=str(folder.parent)) for rank in range(workers))
+    tw.fit(kept_job(folder, kills, workers))
+    assert all(kill.mark.exists() for kill in kills)
+    assert final_state(folder, "faulty") == unbroken(workers)
+    formed: Any = told(folder, "faulty", events.Formed)
+    kept: Any = told(folder, "faulty", events.Kept)
+    assert formed[-1].source == "keeper" and formed[-1].step in {event.step for event in kept}
+    assert formed[-1].step + formed[-1].steps_lost <= 21 and not shelves(folder)
+
+
+def test_without_keepers_the_same_costs_all_steps(folder: Path, unbroken: Callable[[int], State]) -> None:
+    kill = jobs.Kill(rank=0, step=21, folder=str(folder.parent))
+    tw.fit(jobs.job(folder, (kill,), workers=1, checkpoint_steps=100))
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert formed[-1].source == "initial" and not told(folder, "faulty", events.Kept)
+    assert final_state(folder, "faulty") == unbroken(1)

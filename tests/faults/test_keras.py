@@ -1,0 +1,109 @@
+"""TensorFlow under the same core: kills change no bit, and a run goes on under another strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainwright as tw
+from tests import keras_jobs, processes
+from tests.conformance import tensorflow_case
+from tests.jobs import Kill
+from tests.runs import State, final_state, told
+from trainwright.core import events
+from trainwright.core.errors import RunConflict
+from trainwright.log import RunLog
+from trainwright.store import open_store
+
+
+@pytest.fixture(scope="module")
+def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """An unbroken run of two workers."""
+    folder = tmp_path_factory.mktemp("keras")
+    tw.fit(keras_jobs.job(folder))
+    return final_state(folder, "faulty")
+
+
+def test_a_killed_worker_and_a_killed_chief_change_no_bit(folder: Path, whole: State) -> None:
+    kills = tuple(Kill(rank=rank, step=step, folder=str(folder.parent)) for rank, step in ((1, 6), (0, 8)))
+    run = tw.fit(keras_jobs.job(folder, kills, spares=2, keeper_s=0.01))
+    assert run.state == "done" and all(kill.mark.exists() for kill in kills)
+    assert final_state(folder, "faulty") == whole
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert len(formed) == 3 and {event.survivors for event in formed} == {0}, "every failure takes new processes"
+    assert {event.source for event in formed[1:]} <= {"keeper", "checkpoint"}
+    assert [event.rank for event in told(folder, "faulty", events.Failed)] == [1, 0]
+
+
+def test_the_driver_is_killed_and_started_again(folder: Path, tmp_path: Path, whole: State) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(f"from tests import keras_jobs\njob = keras_jobs.job({str(folder)!r}, pace_s=0.2)\n")
+    cluster = processes.address()
+    with processes.trainwright("fit", file, cluster=cluster) as driver:
+        processes.wait_until(lambda: committed(folder) >= 10, driver)
+        processes.kill(driver)
+    code, _, err = processes.finish("fit", file, cluster=cluster)
+    assert code == 0 and "resuming step" in err, err
+    assert final_state(folder, "faulty") == whole
+
+
+def test_a_run_goes_on_under_each_other_strategy(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
+    """Without dropout, which is counted by data rank."""
+    layouts: tuple[tuple[str, int, int | None], ...] = (
+        ("tf_one_device", 1, None),
+        ("tf_mirrored", 1, 2),
+        ("tf_multi_worker_mirrored", 2, None),
+        ("tf_central_storage", 1, 2),
+    )
+    same = {"model": keras_jobs.make_model(dropout=0.0), "checkpoint_steps": None}
+    for epochs, (strategy, workers, devices) in enumerate(layouts, 1):
+        job = keras_jobs.job(folder, strategy=strategy, workers=workers, devices=devices, epochs=epochs, **same)
+        assert tw.fit(job).state == "done"
+    alone = keras_jobs.job(tmp_path / "alone", strategy="tf_one_device", workers=1, epochs=len(layouts), **same)
+    tw.fit(alone)
+    moved, stayed = (tensorflow_case.state(final_state(at, "faulty").files) for at in (folder, tmp_path / "alone"))
+    assert moved.keys() == stayed.keys()
+    for name, value in stayed.items():
+        if value.dtype.kind == "f":
+            assert np.allclose(moved[name], value, rtol=0, atol=1e-9), name
+
+
+def test_fit_goes_on_in_the_middle_of_an_epoch(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
+    tw.fit(keras_jobs.fit_job(tmp_path / "whole"))
+    kill = Kill(rank=0, step=13, folder=str(tmp_path))
+    run = tw.fit(keras_jobs.fit_job(folder, (kill,)))
+    assert run.state == "done" and kill.mark.exists()
+    assert final_state(folder, "faulty") == final_state(tmp_path / "whole", "faulty")
+    broken, whole = (told(at, "faulty", events.Evaluated) for at in (folder, tmp_path / "whole"))
+    assert [event.step for event in whole] == [9, 18, 27]
+    assert [(event.step, event.metrics) for event in broken] == [(event.step, event.metrics) for event in whole]
+
+
+def test_a_callback_ends_the_training(folder: Path, ray_cluster: None) -> None:
+    run = tw.fit(keras_jobs.fit_job(folder, patience=1))
+    assert (run.state, final_state(folder, "faulty").step, committed(folder)) == ("done", 18, 18)
+    assert any("a callback ended the training after 18 of 27 steps" in event.text for event in noted(folder))
+    with pytest.raises(RunConflict, match=r"is finished \(18 steps\)"):
+        tw.fit(keras_jobs.fit_job(folder, patience=1))
+
+
+def test_a_pipeline_of_the_users_own_counts_each_row_once(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
+    own = {"train": tw.datasets.from_tf(keras_jobs.pipeline)}
+    tw.fit(keras_jobs.job(tmp_path / "whole", **own))
+    kill = Kill(rank=1, step=12, folder=str(tmp_path))
+    run = tw.fit(keras_jobs.job(folder, (kill,), **own))
+    assert run.state == "done" and "tf.data pipeline: rows come in its own order" in repr(run.plan)
+    assert final_state(folder, "faulty") == final_state(tmp_path / "whole", "faulty")
+
+
+def noted(folder: Path) -> list[Any]:
+    return list(told(folder, "faulty", events.Noted))
+
+
+def committed(folder: Path) -> int:
+    """Step of the newest checkpoint that the log names."""
+    entry = RunLog(open_store(str(folder)), "faulty").head() if folder.exists() else None
+    return entry.checkpoints[-1].step if entry and entry.checkpoints else 0

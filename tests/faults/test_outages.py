@@ -1,0 +1,149 @@
+"""A store that goes away while a run trains, and clocks that differ."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import trainwright as tw
+from tests import jobs
+from tests.faults.test_storage import stop_at
+from tests.processes import ROOT
+from tests.runs import State, final_state, told
+from tests.s3 import S3Bucket
+from tests.weather import Weather
+from trainwright.core import events
+from trainwright.history import read_history
+from trainwright.journal import Journal
+from trainwright.log import RunLog
+from trainwright.store import open_store
+
+HOUR_S = 3600.0
+JOB = """
+import functools, pathlib, threading
+from tests import jobs
+from trainwright.checkpoints import CheckpointWriter
+
+signs = pathlib.Path({signs!r})
+
+def await_sign(name):
+    tick, patience = threading.Event(), 6000
+    while not (signs / name).exists():
+        tick.wait(0.02)
+        patience -= 1
+        assert patience, name
+
+def eventful(step):
+    def wrapped(model, batch):
+        now = int(getattr(model, "module", model).steps)
+        if now == 6:
+            await_sign("began")
+        if now == 22:
+            (signs / f"reached-{{jobs.rank()}}").touch()
+            await_sign("over")
+        return step(model, batch)
+    return wrapped
+
+def build():
+    init = CheckpointWriter.__init__
+    CheckpointWriter.__init__ = lambda self, store, *more: init(self, store.impatient(), *more)
+    return jobs.make_model(())()
+
+job = jobs.job({storage!r}, model=build, step=eventful(jobs.make_step(())))
+"""
+
+
+@contextmanager
+def training(folder: Path, storage: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`fit` of the job above in a process of its own; what it says is in `folder/said`."""
+    (folder / "job.py").write_text(JOB.format(signs=str(folder), storage=storage))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(":"), str(ROOT)]),
+    }
+    environment.pop("RAY_ADDRESS", None)
+    with (folder / "said").open("wb") as said:
+        command = [sys.executable, "-m", "trainwright", "fit", str(folder / "job.py")]
+        process = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT, env=environment)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait(30)
+
+
+def await_all(conditions: dict[str, Callable[[], bool]], said: Path, deadline_s: float = 150) -> None:
+    """Wait for all conditions, by name."""
+    tick, until_s = threading.Event(), time.monotonic() + deadline_s
+    while waiting := [name for name, holds in conditions.items() if not holds()]:
+        assert time.monotonic() < until_s, f"not within {deadline_s} s: {waiting}\n{said.read_text()}"
+        tick.wait(0.05)
+
+
+def test_training_goes_on_while_the_store_is_away_and_loses_nothing(
+    tmp_path: Path, s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
+) -> None:
+    """The network is lost while the first checkpoint is uploaded, for as long as 16 steps and two lines take."""
+    said = tmp_path / "said"
+    with Weather(s3_bucket.server.endpoint) as weather:
+
+        def strike(request: str) -> None:
+            if "PUT" in request and "checkpoints/00000005-" in request and not (tmp_path / "began").exists():
+                weather.cut()
+                (tmp_path / "began").touch()
+
+        weather.heard = strike
+        monkeypatch.setenv("AWS_ENDPOINT_URL", weather.address)
+        with training(tmp_path, s3_bucket.uri) as process:
+            reached = {f"rank {rank}": (tmp_path / f"reached-{rank}").exists for rank in range(2)}
+            lines = ("Training goes on from memory", "no checkpoint at step 5: ")
+            heard = {line: (lambda line=line: line in said.read_text()) for line in lines}
+            await_all({**reached, **heard}, said)
+            away_s = time.time()
+            weather.mend()
+            await_all({"back": lambda: "the store is back, after " in said.read_text()}, said)
+            (tmp_path / "over").touch()
+            assert process.wait(150) == 0, said.read_text()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_bucket.server.endpoint)
+    text = said.read_text()
+    assert text.count("the store is back, after ") == text.count("Training goes on from memory") == 1
+    assert final_state(s3_bucket.uri, "faulty") == unbroken(2)
+    steps = [step for event in told(s3_bucket.uri, "faulty", events.Steps) for step in event.step]
+    assert steps == list(range(1, 28)), "each step once: nothing was done again and no record is lost"
+    skipped = {event.step for event in told(s3_bucket.uri, "faulty", events.CheckpointSkipped)}
+    assert {5, 10, 15, 20} >= skipped >= {5} and not told(s3_bucket.uri, "faulty", events.Failed)
+    assert [event.step for event in told(s3_bucket.uri, "faulty", events.Steps) if event.time_s < away_s][-1][-1] == 22
+
+
+def test_a_driver_whose_clock_is_behind_goes_on_like_any_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
+) -> None:
+    """It stamps its events six hours before the first driver, whose files are stamped with days to come."""
+    stop_at(folder, 12)
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() + 48 * HOUR_S,) * 2)
+
+    def clock() -> float:
+        return time.time() - 6 * HOUR_S
+
+    monkeypatch.setattr("trainwright.session.Journal", functools.partial(Journal, clock=clock))
+    monkeypatch.setattr("trainwright.ledger.RunLog", functools.partial(RunLog, now=clock))
+    tw.fit(jobs.job(folder), resume=True)
+    assert final_state(folder, "faulty") == unbroken(2)
+    assert told(folder, "faulty", events.Formed)[-1].step == 10
+    assert len(list((folder / "faulty" / "checkpoints").iterdir())) == 3, "retained by what the log names, not by age"
+    history = read_history(open_store(str(folder)), "faulty")
+    assert history.state == "done" and [session.token for session in history.sessions] == [1, 5]
+    assert [record.step for record in history.records] == list(range(1, 28))
+    times = vars(history.totals)
+    assert all(value >= 0 for value in times.values()) and history.totals.wall_s < 600, times

@@ -1,0 +1,82 @@
+"""SIGTERM to workers' processes in the middle of a run: no failure, no step lost, and the result of an unbroken run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+import trainwright as tw
+from tests import jobs
+from tests.processes import ROOT
+from tests.runs import State, final_state, told
+from trainwright.core import events
+
+
+def notices(folder: Path, *ranks: int) -> tuple[jobs.Kill, ...]:
+    """A notice to each of the ranks in step 8."""
+    return tuple(jobs.Kill(rank=rank, step=8, folder=str(folder.parent), number=signal.SIGTERM) for rank in ranks)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
+def test_workers_that_are_told_to_go_hand_their_ranks_over(
+    ranks: tuple[int, ...], folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    spare = jobs.Awaited(kind=events.Placed, number=1, spare=True)
+    left = jobs.Awaited(kind=events.Leaving, number=len(ranks))
+    kills = notices(folder, *ranks)
+    tw.fit(jobs.job(folder, kills, spares=1, failures=0, awaits={7: spare, 10: left}))
+    assert final_state(folder, "faulty") == unbroken(2)
+    assert not told(folder, "faulty", events.Failed)
+    leaving: Any = told(folder, "faulty", events.Leaving)
+    assert sorted(event.rank for event in leaving) == list(ranks) and all(20 < event.left_s <= 25 for event in leaving)
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert formed[0].source == "initial" and all(event.steps_lost == 0 for event in formed)
+    assert formed[-1].source == ("replica" if len(ranks) == 1 else "checkpoint")
+    for kill in kills:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(kill.mark.read_text()), 0)
+
+
+def test_a_single_worker_is_followed_by_a_new_process(folder: Path, unbroken: Callable[[int], State]) -> None:
+    left = jobs.Awaited(kind=events.Leaving)
+    tw.fit(jobs.job(folder, notices(folder, 0), workers=1, spares=0, failures=0, awaits={10: left}))
+    assert final_state(folder, "faulty") == unbroken(1)
+    assert not told(folder, "faulty", events.Failed)
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("checkpoint", 0)]
+
+
+def test_a_process_that_nobody_relieves_ends_by_itself_when_its_time_is_over(
+    folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    """The step under way lasts longer than the notice, as far as the process is concerned."""
+    failed = jobs.Awaited(kind=events.Failed)
+    kill = notices(folder, 1)
+    tw.fit(jobs.job(folder, kill, spares=1, failures=0, preemption_s=1.0, awaits={9: failed}))
+    assert final_state(folder, "faulty") == unbroken(2)
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]
+
+
+@pytest.mark.hosts
+def test_the_rank_goes_to_another_node_where_one_has_room(folder: Path, unbroken: Callable[[int], State]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    command = [sys.executable, "-m", "tests.faults.moving_world", str(folder)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(folder.parent.glob("node-*"))) == 2
+    assert not told(folder, "faulty", events.Failed)
+    ours, theirs = (load(state.files["model.safetensors"]) for state in (final_state(folder, "faulty"), unbroken(1)))
+    assert np.allclose(ours["seen"], theirs["seen"], rtol=0, atol=1e-12), "each sample counts as often"
+    assert all(np.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-4) for name in theirs), (
+        "other numbers of threads"
+    )

@@ -1,0 +1,141 @@
+"""Small Keras jobs for tests, with kills as data: whoever is fed the sample in question dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import trainwright as tw
+from tests.jobs import Kill
+from trainwright.datasets.stream import schedule_of
+
+ROWS, WIDTH, CLASSES = 203, 8, 4
+BATCH, EPOCHS = 24, 3  # nine steps of an epoch, the last batch short
+
+
+def data() -> dict[str, npt.NDArray[Any]]:
+    """Rows that can be learned; `id` is the row number."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(ROWS, WIDTH))
+    return {"id": np.arange(ROWS), "x": x, "y": x[:, :CLASSES].argmax(1).astype(np.int64)}
+
+
+def make_model(dropout: float = 0.1) -> Callable[[], Any]:
+    """Two layers in float64."""
+
+    def build() -> Any:
+        import keras
+
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((WIDTH,), dtype="float64"),
+                layers.Dense(16, activation="tanh", dtype="float64"),
+                layers.Dropout(dropout, dtype="float64"),
+                layers.Dense(CLASSES, dtype="float64"),
+            ]
+        )
+
+    return build
+
+
+def momentum(variables: Any) -> Any:
+    import keras
+
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def make_step(kills: tuple[Kill, ...], pace_s: float = 0.0) -> Callable[[Any, Any], Any]:
+    """Cross-entropy; a process dies that is fed the first sample of a kill's rank and step in the first epoch.
+
+    Args:
+        pace_s: that each step takes at least.
+    """
+    victims = {first_sample(kill.step, kill.rank): kill for kill in kills}
+
+    def step(model: Any, batch: Any) -> Any:
+        import tensorflow as tf
+
+        def strike(ids: Any) -> None:
+            for sample in victims.keys() & set(ids.numpy().tolist()):
+                victims[sample].strike()
+            time.sleep(pace_s)
+
+        if victims or pace_s:
+            tf.py_function(strike, [batch["id"]], [])
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], model(batch["x"]))
+
+    return step
+
+
+def first_sample(step: int, rank: int, workers: int = 2) -> int:
+    """What a rank is fed first in a step (from 0) of `job`."""
+    made = job("")
+    share = schedule_of(made.train.index(), **made.ordering()).share(range(step, step + 1), rank, workers)
+    return int(share.samples[0])
+
+
+def job(folder: Path | str, kills: tuple[Kill, ...] = (), pace_s: float = 0.0, **fields: Any) -> tw.Job:
+    """A job of 27 steps, a checkpoint each 5, neither spares nor keepers."""
+    return tw.Job(
+        **{
+            "name": "faulty",
+            "model": make_model(),
+            "optimizer": momentum,
+            "step": make_step(kills, pace_s),
+            "train": tw.datasets.table(data()),
+            "batch_size": BATCH,
+            "epochs": EPOCHS,
+            "seed": 3,
+            "checkpoint_steps": 5,
+            "storage": str(folder),
+            "workers": 2,
+            "strategy": "tf_multi_worker_mirrored",
+            "spares": 0,
+            "keeper_s": 0,
+            "hang_deadline_s": 60.0,
+            **fields,
+        }
+    )
+
+
+def fit_job(folder: Path | str, kills: tuple[Kill, ...] = (), patience: int | None = None, **fields: Any) -> tw.Job:
+    """The same for Keras' `fit`, with validation; a kill strikes at the end of its step.
+
+    Args:
+        patience: epochs without a better loss after which the training ends, none being better by 10.
+    """
+
+    def callbacks() -> list[Any]:
+        import keras
+
+        def strike(batch: int, logs: Any) -> None:
+            for kill in kills:
+                if kill.step == striking.model.optimizer.iterations.numpy():
+                    kill.strike()
+
+        striking = keras.callbacks.LambdaCallback(on_train_batch_end=strike)
+        early = keras.callbacks.EarlyStopping("val_loss", min_delta=10.0, patience=patience or 0)
+        return [striking] if patience is None else [striking, early]
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        import tensorflow as tf
+
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
+
+    fit = {"run": "fit", "step": None, "loss": loss, "inputs": "x", "targets": "y", "callbacks": callbacks}
+    alone = {"workers": 1, "strategy": "tf_one_device", "evaluate": tw.datasets.table(data())}
+    return job(folder, **{**fit, **alone, **fields})
+
+
+def pipeline(epoch: int) -> Any:
+    """The rows by tf.data: as they lie in the first epoch, shuffled in others."""
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices(data())
+    return rows.shuffle(ROWS, seed=epoch, reshuffle_each_iteration=False) if epoch else rows

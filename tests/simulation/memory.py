@@ -1,0 +1,58 @@
+"""The nodes' memory, where copies of states outlive the processes that wrote them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.processes import Process
+from tests.simulation.store import Violation
+from trainwright.core.checkpoint import FileEntry
+from trainwright.core.errors import StorageError
+from trainwright.driver import messages as m
+
+if TYPE_CHECKING:
+    from tests.simulation.labour import Labour
+
+
+class Memory:
+    """Attributes: `full`, there is no room any more; `lost`, nothing can be read any more."""
+
+    def __init__(self, labour: Labour) -> None:
+        self._labour = labour
+        self.kept: dict[tuple[int, str], tuple[int, int]] = {}  # by version and piece
+        self.sealed: dict[int, m.KeptState] = {}  # by driver
+        self.full = self.lost = False
+
+    def keep(self, process: Process, call: m.Call) -> None:
+        if "keep" not in process.copies:
+            raise Violation("a copy is to be kept without a snapshot")
+        self._labour.clock.after(
+            self._labour.between(0.1, 1.0), self._delivered, process, call, process.copies.pop("keep")
+        )
+
+    def gone(self, kept: m.KeptState) -> bool:
+        """Whether it cannot be read any more: the next driver's versions remove those of one that is fenced."""
+        return self.lost or any((kept.version, item.file.name) not in self.kept for item in kept.files)
+
+    def _delivered(self, process: Process, call: m.Call, copy: tuple[int, int]) -> None:
+        if not process.alive:
+            return
+        about: dict[str, Any] = {"worker": process.worker, "generation": call.generation, "verb": "keep"}
+        order: m.KeepOrder = call.argument
+        if self.full:
+            failure = m.Failure(kind="storage", error=StorageError("no room"))
+            self._labour.deliver(process.driver, m.Raised(**about, failure=failure))
+            return
+        for key in [key for key in self.kept if key[0] < order.version and key[0] not in order.hold]:
+            del self.kept[key]
+        self.kept[order.version, process.piece] = copy
+        if call.generation.token != process.driver.token:
+            return  # the driver that asked is dead
+        file = FileEntry(name=process.piece, size_bytes=8, sha256="")
+        self._labour.deliver(process.driver, m.Returned(**about, value=(file,)))
+
+    def check(self, heal: m.Heal, token: int) -> None:
+        """What all keepers had told of is not passed over for an older checkpoint."""
+        known = self.sealed.get(token)
+        if known and heal.source in ("initial", "checkpoint") and heal.step < known.step and not self.gone(known):
+            raise Violation(f"healed at step {heal.step} by {heal.source}, although step {known.step} is in memory")

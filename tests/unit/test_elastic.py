@@ -1,0 +1,151 @@
+"""A world that shrinks and grows between its bounds, as the driver decides about it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.simulation.scenario import Fault, Scenario
+from tests.simulation.world import simulate
+from tests.unit.story import Story
+from tests.unit.test_recovery import progressed
+from tests.unit.test_stream import collect, ids, real, stream
+from trainwright.core import events
+from trainwright.core.group import StateTag
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.driver import messages as m
+from trainwright.driver.state import Phase, Settings
+
+
+def three(**settings: object) -> Story:
+    """Workers 0, 1 and 2 step; two may go on alone, four are wanted."""
+    return progressed(Story(**{"workers": 3, "min_workers": 2, "total_steps": 40, **settings}).running(), 1)
+
+
+def lost(story: Story, worker: int, step: int = 2) -> Story:
+    """A worker dies, the others stand idle at `step`."""
+    story.tell(m.Died(worker=worker, cause="its node is gone"))
+    others = [member.worker for member in story.state.members if member.worker in story.state.awaiting]
+    story.returns("run", m.SegmentReport(step=step, stopped=False, tag=StateTag(step=step)), workers=others)
+    return story.returns("leave", StateTag(step=step), workers=others)
+
+
+def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own() -> None:
+    story = lost(three(), 1)
+    assert story.state.phase is Phase.GATHERING and story.state.starting == {3}
+    story.expires("shrink")
+    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(0, "reserve"), (2, "reserve")]
+    assert story.emitted(events.Resized)[0].workers == 2 and story.state.rank_of == {0: 0, 2: 1}
+    assert not story.state.timers.keys() & {"place", "shrink"}
+    story.formed(StateTag(step=2), StateTag(step=2))
+    assert [call.argument.moves for call in story.calls("heal")] == [(), ()]
+
+
+def test_below_the_fewest_it_waits_until_one_more_is_up() -> None:
+    story = lost(three(min_workers=3, workers=4, max_workers=4), 1)
+    story.tell(m.Died(worker=2, cause="killed too")).expires("shrink")
+    assert story.state.phase is Phase.GATHERING and len(story.state.starting) == 2
+    story.tell(m.Started(worker=4, node="n4", pid=4))
+    assert [call.worker for call in story.calls("reserve")] == [0, 4, 3]
+    assert story.state.spares.keys() == {5}
+
+
+def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
+    story = lost(three(), 1).expires("shrink")
+    story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
+    story.tell(m.Started(worker=3, node="n3", pid=3))
+    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(0, "stop")]
+    story.segment(3, stopped=True)
+    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(0, "leave"), (2, "leave")]
+    story.returns("leave", StateTag(step=3))
+    assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
+    assert story.emitted(events.Resized)[0].former == 2 and story.state.failures <= 1
+    story.formed(StateTag(step=3), StateTag(step=3), StateTag(step=None)).returns("heal", StateTag(step=3))
+    assert story.emitted(events.Formed)[0].steps_lost == 0 and story.state.step == 3
+
+
+def test_room_for_more_is_asked_for_once_steps_run() -> None:
+    story = Story(workers=2, max_workers=4).running()
+    progressed(story, 1)
+    assert story.all(m.Place) == [m.Place(worker=2, slot=2, spare=True), m.Place(worker=3, slot=3, spare=True)]
+    story.tell(m.Started(worker=3, node="n", pid=3), m.Started(worker=2, node="n", pid=2))
+    assert len(story.calls("stop")) == 1
+    story.segment(2, stopped=True).returns("leave", StateTag(step=2))
+    assert [call.worker for call in story.calls("reserve")] == [0, 1, 2, 3]
+
+
+def test_a_failure_takes_waiting_recruits_in_at_no_further_cost() -> None:
+    story = progressed(Story(workers=2, max_workers=3).running(), 1)
+    story.tell(m.Died(worker=1, cause="killed"), m.Started(worker=2, node="n", pid=2))
+    story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
+    story.returns("leave", StateTag(step=2), workers=[0]).tell(m.Started(worker=3, node="n", pid=3))
+    assert [call.worker for call in story.calls("reserve")] == [0, 3, 2]
+
+
+def test_a_recruit_that_is_up_takes_a_lost_rank_where_no_spare_does() -> None:
+    story = progressed(Story(workers=2, max_workers=3).running(), 1)
+    story.tell(m.Started(worker=2, node="n", pid=2), m.Died(worker=1, cause="killed"))
+    assert story.emitted(events.Promoted)[0].slot == 2 and not story.all(m.Place)
+
+
+def test_nobody_joins_a_run_that_is_to_end() -> None:
+    story = progressed(Story(workers=2, max_workers=3).running(), 1).tell(m.StopAsked())
+    story.tell(m.Started(worker=2, node="n", pid=2))
+    assert not story.calls("stop")
+    assert story.segment(2, stopped=True).calls("snapshot")
+
+
+def test_a_world_shrinks_and_grows_back_in_the_simulation() -> None:
+    settings = Settings(workers=4, min_workers=3, total_steps=400, steps_per_epoch=400, shrink_s=8.0)
+    faults = (Fault(kind="slow start", at_s=1.0), Fault(kind="kill", at_s=6.0, target=0.5))
+    outcome = simulate(Scenario(seed=2, settings=settings, faults=faults))
+    sizes = [(event.former, event.workers) for event in outcome.emitted if isinstance(event, events.Resized)]
+    assert outcome.outcomes == ["done"] and sizes == [(4, 3), (3, 4)]
+
+
+PLAN = Plan(strategy="data_parallel", engine="e", mesh=Mesh(data=4), batch_size=64, placement=Placement(cpus=1))
+
+
+@given(data=st.integers(1, 9), shard=st.integers(1, 3), accumulation=st.integers(1, 5), now=st.integers(1, 12))
+def test_a_plan_on_fewer_workers_has_the_same_batch_and_no_larger_micro_batch(
+    data: int, shard: int, accumulation: int, now: int
+) -> None:
+    planned = Plan(
+        strategy="s", engine="e", mesh=Mesh(data=data, shard=shard), batch_size=960, accumulation=accumulation,
+        placement=Placement(cpus=1),
+    )  # fmt: skip
+    resized = planned.resized(now * shard)
+    assert resized.workers == now * shard and resized.batch_size == planned.batch_size
+    assert resized.mesh.data * resized.accumulation >= min(now, data) * accumulation
+    assert now < data or resized.accumulation == accumulation
+    assert planned.resized(planned.workers) == planned
+
+
+def test_a_world_that_holds_no_whole_replica_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 workers are no multiple of the 2"):
+        Plan(strategy="s", engine="e", mesh=Mesh(data=2, shard=2), batch_size=8, placement=Placement(cpus=1)).resized(5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=4), batch=st.integers(6, 30))
+def test_a_world_that_changes_in_the_middle_of_an_epoch_sees_the_same_global_batches(
+    cuts: list[tuple[int, int]], batch: int
+) -> None:
+    """Each cut: so many workers for so many steps."""
+    data, planned = ids(97), Plan(
+        strategy="s", engine="e", mesh=Mesh(data=4), batch_size=batch, placement=Placement(cpus=1)
+    )  # fmt: skip
+    whole = [sorted(real(feed)) for feed in collect(stream(data, batch_size=batch, epochs=8))]
+    step = 0
+    for workers, steps in cuts:
+        plan = planned.resized(workers)
+        shares = [
+            stream(data, worker, workers, batch_size=batch, epochs=8, accumulation=plan.accumulation).feeds(step)
+            for worker in range(workers)
+        ]
+        for now in range(step, min(step + steps, len(whole))):
+            assert sorted(sample for share in shares for sample in real(next(share))) == whole[now]
+        for share in shares:
+            share.close()
+        step = min(step + steps, len(whole))

@@ -1,0 +1,268 @@
+"""Plans in words, clusters that are not there, stages, memory, estimates and the ranking of all plans."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trainwright as tw
+from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
+from trainwright.core.errors import PlanError, ResourceError
+from trainwright.core.plan import Mesh
+from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.strategies.memory import in_flight, stage_memory
+from trainwright.strategies.partition import divided, replicated
+from trainwright.strategies.ranking import ranking
+from trainwright.strategies.work import Group, Machine, even, group
+
+GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
+NODE, NODES = tw.Cluster.parse("8xA100-80GB"), tw.Cluster.parse("4x8xA100-80GB@800Gb")
+
+
+def estimated(plan: str, cluster: tw.Cluster = NODES, profile: ModelProfile = GPT, batch: int = 256) -> tw.Estimate:
+    return tw.estimate(profile, cluster, tw.Plan.parse(plan), batch_size=batch, precision="bf16")
+
+
+def test_a_plan_in_words() -> None:
+    plan = tw.Plan.parse(" dp=8, tp=2,pp=4,micro_batch=4,schedule=gpipe,recompute=full")
+    assert plan.mesh == Mesh(pipeline=4, data=8, tensor=2)
+    assert (plan.micro_batch, plan.schedule, plan.recompute, plan.zero) == (4, "gpipe", "full", 0)
+    assert plan.micro_batches(256) == (8, 4) and plan.micro_batches(100) == (4, 4)
+    filled = tw.Plan.parse("pp=2")
+    assert (filled.micro_batch, filled.schedule, filled.recompute) == (1, "1f1b", "none")
+    assert tw.Plan.parse("").mesh == Mesh() and tw.Plan.parse("").strategy == "one_device"
+    assert tw.Plan.parse("dp=2,fsdp=8").mesh == Mesh(data=2, shard=8) and tw.Plan.parse("fsdp=8").zero == 3
+    assert tw.Plan.parse("dp=8,zero=1").mesh == Mesh(shard=8)
+    assert tw.Plan.parse("schedule=interleaved,pp=4").chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pd=2", "'pd' is no part of a plan"),
+        ("dp=0", "dp='0' must be a whole number from 1"),
+        ("dp=two", "must be a whole number"),
+        ("zero=4", "must be 0, 1, 2 or 3"),
+        ("schedule=1f2b", "did you mean '1f1b'?"),
+        ("recompute", "recompute='' is not known"),
+    ],
+)
+def test_a_plan_that_cannot_be_read(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=r".") as raised:
+        tw.Plan.parse(text)
+    assert said in str(raised.value)
+
+
+def test_a_cluster_in_words() -> None:
+    cluster = tw.Cluster.parse("2x8xH100-80GB@3200Gb + 4xL4")
+    assert [node.accelerators for node in cluster.nodes] == [8, 8, 4] and cluster.accelerators == 20
+    assert cluster.kinds == ("H100-80GB", "L4-24GB") and cluster.nodes[0].network_bytes_per_s == 400e9
+    slowest = Machine.of(cluster)
+    assert (slowest.device.name, slowest.per_node, slowest.devices) == ("L4-24GB", 4, 20)
+    cpus = tw.Cluster.parse("2x16xCPU")
+    assert (cpus.cpus, cpus.accelerators) == (32, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("8", "'8' is no cluster"), ("0x8xA100", "is no cluster"), ("4x8xH200O", "did you mean 'H200")]
+)
+def test_a_cluster_that_cannot_be_read(text: str, said: str) -> None:
+    with pytest.raises(ResourceError) as raised:
+        tw.Cluster.parse(text)
+    assert said in str(raised.value)
+
+
+def test_accelerators_are_found_however_they_are_spelt_and_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NVIDIA A100-SXM4-80GB", "a100-80gb", "A100_80GB", "A100"):
+        found = accelerator(name)
+        assert found is not None and found.name == "A100-80GB"
+    assert accelerator("B300") is None
+    mine = replace(ACCELERATORS["H200-141GB"], name="B300", aliases=())
+    monkeypatch.setitem(ACCELERATORS, "B300", mine)
+    assert accelerator("NVIDIA B300") is mine and tw.Cluster.parse("8xB300").kinds == ("B300",)
+    names = [name for item in ACCELERATORS.values() for name in {item.name, *item.aliases}]
+    assert len(names) == len(set(names))
+
+
+def test_what_is_known_of_each_accelerator() -> None:
+    for item in ACCELERATORS.values():
+        assert isinstance(item, Accelerator) and item.source
+        assert item.rate("bf16") >= item.rate("fp32") > 1e12 and 10**11 < item.memory_bytes_per_s < 10**13
+        assert item.price is None or item.spot_price is None or 0 < item.spot_price < item.price
+
+
+def test_a_transformer_from_numbers() -> None:
+    gpt3 = tw.transformer_profile(hidden=12288, layers=96, heads=96, sequence=2048, vocabulary=50257)
+    assert gpt3.parameters == pytest.approx(174.6e9, rel=0.002)  # Brown et al. (2020), table 2.1
+    tokens = 2048
+    assert 3 * gpt3.flops / tokens == pytest.approx(6 * gpt3.parameters, rel=0.05)
+    untied = tw.transformer_profile(hidden=64, layers=2, heads=4, sequence=8, vocabulary=100, tied=False)
+    tied = tw.transformer_profile(hidden=64, layers=2, heads=4, sequence=8, vocabulary=100)
+    assert untied.parameters - tied.parameters == 6400 and untied.flops == tied.flops
+    with pytest.raises(ValueError, match="do not divide"):
+        tw.transformer_profile(hidden=64, layers=2, heads=5, sequence=8, vocabulary=100)
+
+
+@given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
+def test_stages_are_as_quick_as_can_be(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    sizes = divided(costs, stages)
+    assert sum(sizes) == len(costs) and min(sizes) >= 1 and len(sizes) == stages
+    every = (
+        max(sum(costs[a:b]) for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True))
+        for cuts in combinations(range(1, len(costs)), stages - 1)
+    )
+    ends = [sum(sizes[:n]) for n in range(stages + 1)]
+    assert max(sum(costs[a:b]) for a, b in pairwise(ends)) == min(every)
+
+
+@settings(deadline=None)
+@given(layers=st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=5), devices=st.integers(1, 4))
+def test_replicated_stages_are_as_quick_as_can_be(layers: list[tuple[int, int, int]], devices: int) -> None:
+    seconds, weights, outputs = ([layer[part] for layer in layers] for part in range(3))
+    found = replicated(seconds, weights, outputs, devices, 2.0)
+    assert [stage.begin for stage in found] == [0, *(stage.end for stage in found[:-1])]
+    assert found[-1].end == len(layers) and sum(stage.replicas for stage in found) <= devices
+
+    def slowest(begin: int, left: int) -> float:
+        """The best that can be made of the layers from there on so many devices, by trying everything."""
+        if begin == len(layers):
+            return 0.0
+        tried = [math.inf]
+        for end, count in product(range(begin + 1, len(layers) + 1), range(1, left + 1)):
+            cut = outputs[end - 1] if end < len(layers) else 0.0
+            tried.append(max(_stage_s(begin, end, count), cut, slowest(end, left - count)))
+        return min(tried)
+
+    def _stage_s(begin: int, end: int, count: int) -> float:
+        return max(sum(seconds[begin:end]), (count - 1) / count * sum(weights[begin:end])) / count
+
+    cuts = [outputs[stage.end - 1] for stage in found[:-1]]
+    own = max([_stage_s(stage.begin, stage.end, stage.replicas) for stage in found] + cuts)
+    assert own == pytest.approx(slowest(0, devices))
+
+
+def test_blocks_are_divided_as_people_do_it() -> None:
+    assert even(GPT, 4) == (7, 6, 6, 7) and even(GPT, 5) == (6, 5, 5, 5, 5)
+    layer = LayerCost(name="a", parameters=1, parameter_bytes=4, flops=1.0)
+    plain = ModelProfile(framework="", layers=(replace(layer, flops=9.0), layer, replace(layer, flops=2.0)))
+    assert even(plain, 2) == (1, 2)
+
+
+def test_who_reduces_with_whom() -> None:
+    machine = Machine.of(NODES)
+    assert group(machine, 8, 1) == Group(size=8, local=8)
+    assert group(machine, 4, 8) == Group(size=4, local=1)
+    assert group(machine, 16, 2) == Group(size=16, local=4)
+    assert group(machine, 16, 1).nodes == 2
+
+
+def test_terms_add_up_and_the_interval_holds_the_step() -> None:
+    for plan in ("dp=32", "dp=8,tp=4", "pp=4,dp=8,micro_batch=2", "fsdp=32,recompute=full", "pp=2,tp=8,dp=2,zero=1"):
+        found = estimated(plan)
+        assert sum(found.terms.values()) == pytest.approx(found.step_s) and min(found.terms.values()) > 0
+        assert found.low_s < found.step_s < found.high_s
+        assert len(found.stage_memory_bytes) == tw.Plan.parse(plan).mesh.pipeline
+
+
+def test_what_costs_what() -> None:
+    alone = estimated("", batch=8)
+    assert set(alone.terms) == {"compute", "optimizer", "other"}
+    assert "gradients" in estimated("dp=8").terms and "tensor_parallel" in estimated("tp=8").terms
+    pipeline = estimated("pp=4,dp=8").terms
+    assert {"bubble", "transfers"} <= pipeline.keys()
+    assert estimated("pp=4,dp=8,schedule=zero_bubble").terms["bubble"] == pytest.approx(pipeline["bubble"] / 3)
+    assert estimated("pp=4,dp=8,schedule=interleaved").terms["bubble"] == pytest.approx(pipeline["bubble"] / 2)
+    full, none = estimated("dp=32,recompute=full"), estimated("dp=32")
+    assert full.terms["recompute"] > 0.2 * full.terms["compute"] and full.step_s > none.step_s
+    assert max(full.stage_memory_bytes) < max(none.stage_memory_bytes)
+    slow = tw.Cluster.parse("4x8xA100-80GB@10Gb")
+    assert estimated("dp=32", slow).step_s > 2 * none.step_s
+    assert estimated("tp=8", slow, batch=32).step_s == pytest.approx(estimated("tp=8", batch=32).step_s)
+
+
+def test_memory_of_each_stage() -> None:
+    plan = tw.Plan.parse("pp=4,dp=8,micro_batch=1")
+    first, *middle, last = stage_memory(GPT, plan, batch_size=256, precision="bf16")
+    assert middle[0] > middle[1], "an earlier stage has more micro-batches in flight"
+    assert first > middle[0] and last > middle[1], "embedding and logits"
+    gpipe = stage_memory(GPT, replace(plan, schedule="gpipe"), batch_size=256, precision="bf16")
+    assert gpipe[2] > middle[1]
+    assert [in_flight(plan, stage, 32) for stage in range(4)] == [4, 3, 2, 1] and in_flight(plan, 0, 2) == 2
+    whole, third = (
+        stage_memory(GPT, tw.Plan.parse(text), batch_size=32, precision="bf16")[0] for text in ("dp=32", "fsdp=32")
+    )
+    assert whole - third == pytest.approx(16 * GPT.parameters * 31 / 32, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "said"),
+    [
+        ("dp=64", 256, "takes 64 devices, the cluster has 32"),
+        ("dp=32", 16, "smaller than the 32 data ranks"),
+        ("tp=3", 16, "does not divide 16 heads"),
+        ("pp=27", 16, "27 stages for 26 layers"),
+        ("pp=4,schedule=interleaved", 6, "6 micro-batches are no multiple of the 4 stages"),
+    ],
+)
+def test_plans_that_cannot_be(plan: str, batch: int, said: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        estimated(plan, batch=batch)
+    assert said in str(raised.value)
+
+
+def test_the_ranking_is_sorted_fits_and_says_why_the_others_do_not() -> None:
+    found = ranking(GPT, NODE, batch_size=64, precision="bf16")
+    steps = [plan.estimate.step_s for plan in found.plans if plan.estimate]
+    assert len(steps) == len(found.plans) > 100 and steps == sorted(steps)
+    room = ACCELERATORS["A100-80GB"].memory_bytes
+    assert all(max(plan.estimate.stage_memory_bytes) < room for plan in found.plans if plan.estimate)
+    best = found.plans[0].estimate
+    assert best is not None and best.low_s < best.step_s < best.high_s
+    assert found.plans == tuple(tw.rank(GPT, NODE, batch_size=64, precision="bf16"))
+    strategies = {plan.strategy for plan in found.plans}
+    assert {"one_device", "data_parallel", "sharded", "tensor_parallel", "pipeline"} <= strategies
+    full = [one for one in found.misfits if one.missing_bytes]
+    assert full and "out of memory by" in full[0].reason and "on stage" in full[0].reason
+    assert [one.missing_bytes for one in full] == sorted(one.missing_bytes for one in full)
+
+
+def test_a_model_that_fits_nowhere() -> None:
+    trillion = tw.transformer_profile(hidden=25600, layers=128, heads=160, sequence=2048, vocabulary=51_200)
+    found = ranking(trillion, NODE, batch_size=64, precision="bf16")
+    assert not found.plans and found.misfits[0].missing_bytes > 10**12
+
+
+@settings(max_examples=10, deadline=None)
+@given(batch=st.integers(1, 40), layers=st.integers(1, 6), devices=st.integers(1, 6))
+def test_any_batch_model_and_number_of_devices_can_be_ranked(batch: int, layers: int, devices: int) -> None:
+    profile = tw.transformer_profile(hidden=128, layers=layers, heads=4, sequence=64, vocabulary=1000)
+    plans = tw.rank(profile, tw.Cluster.parse(f"{devices}xL4"), batch_size=batch, precision="fp32")
+    assert plans and all(plan.mesh.data_ranks <= batch for plan in plans)
+
+
+def test_a_thousand_accelerators_take_about_a_second() -> None:
+    trillion = tw.transformer_profile(hidden=25600, layers=128, heads=160, sequence=2048, vocabulary=51_200)
+    begun = time.process_time()
+    plans = tw.rank(trillion, tw.Cluster.parse("128x8xH100-80GB"), batch_size=3072, precision="bf16")
+    assert plans and time.process_time() - begun < 5.0, "measured: 0.4 s of one core"
+
+
+def test_a_calibration_of_nothing_is_the_default_and_one_row_moves_it() -> None:
+    assert tw.calibrate([]) == tw.Calibration()
+    plan, batch = tw.Plan.parse("dp=8,micro_batch=4"), 64
+    before = tw.estimate(GPT, NODE, plan, batch_size=batch, precision="bf16")
+    row = tw.Measurement(
+        profile=GPT, cluster=NODE, plan=plan, batch_size=batch, precision="bf16", step_s=2 * before.step_s
+    )
+    after = tw.estimate(GPT, NODE, plan, batch_size=batch, precision="bf16", calibration=tw.calibrate([row]))
+    assert after.step_s == pytest.approx(row.step_s, rel=0.1)
+    assert after.high_s / after.low_s < before.high_s / before.low_s
+    with pytest.raises(ValueError, match="step_s > 0"):
+        tw.calibrate([replace(row, step_s=0.0)])

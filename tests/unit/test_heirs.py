@@ -1,0 +1,93 @@
+"""A new driver takes over what outlived the one before, as the driver decides about it."""
+
+from __future__ import annotations
+
+from tests.unit.story import HEAD, Story
+from trainwright.core import events
+from trainwright.core.checkpoint import FileEntry
+from trainwright.core.group import StateTag
+from trainwright.driver import messages as m
+from trainwright.driver.state import Phase
+
+KEPT = m.KeptState(version=7, step=6, files=(m.KeptFile(node="n0", file=FileEntry(name="s", size_bytes=1, sha256="")),))
+
+
+def living(worker: int, slot: int | None, *, waiting: bool = False) -> m.Living:
+    ids = (f"g{slot}",)
+    return m.Living(worker=worker, node=f"n{worker}", pid=worker, slot=slot, waiting=waiting, accelerators=ids)
+
+
+def taken_over(*those: m.Living, kept: m.KeptState | None = None, **settings: object) -> Story:
+    story = Story(**{"total_steps": 20, "steps_per_epoch": 20, **settings})
+    return story.tell(m.Acquired(token=3, head=HEAD, living=those, kept=kept))
+
+
+def test_living_workers_keep_their_processes_and_the_newest_step() -> None:
+    story = taken_over(living(4, 0), living(9, 1))
+    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(4, "leave"), (9, "leave")]
+    assert not story.all(m.Place) and "took over 2 workers" in story.emitted(events.Noted)[0].text
+    story.returns("leave", StateTag(step=11), StateTag(step=11)).formed(StateTag(step=11), StateTag(step=11))
+    assert story.calls("heal")[0].argument.source == "replica"
+    story.returns("heal", StateTag(step=11))
+    assert story.emitted(events.Formed)[0].survivors == 2 and story.state.phase is Phase.RUNNING
+
+
+def test_ranks_that_have_nobody_get_new_processes_in_free_slots() -> None:
+    story = taken_over(living(4, 1), workers=3)
+    assert [(place.worker, place.slot) for place in story.all(m.Place)] == [(5, 0), (6, 2)]
+    assert story.state.rank_of == {4: 0, 5: 1, 6: 2}
+
+
+def test_a_spare_that_lives_takes_a_free_rank_and_its_slot() -> None:
+    story = taken_over(living(4, 0), living(5, None, waiting=True), spares=1)
+    assert story.emitted(events.Promoted) == [events.Promoted(worker=5, rank=1, slot=1, node="n5")]
+    assert not story.all(m.Place)
+
+
+def test_a_spare_that_had_taken_a_rank_is_a_worker_like_any_other() -> None:
+    story = taken_over(living(7, 1), living(4, 0))
+    assert [member.slot for member in story.state.members] == [1, 0] and not story.state.spares
+
+
+def test_accelerators_of_the_living_are_known() -> None:
+    story = taken_over(living(4, 0), living(9, 1))
+    assert story.state.accelerators == {0: ("g0",), 1: ("g1",)}
+
+
+def test_a_silent_one_is_replaced_like_any_survivor() -> None:
+    story = taken_over(living(4, 0), living(9, 1)).returns("leave", StateTag(step=5), workers=[4])
+    story.expires("leave")
+    assert story.all(m.Kill) == [m.Kill(worker=9)] and [place.slot for place in story.all(m.Place)] == [1]
+
+
+def test_without_a_worker_the_keepers_copy_is_newer_than_the_checkpoint() -> None:
+    story = taken_over(kept=KEPT, workers=1).start().formed()
+    heal = story.calls("heal")[0].argument
+    assert (heal.source, heal.kept) == ("keeper", KEPT)
+
+
+def test_versions_of_the_driver_before_are_held_and_never_used_again() -> None:
+    story = taken_over(kept=KEPT, workers=1, keep_s=1.0).start().formed().returns("heal", StateTag(step=6))
+    story.now_s += 1.0
+    story.expires("pause").segment(9, stopped=True)
+    order = story.returns("snapshot", m.Snapshot(step=9, size_bytes=1, blocked_s=0.0)).calls("keep")[0].argument
+    assert order.hold == (7,) and order.version > 3 << 32
+
+
+def test_a_run_that_is_done_takes_nobody_over() -> None:
+    story = Story(total_steps=4).tell(m.Acquired(token=3, head=HEAD, living=(living(4, 0),)))
+    assert story.all(m.Release) and not story.all(m.Call)
+
+
+def test_a_world_that_may_grow_keeps_all_that_live() -> None:
+    story = taken_over(living(4, 0), living(5, 1), living(6, 2), workers=2, max_workers=3)
+    assert len(story.state.members) == 3 and not story.all(m.Place)
+
+
+def test_workers_that_never_had_a_rank_get_one_and_a_recruit_does_not_before_its_turn() -> None:
+    """The driver before died while they started."""
+    story = taken_over(living(0, 0, waiting=True), living(1, 1, waiting=True))
+    assert story.state.rank_of == {0: 0, 1: 1} and not story.all(m.Place) and not story.emitted(events.Resized)
+    assert all(member.fresh for member in story.state.members)
+    grown = taken_over(living(7, 2, waiting=True), living(4, 0), living(5, 1), workers=2, max_workers=3)
+    assert grown.state.rank_of == {4: 0, 5: 1} and grown.state.spares.keys() == {7}

@@ -1,0 +1,218 @@
+"""Copies of the state in the nodes' memory: who makes them, when, and that they are files which outlive a process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.story import Story
+from trainwright.core import events
+from trainwright.core.checkpoint import FileEntry
+from trainwright.core.errors import StorageError
+from trainwright.core.group import StateTag
+from trainwright.driver import messages as m
+from trainwright.driver.keeping import TOKEN_BITS, keepers_of
+from trainwright.driver.milestones import checkpoint_interval_s
+from trainwright.driver.state import Phase
+from trainwright.keeper import GUARD, Shelf, ShelfReader, no_fetch, sweep
+from trainwright.owner import Owner
+
+FIRST = (3 << TOKEN_BITS) + 1  # version of the driver with token 3
+FILE = FileEntry(name="state", size_bytes=5, sha256="")
+
+
+def alone(**settings: object) -> Story:
+    """One worker that steps, with a copy due each 10 s."""
+    return Story(**{"workers": 1, "keep_s": 10.0, "total_steps": 100, "steps_per_epoch": 100, **settings}).running()
+
+
+def paused(story: Story, step: int) -> Story:
+    """The time for a copy comes, and the ranks are copied after `step`."""
+    story.now_s += 10.0
+    story.expires("pause").segment(step, stopped=True)
+    return story.returns("snapshot", m.Snapshot(step=step, size_bytes=5, blocked_s=0.01))
+
+
+def kept(story: Story, step: int) -> Story:
+    """The time for a copy comes, it is made after `step`, and delivered."""
+    return paused(story, step).returns("keep", (FILE,))
+
+
+def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -> None:
+    story = alone()
+    story.now_s += 10.0
+    story.expires("pause")
+    assert [call.verb for call in story.all(m.Call)] == ["stop"]
+    story.segment(7, stopped=True)
+    assert story.calls("snapshot")[0].argument == m.Copying(step=7, verbs=("keep",))
+    story.returns("snapshot", m.Snapshot(step=7, size_bytes=5, blocked_s=0.01))
+    assert [call.verb for call in story.all(m.Call)] == ["keep", "run"]
+    assert story.calls("keep")[0].argument == m.KeepOrder(version=FIRST, hold=())
+    story.returns("keep", (FILE,))
+    assert story.emitted(events.Kept)[0].step == 7 and story.state.phase is Phase.RUNNING
+    assert kept(story, 9).state.kept == m.KeptState(
+        version=FIRST + 1, step=9, files=(m.KeptFile(node="n0", file=FILE),)
+    )
+
+
+def test_when_all_are_dead_the_state_comes_from_memory() -> None:
+    story = kept(alone(), 7).tell(m.Died(worker=0, cause="killed")).start().formed()
+    heal = story.calls("heal")[0].argument
+    assert (heal.source, heal.step, heal.kept) == ("keeper", 7, story.state.kept)
+    story.returns("heal", StateTag(step=7))
+    assert story.emitted(events.Formed)[0].source == "keeper"
+
+
+def test_an_older_copy_yields_to_a_newer_checkpoint() -> None:
+    story = kept(alone(checkpoint_steps=20), 7).segment(20).snapshot(20)
+    story.returns("upload", (FILE,)).committed(20)
+    story.tell(m.Died(worker=0, cause="killed")).start().formed()
+    assert story.calls("heal")[0].argument.source == "checkpoint"
+
+
+def test_a_copy_that_cannot_be_read_is_not_tried_again() -> None:
+    story = kept(alone(), 7).tell(m.Died(worker=0, cause="killed")).start().formed()
+    story.raises(1, "heal", "storage", StorageError("a copy of the state in memory cannot be read"))
+    story.returns("leave", StateTag(step=None)).formed()
+    assert story.calls("heal")[0].argument.source == "initial" and story.state.kept is None
+
+
+def test_a_node_without_room_ends_the_copies_and_not_the_run() -> None:
+    story = alone()
+    story.now_s += 10.0
+    story.expires("pause").segment(7, stopped=True).returns(
+        "snapshot", m.Snapshot(step=7, size_bytes=5, blocked_s=0.01)
+    )
+    story.raises(0, "keep", "storage", StorageError("the state does not fit into shared memory"))
+    assert "does not fit" in story.emitted(events.Noted)[0].text
+    assert story.state.phase is Phase.RUNNING and story.state.keepers == () and not story.emitted(events.Failed)
+
+
+def test_a_keeper_that_dies_on_the_way_leaves_the_version_before() -> None:
+    story = kept(alone(), 7)
+    story.now_s += 10.0
+    story.expires("pause").segment(9, stopped=True).returns(
+        "snapshot", m.Snapshot(step=9, size_bytes=5, blocked_s=0.01)
+    )
+    assert story.calls("keep")[0].argument == m.KeepOrder(version=FIRST + 1, hold=(FIRST,))
+    story.tell(m.Died(worker=0, cause="killed")).start().formed()
+    assert story.calls("heal")[0].argument.step == 7
+
+
+def test_the_next_copy_waits_for_the_answers_to_one_that_will_not_be() -> None:
+    """An answer does not say to which copy; it must not be taken for one to a newer."""
+    both = frozenset({"a", "b"})
+    tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), whole=both) for piece in "ab"]
+    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
+    story.now_s += 10.0
+    story.expires("pause").segment(7, stopped=True)
+    story.returns("snapshot", m.Snapshot(step=7, size_bytes=5, blocked_s=0.01)).tell(m.Died(worker=1, cause="killed"))
+    assert story.state.keeping is not None and story.state.keeping.owing == {0}
+    story.returns("keep", (FILE,), workers=[0])
+    assert story.state.keeping is None and story.state.kept is None and not story.emitted(events.Kept)
+
+
+def test_copies_take_a_hundredth_of_the_time_at_most() -> None:
+    story = alone()
+    story.now_s += 10.0
+    story.expires("pause").segment(7, stopped=True).returns("snapshot", m.Snapshot(step=7, size_bytes=5, blocked_s=0.5))
+    assert [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "pause"] == [50.0]
+
+
+def test_checkpoints_by_time_follow_their_cost_and_the_failures() -> None:
+    story = Story(workers=1, checkpoint_auto=True, total_steps=100, steps_per_epoch=10).running()
+    assert [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "pause"] == [pytest.approx(6, abs=6)]
+    assert story.calls("run")[0].argument == 100, "no milestone but the end"
+    story.now_s += 10.0
+    story.expires("pause").segment(40, stopped=True)
+    assert story.calls("snapshot")[0].argument.verbs == ("upload",)
+    story.returns("snapshot", m.Snapshot(step=40, size_bytes=5, blocked_s=0.5)).returns("upload", (FILE,)).committed(40)
+    assert checkpoint_interval_s(story.state) == pytest.approx((2 * 0.5 * 86400) ** 0.5)
+    story.tell(m.Died(worker=0, cause="killed"))
+    assert checkpoint_interval_s(story.state) == pytest.approx((2 * 0.5 * 3600) ** 0.5)
+
+
+def test_replicas_on_two_nodes_need_no_copy_unless_processes_end_with_each_failure() -> None:
+    tags = dict.fromkeys(range(4), StateTag(step=3))
+    assert keepers_of(tags, ["a", "a", "a", "a"], "in_place") == (0,)
+    assert keepers_of(tags, ["a", "a", "b", "b"], "in_place") == ()
+    assert keepers_of(tags, ["a", "a", "b", "c"], "new_process") == (0, 2)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sets(st.integers(0, 4), min_size=1)), min_size=1, max_size=6))
+def test_each_piece_is_on_two_nodes_or_as_many_as_hold_it(ranks: list[tuple[str, set[int]]]) -> None:
+    nodes = [node for node, _ in ranks]
+    tags = {
+        rank: StateTag(step=1, pieces=frozenset(map(str, pieces)), whole=frozenset(map(str, range(5))))
+        for rank, (_, pieces) in enumerate(ranks)
+    }
+    keepers = keepers_of(tags, nodes, "new_process")
+    for piece in map(str, range(5)):
+        holders = {nodes[rank] for rank in tags if piece in tags[rank].pieces}
+        copies = {nodes[rank] for rank in keepers if piece in tags[rank].pieces}
+        assert len(copies) >= min(2, len(holders))
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def kept_state(*nodes: str, version: int = 2, size_bytes: int = 5) -> m.KeptState:
+    file = FileEntry(name="state", size_bytes=size_bytes, sha256="")
+    return m.KeptState(version=version, step=9, files=tuple(m.KeptFile(node=node, file=file) for node in nodes))
+
+
+def test_what_one_process_wrote_another_reads(tmp_path: Path) -> None:
+    writer = Shelf("s3://b/run", tmp_path).write(2, 5, hold=())
+    writer.write("state", memoryview(b"12345"))
+    assert writer.entries == (FILE,)
+    reader = ShelfReader(Shelf("s3://b/run", tmp_path), kept_state("here"), "here", no_fetch)
+    assert reader.names() == ("state",) and reader.read("state") == b"12345"
+
+
+def test_a_new_version_spares_what_is_held_and_removes_the_rest(tmp_path: Path) -> None:
+    shelf = Shelf("s3://b/run", tmp_path)
+    for version, hold in ((1, ()), (2, (1,)), (3, (1,))):
+        shelf.write(version, 1, hold).write("state", b"x")
+    assert sorted(entry.name for entry in shelf.folder.glob("[0-9]*")) == ["1", "3"]
+    shelf.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_torn_copy_is_read_from_another_node(tmp_path: Path) -> None:
+    shelf = Shelf("s3://b/run", tmp_path)
+    shelf.write(2, 5, hold=()).write("state", b"123")
+    asked = []
+
+    def fetch(node: str, version: int, name: str) -> bytes:
+        asked.append((node, version, name))
+        return b"12345"
+
+    assert ShelfReader(shelf, kept_state("here", "there"), "here", fetch).read("state") == b"12345"
+    assert asked == [("there", 2, "state")]
+    with pytest.raises(StorageError, match="3 bytes, not 5; there: the memory of there cannot be reached"):
+        ShelfReader(shelf, kept_state("here", "there"), "here", no_fetch).read("state")
+
+
+def test_a_state_that_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="bytes are needed") as caught:
+        Shelf("s3://b/run", tmp_path).write(1, 1 << 60, hold=())
+    assert "--shm-size" in caught.value.remedy and not list(tmp_path.iterdir())
+
+
+def test_shelves_whose_guard_is_gone_are_swept_up_and_no_others(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    for uri, pid in (("s3://b/gone", int(ended.stdout)), ("s3://b/here", 0)):
+        shelf = Shelf(uri, tmp_path)
+        shelf.write(1, 1, hold=()).write("state", b"x")
+        if pid:
+            (shelf.folder / GUARD).write_text(json.dumps({**asdict(Owner.here()), "pid": pid}))
+    (tmp_path / "trainwright-begun").mkdir()
+    sweep(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {shelf.folder.name, "trainwright-begun"}

@@ -1,0 +1,181 @@
+"""Crash loops and pauses between failures, as the driver decides about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.unit.story import HEAD, Story
+from trainwright.core import events
+from trainwright.core.errors import HangError, TrainwrightError, WorkerLost
+from trainwright.core.group import Address, StateTag
+from trainwright.driver import messages as m
+from trainwright.driver.loops import backoff_s
+from trainwright.driver.state import Phase
+
+
+def samples_of(step: int, rank: int, workers: int) -> Sequence[int]:
+    return [100 * step + 10 * rank + workers]
+
+
+def dies(story: Story, rank: int = 1, at: int = 2, cause: str = "killed by SIGKILL") -> Story:
+    """A rank dies while steps run, the other one stands at step `at`; all are ready to form."""
+    story.tell(m.Died(worker=story.state.members[rank].worker, cause=cause))
+    other = story.state.members[1 - rank].worker
+    story.raises(other, "run", "peer", RuntimeError("gone"))
+    if story.state.phase is Phase.GATHERING:
+        story.start()
+    if "backoff" in story.state.timers:
+        story.now_s += 100
+        story.expires("backoff")
+    return story
+
+
+def reforms(story: Story, rank: int = 1, at: int = 2) -> Story:
+    """The survivor heals the newcomer."""
+    story.returns("reserve", Address(host="h", port=1))
+    tags = [StateTag(step=at), StateTag(step=at)]
+    tags[rank] = StateTag(step=None)
+    return story.returns("form", *tags)
+
+
+def looping(times: int, *, rank: int = 1, **settings: object) -> Story:
+    """After so many deaths at step 3; about to heal."""
+    story = Story(**{"failures": 5, "samples_of": samples_of, **settings}).running()
+    story.tell(m.Progressed(generation=story.state.generation, step=2))
+    for number in range(times):
+        if number:
+            story.returns("heal", StateTag(step=2))
+        reforms(dies(story, rank), rank)
+    return story
+
+
+def test_the_last_straw_names_the_step_the_samples_and_the_way_out() -> None:
+    story = looping(1, failures=1).returns("heal", StateTag(step=2))
+    error = dies(story).state.error
+    assert isinstance(error, WorkerLost)
+    assert "step 3 failed 2 times on rank 1: killed by SIGKILL; its share of that batch holds samples 312" in error.what
+    assert "failure 2 in a row" in error.what and 'on_crash_loop="skip"' in error.remedy
+
+
+def test_failures_that_differ_are_no_loop() -> None:
+    story = looping(1, failures=1).returns("heal", StateTag(step=2))
+    error = dies(story, rank=0).state.error
+    assert isinstance(error, WorkerLost) and "step 3 failed" not in error.what and "rank 0 ended" in error.what
+
+
+def test_internal_errors_alike_are_a_loop_and_keep_their_traceback() -> None:
+    story = Story(failures=1).running()
+    for _ in range(2):
+        story.raises(1 + bool(story.state.failures), "run", "internal", TrainwrightError("KeyError: 7", detail="here"))
+        story.raises(0, "run", "peer", RuntimeError("gone")).start()
+        if story.state.phase is Phase.RESERVING:
+            reforms(story, at=0).returns("heal", StateTag(step=0))
+    error = story.state.error
+    assert isinstance(error, TrainwrightError) and error.detail == "here"
+    assert "step 1 failed 2 times on rank 1: KeyError: 7" in error.what
+
+
+def test_the_third_failure_alike_has_the_batch_passed_by_for_good() -> None:
+    assert not looping(2, pass_limit=1).state.passing
+    story = looping(3, pass_limit=1)
+    note = story.emitted(events.Noted)[0].text
+    passed = story.calls("heal")[0].argument.passing
+    assert [call.argument.passing for call in story.calls("heal")] == [passed, passed], "all ranks alike"
+    assert (passed[0].step, passed[0].why) == (3, "step 3 failed 3 times on rank 1: killed by SIGKILL")
+    assert passed[0].why in note and "quarantine/" in note
+    story.returns("heal", StateTag(step=2))
+    story.tell(m.Progressed(generation=story.state.generation, step=5))
+    dies(story, at=5)
+    reforms(story, at=5)
+    assert story.calls("heal")[0].argument.passing == passed
+
+
+def test_nothing_is_passed_by_where_the_job_does_not_allow_it_or_allows_no_more() -> None:
+    assert not looping(4).state.passing
+    story = looping(3, pass_limit=1).returns("heal", StateTag(step=2))
+    story.tell(m.Progressed(generation=story.state.generation, step=3))
+    for _ in range(3):
+        reforms(dies(story), at=3).returns("heal", StateTag(step=3))
+    assert story.state.loop is not None and (story.state.loop.step, story.state.loop.times) == (4, 3)
+    assert [passed.step for passed in story.state.passing] == [3]
+
+
+def test_a_step_that_fails_without_its_batch_ends_the_run_and_says_that_the_batch_is_innocent() -> None:
+    story = looping(3, failures=3, pass_limit=9).returns("heal", StateTag(step=2))
+    error = dies(story).state.error
+    assert isinstance(error, WorkerLost) and "step 3 failed 4 times" in error.what
+    assert "passing its batch by did not help" in error.what and "not the cause" in error.remedy
+
+
+def test_a_death_in_the_throwaway_step_before_counts_too() -> None:
+    story = looping(1)
+    story.tell(m.Died(worker=story.state.members[1].worker, cause="killed by SIGKILL"))
+    story.raises(story.state.members[0].worker, "heal", "peer", RuntimeError("gone")).start()
+    reforms(story)
+    assert story.state.loop is not None and story.state.loop.times == 2
+
+
+def test_lost_connections_alone_are_never_a_loop() -> None:
+    story = Story(failures=9, pass_limit=9).running()
+    for _ in range(4):
+        for member in story.state.members:
+            story.raises(member.worker, "run", "peer", RuntimeError("gone"))
+        if "backoff" in story.state.timers:
+            story.now_s += 100
+            story.expires("backoff")
+        story.formed(StateTag(step=0)).returns("heal", StateTag(step=0))
+    assert story.state.failures == 4 and story.state.loop is None and not story.state.passing
+
+
+def test_a_rank_that_hangs_in_the_same_step_is_a_loop() -> None:
+    story = Story(failures=1, samples_of=samples_of).running()
+    for _ in range(2):
+        story.expires("hang").raises(story.state.members[0].worker, "run", "peer", RuntimeError("gone"))
+        story.expires("leave").start()
+        if story.state.phase is Phase.RESERVING:
+            reforms(story, at=0).returns("heal", StateTag(step=0))
+    error = story.state.error
+    assert isinstance(error, HangError) and "step 1 failed 2 times on rank 1" in error.what
+
+
+def test_where_nobody_survives_the_next_steps_are_taken_one_at_a_time() -> None:
+    story = Story(workers=1, spares=0, failures=5).running(HEAD)
+    assert story.calls("run")[0].argument == 8
+    story.tell(m.Progressed(generation=story.state.generation, step=6), m.Died(worker=0, cause="killed")).start()
+    story.formed().returns("heal", StateTag(step=4))
+    assert story.calls("run")[0].argument == 6, "as far as known to be good"
+    assert story.segment(6).calls("run")[0].argument == 7
+    assert story.segment(7).calls("run")[0].argument == 8 and story.state.failures == 0
+
+
+def test_pauses_grow_to_a_minute_and_the_first_failure_has_none() -> None:
+    assert [backoff_s(failures) for failures in range(8)] == [0, 0, 1, 2, 4, 8, 16, 32]
+    assert backoff_s(9) == backoff_s(1000) == 60
+
+
+def test_the_first_failure_is_recovered_from_at_once_and_the_third_after_a_pause() -> None:
+    story = Story(failures=9).running()
+    for number in range(3):
+        story.tell(m.Died(worker=story.state.members[1].worker, cause="killed"))
+        story.now_s -= 2.9  # all that follows takes 0.1 s
+        story.raises(0, "run", "peer", RuntimeError("gone")).start()
+        if number:
+            assert story.state.phase is Phase.GATHERING
+            waiting = story.emitted(events.Waiting)[-1]
+            assert waiting.deadline_s == pytest.approx(backoff_s(number + 1), abs=1.0)
+            assert f"after {number + 1} failures in a row" in waiting.what
+            story.now_s += waiting.deadline_s
+            story.expires("backoff")
+        assert story.state.phase is Phase.RESERVING
+        reforms(story, at=0).returns("heal", StateTag(step=0))
+
+
+def test_a_wish_to_stop_ends_the_pause() -> None:
+    story = looping(2).returns("heal", StateTag(step=2))
+    story.tell(m.Died(worker=story.state.members[1].worker, cause="killed"))
+    story.now_s -= 2
+    story.raises(0, "run", "peer", RuntimeError("gone")).start()
+    assert "backoff" in story.state.timers
+    assert story.tell(m.StopAsked()).state.phase is Phase.RESERVING

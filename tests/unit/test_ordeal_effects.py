@@ -1,0 +1,186 @@
+"""Signals reach the process meant and no other; stores fail for real; leftovers are seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainwright.core.errors import StorageError
+from trainwright.ordeal import outage
+from trainwright.ordeal.hands import Hands, send
+from trainwright.ordeal.leftovers import Surroundings
+from trainwright.ordeal.outage import FolderOutage, cannot_fail, through
+from trainwright.ordeal.proxy import Proxy
+from trainwright.ordeal.scene import Process
+from trainwright.owner import started_ticks
+from trainwright.store import open_store
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_signal_reaches_a_process_that_was_met(sleeper: subprocess.Popen[bytes]) -> None:
+    hands, process = Hands(), Process(worker=0, node=socket.gethostname(), pid=sleeper.pid, spare=True)
+    hands.meet(process)
+    promoted = Process(worker=0, node=process.node, pid=process.pid)
+    assert hands.lives(promoted) and hands.met() == (process,)
+    assert hands.send(promoted, signal.SIGKILL)
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert not hands.lives(process) and not hands.send(process, signal.SIGKILL)
+
+
+def test_no_signal_reaches_another_process_of_the_same_number(sleeper: subprocess.Popen[bytes]) -> None:
+    started = started_ticks(sleeper.pid)
+    assert started is not None and send(sleeper.pid, started, 0)
+    assert not send(sleeper.pid, started - 1, signal.SIGKILL), "of an older process with this number"
+    stranger = Process(worker=0, node=socket.gethostname(), pid=sleeper.pid)
+    assert not Hands().send(stranger, signal.SIGKILL), "never met"
+    assert sleeper.poll() is None
+
+
+@pytest.fixture
+def echo() -> Iterator[tuple[str, int]]:
+    """A server that answers what it is told."""
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(client,), daemon=True).start()
+
+    def answer(client: socket.socket) -> None:
+        with client:
+            try:
+                while data := client.recv(1 << 16):
+                    client.sendall(data)
+            except OSError:
+                return
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def proxy(echo: tuple[str, int]) -> Iterator[Proxy]:
+    made = Proxy(echo)
+    yield made
+    made.close()
+
+
+def connect(proxy: Proxy) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=10)
+
+
+def test_a_proxy_passes_on_both_ways_to_the_end(proxy: Proxy) -> None:
+    data = os.urandom(3_000_000)
+    with connect(proxy) as client:
+        threading.Thread(target=lambda: (client.sendall(data), client.shutdown(socket.SHUT_WR))).start()
+        received = bytearray()
+        while piece := client.recv(1 << 16):
+            received += piece
+    assert bytes(received) == data
+
+
+def test_a_proxy_that_refuses_cuts_what_is_under_way_and_what_comes(proxy: Proxy) -> None:
+    with connect(proxy) as client:
+        client.sendall(b"a")
+        assert client.recv(10) == b"a"
+        proxy.tell("refuse")
+        assert not heard(client)
+    with connect(proxy) as client:
+        assert not heard(client)
+    proxy.tell("pass")
+    with connect(proxy) as client:
+        client.sendall(b"b")
+        assert client.recv(10) == b"b"
+
+
+def heard(client: socket.socket) -> bytes:
+    """What comes before the end; nothing where the connection is reset."""
+    try:
+        return client.recv(10)
+    except ConnectionError:
+        return b""
+
+
+def test_a_proxy_that_stalls_goes_on_where_it_stood(proxy: Proxy) -> None:
+    with connect(proxy) as client:
+        proxy.tell("stall")
+        client.sendall(b"late")
+        client.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            client.recv(10)
+        client.settimeout(10)
+        proxy.tell("pass")
+        assert client.recv(10) == b"late"
+
+
+def test_a_folder_that_fails_can_neither_be_read_nor_written_and_comes_back_whole(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.put("net/log/1", b"one")
+    failing = FolderOutage(tmp_path)
+    failing.begin("net", 0.5)
+    with pytest.raises(StorageError):
+        store.put("net/log/2", b"two")
+    with pytest.raises(StorageError):
+        store.create("net/log/3", b"three")
+    with pytest.raises(StorageError):
+        store.get("net/log/1")
+    failing.end()
+    failing.close()
+    assert [path for path, _ in store.list()] == ["net/log/1"] and store.get("net/log/1") == b"one"
+    store.put("net/log/2", b"two")
+
+
+def test_which_stores_can_be_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert not cannot_fail("runs") and not cannot_fail("file:///runs")
+    assert "gs://" in cannot_fail("gs://bucket") and "AWS_ENDPOINT_URL" in cannot_fail("s3://bucket")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.example")
+    assert cannot_fail("s3://bucket")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert not cannot_fail("s3://bucket")
+
+
+def test_variables_go_to_the_workers_beside_what_the_job_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+    monkeypatch.setenv(name, json.dumps({"metadata": {"m": "1"}, "runtime_env": {"env_vars": {"A": "a"}, "pip": []}}))
+    found = through({"B": "b"})
+    assert found["B"] == "b"
+    assert json.loads(found[name]) == {
+        "metadata": {"m": "1"},
+        "runtime_env": {"env_vars": {"A": "a", "B": "b"}, "pip": []},
+    }
+    assert name == outage._RAY_JOB
+
+
+def test_shared_memory_that_nobody_uses_is_left_over(tmp_path: Path) -> None:
+    mine = f"trainwright-test-{os.getpid()}"
+    before = Surroundings(shared=frozenset(), actors=frozenset({"old-net"}))
+    now = Surroundings(shared=frozenset({mine}), actors=frozenset({"old-net", "keeper-net-1", "other"}))
+    path = Path("/dev/shm") / mine
+    try:
+        with path.open("w"):
+            assert now.new(before, "net") == ("actor keeper-net-1",)
+        assert now.new(before, "net") == (f"shared memory {path}", "actor keeper-net-1")
+    finally:
+        path.unlink()
+    assert now.new(before, "net") == ("actor keeper-net-1",), "it went away in the meantime"

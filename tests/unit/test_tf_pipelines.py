@@ -1,0 +1,188 @@
+"""A tf.data pipeline of the user's own as a source: order, shares, passes, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright import datasets
+from trainwright.core.data import Feeding
+from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets.inspecting import inspect
+from trainwright.datasets.stream import Stream
+
+ROWS = 1000
+
+
+def numbers() -> Any:
+    """Rows 0, 1, 2... with a label."""
+    return tf.data.Dataset.range(ROWS).map(lambda i: {"x": tf.cast(i, tf.float32) * [1.0, 2.0], "i": i})
+
+
+def shuffled(epoch: int) -> Any:
+    """Another order in each epoch."""
+    return numbers().shuffle(ROWS, seed=epoch, reshuffle_each_iteration=False)
+
+
+def unseeded() -> Any:
+    """Another order each time."""
+    return numbers().shuffle(ROWS)
+
+
+def stream(make: Callable[..., Any], rank: int = 0, total: int = 1, **fields: Any) -> Stream:
+    """Of batches of 64 over two epochs."""
+    feeding = Feeding(data_ranks=range(rank, rank + 1), total=total)
+    return Stream(datasets.from_tf(make), batch_size=64, epochs=2, feeding=feeding, **fields)
+
+
+def seen(of: Stream, start: int = 0, stop: int | None = None) -> list[list[int]]:
+    """The labels of each step from `start` on."""
+    with of.feeds(start) as feeds:
+        steps = [next(feeds) for _ in range((of.total_steps if stop is None else stop) - start)]
+    return [[int(i) for batch in feed.parts[0] for i in batch.columns["i"][batch.weights > 0]] for feed in steps]
+
+
+def test_rows_come_in_the_order_of_the_pipeline() -> None:
+    steps = seen(stream(numbers))
+    assert [row for step in steps for row in step] == [*range(ROWS), *range(ROWS)]
+    assert [len(step) for step in steps[:16]] == [64] * 15 + [40]
+
+
+def test_each_epoch_has_the_order_that_its_function_gives_it() -> None:
+    steps = seen(stream(shuffled))
+    for epoch, part in enumerate((steps[:16], steps[16:])):
+        expected = [int(row["i"]) for row in shuffled(epoch).as_numpy_iterator()]
+        assert [row for step in part for row in step] == expected
+
+
+@settings(max_examples=12, deadline=None)
+@given(total=st.integers(1, 5), start=st.integers(0, 31))
+def test_workers_share_each_batch_from_any_step_on(total: int, start: int) -> None:
+    whole = seen(stream(shuffled), start)
+    parts = [seen(stream(shuffled, rank, total), start) for rank in range(total)]
+    for step, batch in enumerate(whole):
+        assert sorted(row for part in parts for row in part[step]) == sorted(batch)
+
+
+def test_the_throwaway_step_costs_no_second_pass() -> None:
+    made = []
+
+    def counted(epoch: int) -> Any:
+        made.append(epoch)
+        return shuffled(epoch)
+
+    source = stream(counted)
+    del made[:]
+    source.warm_feed(20)
+    assert seen(source, 20, 24) == seen(stream(shuffled), 20, 24)
+    assert made == [1]
+
+
+def test_light_transforms_are_applied_with_counted_randomness() -> None:
+    feeding = Feeding(data_ranks=range(1), total=1)
+    noisy = datasets.from_tf(numbers).map(lambda row, rng: {**row, "noise": rng.random()})
+    of = Stream(noisy, batch_size=64, epochs=2, feeding=feeding)
+    with of.feeds(0) as one, of.feeds(20) as other:
+        rest = [next(other) for _ in range(20, of.total_steps)]
+        whole = [next(one) for _ in range(of.total_steps)]
+    for first, again in zip(whole[20:], rest, strict=True):
+        assert np.array_equal(first.parts[0][0].columns["noise"], again.parts[0][0].columns["noise"])
+    assert whole[0].parts[0][0].columns["noise"][0] != whole[16].parts[0][0].columns["noise"][0]
+
+
+@pytest.mark.parametrize(
+    ("element", "columns"),
+    [
+        (lambda i: (i, -i), {"x", "y"}),
+        (lambda i: ({"a": i, "b": i}, -i, 1.0), {"a", "b", "y", "weight"}),
+        (lambda i: i, {"x"}),
+        (lambda i: {"text": tf.strings.as_string(i)}, {"text"}),
+    ],
+)
+def test_elements_become_columns(element: Callable[[Any], Any], columns: set[str]) -> None:
+    source = datasets.from_tf(lambda: tf.data.Dataset.range(5).map(element))
+    index = source.index()
+    assert set(index.schema) == columns
+    assert {len(array) for array in source.read(index, [3, 1]).values()} == {2}
+
+
+def test_rows_that_differ_in_length_are_objects() -> None:
+    source = datasets.from_tf(lambda: tf.data.Dataset.range(6).map(lambda i: {"tokens": tf.range(i), "n": i}))
+    found = source.read(source.index(), [4, 0, 2])
+    assert [row.tolist() for row in found["tokens"]] == [[0, 1, 2, 3], [], [0, 1]]
+    assert found["n"].tolist() == [4, 0, 2]
+
+
+def test_a_pass_of_an_endless_pipeline_has_the_rows_asked_for() -> None:
+    source = datasets.from_tf(lambda: numbers().repeat(), rows=1500)
+    index = source.index()
+    assert index.rows == 1500
+    assert source.read(index, [1499])["i"].tolist() == [499]
+
+
+def test_another_order_each_time_is_told_before_the_run() -> None:
+    with pytest.raises(DataError, match="seed its shuffle") as raised:
+        datasets.from_tf(unseeded).index()
+    assert "replayable=False" in str(raised.value)
+    assert datasets.from_tf(unseeded, replayable=False).index().rows == ROWS
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: numbers().repeat(), r"leave \.repeat\(\) out"),
+        (lambda: numbers().filter(lambda row: row["i"] > 3), "does not know how many rows"),
+        (lambda: numbers().take(0), "no rows"),
+        (lambda: numbers().batch(8), r"leave \.batch\(\) out"),
+        (lambda: tf.data.Dataset.range(4).map(lambda i: (i, i, i, i)), "4 parts"),
+        (lambda: tf.data.Dataset.range(4).map(lambda i: ((i, i), i)), "parts of its own"),
+        (lambda: [1, 2], "returned a list"),
+        (lambda: tf.data.Dataset.range(4).map(lambda i: 1 // (i - 2)), "the pipeline raised"),
+    ],
+)
+def test_what_is_wrong_is_said_when_it_is_looked_at(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        datasets.from_tf(make).index()
+
+
+def test_a_function_that_raises_is_named() -> None:
+    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+        datasets.from_tf(lambda: 1 // 0).index()
+
+
+def test_a_data_set_itself_cannot_be_sent() -> None:
+    with pytest.raises(DataError, match="give the function that makes the data set"):
+        datasets.from_tf(numbers())
+
+
+def test_a_pass_that_ends_early_says_where() -> None:
+    source = datasets.from_tf(numbers, rows=ROWS + 5)
+    with pytest.raises(DataError, match=f"ended before row {ROWS + 1} of {ROWS + 5}"):
+        source.read(source.index(), [ROWS + 1])
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda source: source.filter(lambda row: True),
+        lambda source: source.pack(8),
+        lambda source: source.map_batches(lambda columns: columns, cpus=1),
+        lambda source: datasets.split(source, {"a": 0.5, "b": 0.5}),
+        lambda source: datasets.mix({"a": source}),
+    ],
+)
+def test_what_needs_rows_by_number_is_refused(ask: Callable[[Any], Any]) -> None:
+    with pytest.raises(DataError, match="needs rows by number"):
+        ask(datasets.from_tf(numbers))
+
+
+def test_it_can_be_inspected() -> None:
+    found = inspect(datasets.from_tf(numbers))
+    assert (found.rows, found.shuffle, len(found.samples)) == (ROWS, None, 3)
+    assert found.columns["x"].shape == (2,)

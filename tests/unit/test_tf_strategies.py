@@ -1,0 +1,152 @@
+"""Which strategies are offered to a Keras model, where, and why not elsewhere. Pure: no TensorFlow."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests.unit.test_plan import job
+from trainwright import prepare
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.errors import JobError, PlanError
+from trainwright.core.plan import Infeasible, Plan
+from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.planner import Decision, choose
+from trainwright.strategies import engine_class
+
+LAYER = LayerCost(name="dense", parameters=1000, parameter_bytes=4000, flops=2000.0)
+KERAS = ModelProfile(framework="tensorflow", layers=(LAYER,))
+CPU = Cluster(nodes=(Node(name="one", cpus=4, memory_bytes=2**33),))
+GPUS = Cluster(
+    nodes=tuple(
+        Node(name=name, cpus=16, memory_bytes=2**36, accelerators=4, accelerator="GPU") for name in ("one", "two")
+    )
+)
+
+
+def decide(cluster: Cluster = CPU, profile: ModelProfile = KERAS, **fields: Any) -> Decision:
+    return choose(profile, cluster, job(**fields))
+
+
+def planned(decision: Decision) -> dict[str, Plan | Infeasible]:
+    every = [decision.chosen, *(item.plan for item in decision.rejected), *decision.infeasible]
+    return {item.strategy: item for item in every}
+
+
+def test_a_keras_model_is_offered_the_strategies_of_tensorflow_alone() -> None:
+    names = {"tf_one_device", "tf_mirrored", "tf_multi_worker_mirrored", "tf_central_storage"}
+    assert set(planned(decide())) == names
+    with pytest.raises(PlanError, match="is for models of torch, and this one is of tensorflow") as caught:
+        decide(strategy="data_parallel")
+    assert all(name in str(caught.value) for name in names)
+    with pytest.raises(PlanError, match="is for models of tensorflow"):
+        decide(profile=ModelProfile(framework="torch", layers=(LAYER,)), strategy="tf_mirrored")
+
+
+def test_one_worker_drives_all_accelerators_of_its_node() -> None:
+    found = planned(decide(GPUS))
+    for name in ("tf_mirrored", "tf_central_storage"):
+        plan = found[name]
+        assert isinstance(plan, Plan)
+        assert (plan.workers, plan.devices_per_worker, plan.mesh.data_ranks, plan.placement.accelerators) == (
+            1,
+            4,
+            4,
+            4,
+        )
+        assert plan.feed_of(0).data_ranks == range(4)
+    several = found["tf_multi_worker_mirrored"]
+    assert isinstance(several, Plan)
+    assert (several.workers, several.devices_per_worker, several.mesh.data_ranks) == (2, 4, 8)
+    assert several.feed_of(1).data_ranks == range(4, 8) and several.placement.accelerators == 4
+
+
+def test_on_a_cpu_several_devices_are_asked_for() -> None:
+    refused = planned(decide())["tf_mirrored"]
+    assert isinstance(refused, Infeasible) and "devices=2" in refused.hint
+    plan = decide(devices=2, strategy="tf_central_storage").chosen
+    assert (plan.workers, plan.devices_per_worker, plan.placement.accelerators) == (1, 2, 0)
+    assert "1 worker x 2 logical devices" in repr(decide(devices=2, strategy="tf_mirrored"))
+    with pytest.raises(PlanError, match="one device in each worker of a CPU cluster"):
+        decide(devices=2, workers=2, strategy="tf_multi_worker_mirrored")
+    with pytest.raises(PlanError, match="workers=2 is pinned"):
+        decide(devices=2, workers=2, strategy="tf_mirrored")
+    with pytest.raises(PlanError, match="smaller than the 128 data ranks"):
+        decide(devices=128, strategy="tf_mirrored")
+
+
+def test_batch_norm_is_refused_but_on_one_device_unless_it_is_accepted() -> None:
+    norm = ModelProfile(framework="tensorflow", layers=(LAYER,), inexact=("batch_norm",))
+    assert decide(profile=norm).chosen.strategy == "tf_one_device"
+    with pytest.raises(PlanError, match="another result than one device"):
+        decide(profile=norm, devices=2, strategy="tf_mirrored")
+    accepted = decide(profile=norm, devices=2, strategy="tf_mirrored", inexact=("batch_norm",)).chosen
+    assert "batch_norm" in accepted.notes[0]
+
+
+def test_a_worker_with_several_devices_keeps_them_when_the_world_shrinks() -> None:
+    plan = decide(GPUS, strategy="tf_multi_worker_mirrored").chosen
+    smaller = plan.resized(1)
+    assert (smaller.workers, smaller.mesh.data_ranks, smaller.accumulation) == (1, 4, 2)
+    mirrored = decide(devices=2, strategy="tf_mirrored").chosen
+    assert mirrored.resized(1) == mirrored
+
+
+def test_the_environments_addresses_are_another_engine() -> None:
+    own, given = (
+        decide(strategy="tf_multi_worker_mirrored", workers=2, tf_config=where).chosen
+        for where in ("own", "environment")
+    )
+    assert own.engine.endswith(":MultiWorkerMirrored") and given.engine.endswith(":AtGivenAddresses")
+
+
+def test_a_worker_gives_keras_the_backend_that_the_model_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    profile = ModelProfile(framework="reference", layers=(LAYER,), keras_backend="torch")
+    plan = decide(profile=profile, strategy="one_device").chosen
+    assert plan.keras_backend == "torch"
+    engine_class(plan)
+    assert os.environ["KERAS_BACKEND"] == "torch"
+    engine_class(replace(plan, keras_backend=""))
+    assert os.environ["KERAS_BACKEND"] == "torch", "another model says nothing of it"
+
+
+def test_fit_goes_where_it_is_right() -> None:
+    found = planned(decide(run="fit", devices=2, batch_size=24))
+    for name, engine in (("tf_one_device", "FitOneDevice"), ("tf_mirrored", "FitMirrored")):
+        plan = found[name]
+        assert isinstance(plan, Plan) and plan.engine.endswith(f".fit:{engine}")
+    for name, reason in (("tf_multi_worker_mirrored", "raises"), ("tf_central_storage", "wrong metrics")):
+        refused = found[name]
+        assert isinstance(refused, Infeasible) and reason in refused.reason and "leave run= out" in refused.hint
+    uneven = planned(decide(run="fit", devices=2, batch_size=25))["tf_mirrored"]
+    assert isinstance(uneven, Infeasible) and "differently on each device" in uneven.reason
+    with pytest.raises(PlanError, match=r"raises on several workers.*leave run= out"):
+        decide(run="fit", strategy="tf_multi_worker_mirrored", workers=2)
+    with pytest.raises(PlanError, match=r'run="fit" is Keras. own, and this model is of torch'):
+        decide(profile=ModelProfile(framework="torch", layers=(LAYER,)), run="fit")
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(48, True), (62, True), (61, False)])
+def test_a_last_batch_that_fit_would_weigh_unevenly_is_refused(
+    rows: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "profile_job", lambda *_: KERAS)
+    data = tw.datasets.table({"x": [[1.0]] * rows})
+    fields = {"run": "fit", "strategy": "tf_mirrored", "devices": 2, "batch_size": 24, "storage": str(tmp_path)}
+    prepared = prepare.prepare(job(**{**fields, "train": data}))
+    if fits:
+        assert prepare.plan_for(prepared, CPU).chosen.devices_per_worker == 2
+        return
+    with pytest.raises(JobError, match="last batch of train has 13 rows"):
+        prepare.plan_for(prepared, CPU)
+    dropped = prepare.prepare(job(**{**fields, "train": data, "drop_last": True}))
+    assert prepare.plan_for(dropped, CPU).chosen.devices_per_worker == 2
+    both = prepare.prepare(job(**{**fields, "train": data, "drop_last": True, "evaluate": data}))
+    with pytest.raises(JobError, match="last batch of evaluate has 13 rows"):
+        prepare.plan_for(both, CPU)

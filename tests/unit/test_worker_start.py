@@ -1,0 +1,79 @@
+"""What the tests' clusters start in place of Ray's `setup_worker.py`, and the process that forks their workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.nursery import nursery, order
+from tests.worker_start import CONTEXT, bare, rays_own
+
+SCRIPT = """
+import json, os, sys
+found = {"argv": sys.argv, "path": sys.path[0], "mark": os.environ.get("MARK"), "home": os.environ.get("HOME")}
+found |= {"folder": os.getcwd(), "name": __name__, "group": os.getpgid(0) == os.getpid()}
+found |= {"pid": os.getpid(), "had": "graphlib" in sys.modules}
+found["random"] = __import__("numpy").random.random()
+os.write(1, (json.dumps(found) + chr(10)).encode())  # in one go: two of them share the stream
+os.write(2, ("done" + chr(10)).encode())
+"""
+
+
+def test_a_worker_without_an_environment_is_forked() -> None:
+    for context in ([], [f"{CONTEXT}{{}}"]):
+        arguments = ["default_worker.py", *context, "--language=PYTHON", "--node-id=1"]
+        assert bare(arguments) == ["default_worker.py", "--node-id=1"]
+
+
+def test_an_environment_is_left_to_ray() -> None:
+    assert bare(["default_worker.py", f'{CONTEXT}{{"env_vars": {{"A": "1"}}}}', "--language=PYTHON"]) is None
+    assert Path(rays_own()).is_relative_to(Path(ray.__file__).parent) and Path(rays_own()).exists()
+
+
+@pytest.fixture
+def named() -> Iterator[str]:
+    with nursery(["graphlib"]) as name:
+        yield name
+
+
+def test_a_forked_process_is_as_if_it_had_been_started(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "code" / "script.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setenv("MARK", "of this test")
+    children = [order(named, [str(script), f"--{number}"]) for number in range(2)]
+    deadline = time.monotonic() + 30.0
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "it did not end, or nobody waited for it"
+        time.sleep(0.01)
+    out, err = capfd.readouterr()
+    found = sorted((json.loads(line) for line in out.splitlines()), key=lambda one: one["argv"])
+    draws = {one.pop("random") for one in found}
+    same = {"path": str(script.parent), "mark": "of this test", "home": None, "folder": str(tmp_path)}
+    same |= {"name": "__main__", "group": True, "had": True}
+    assert found == [same | {"argv": [str(script), f"--{n}"], "pid": child} for n, child in enumerate(children)]
+    assert len(draws) == 2 and err == "done\ndone\n"
+
+
+def test_it_ends_with_who_made_it() -> None:
+    with nursery([]) as name:
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        order(name, [sys.executable])
+
+
+def test_one_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with nursery(["there_is_no_such_module"]) as name, pytest.raises(ConnectionError):
+        order(name, [os.devnull])
+    assert "there_is_no_such_module" in capfd.readouterr().err
