@@ -87,18 +87,19 @@ class Session:
                 raise
 
     def _drive(self) -> m.Finish:
+        event: m.Happening | None = None
         state, effects = begin(self._settings(), time.monotonic())
         while True:
             for effect in effects:
                 if isinstance(effect, m.Finish):
                     return effect
                 self._world.carry_out(effect)
+            if isinstance(event, m.Committed):
+                self._journal.flush_soon()  # what was told of the checkpoint included
             event = self._world.next()
             if isinstance(event, m.Acquired):
                 self._open_journal(event)
             state, effects = decide(state, event, time.monotonic())
-            if isinstance(event, m.Committed):
-                self._journal.flush_soon()
 
     def _settings(self) -> Settings:
         job, plan, per_epoch = self._prepared.job, self._decision.chosen, self._prepared.steps_per_epoch

@@ -22,8 +22,7 @@ from torch.nn import functional
 
 import trainwright as tw
 from tests.runs import told
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.core import events
 
 ROWS, WIDTH, CLASSES = 203, 64, 4
 
@@ -133,17 +132,20 @@ def _arm_upload(kills: list[Kill]) -> None:
 
 
 def keep_pace(storage: str, step: int, every: int = 5, run: str = "faulty") -> None:
-    """Wait until the checkpoint that was due before `step` is committed, so that tests know which ones there are."""
+    """Wait until the driver knows that the checkpoint due before `step` is committed, so that none goes by.
+
+    The log names it a moment before the driver knows; what falls due in between is passed over.
+    """
     tick, patience = threading.Event(), 3000
-    while step and step % every == 0 and not _committed(storage, run, step):
+    while step and step % every == 0 and not _saved(storage, run, step):
         tick.wait(0.02)
         patience -= 1
         assert patience, f"the checkpoint of step {step} was not committed within a minute"
 
 
-def _committed(storage: str, run: str, step: int) -> bool:
-    entry = RunLog(open_store(storage), run).head()
-    return entry is not None and any(checkpoint.step >= step for checkpoint in entry.checkpoints)
+def _saved(storage: str, run: str, step: int) -> bool:
+    saved: Any = told(storage, run, events.Checkpointed)
+    return any(event.step >= step for event in saved)
 
 
 def await_told(storage: str, awaited: Awaited) -> None:
