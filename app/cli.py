@@ -80,12 +80,16 @@ def plan(
     mtbf: Annotated[
         str | None, typer.Option(metavar="HOURS", help="With --cluster: between failures of one accelerator: 50000h.")
     ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="PLAN.json", help="Write the plan: --set plan=PLAN.json asks for it again.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the chosen plan and the rejected ones, with reasons. Starts no worker."""
     from dataclasses import asdict
 
     from trainwright import api
+    from trainwright.planfile import write_plan
     from trainwright.planner import Decision
     from trainwright.whatif import Price, WhatIf
 
@@ -93,6 +97,10 @@ def plan(
     decision: Decision | WhatIf
     if cluster is None:
         decision = api.plan(job)
+        if out is not None:
+            write_plan(out, decision)
+    elif out is not None:
+        raise typer.BadParameter("a plan for a cluster that is not there cannot be asked for again", param_hint="--out")
     else:
         if price not in ("on-demand", "spot"):
             raise typer.BadParameter(f"{price!r} is neither on-demand nor spot", param_hint="--price")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from types import ModuleType
 
+from trainwright.core.accelerators import accelerator
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError, ResourceError, nearest
 from trainwright.core.job import Job
 from trainwright.core.plan import Infeasible, Plan, Rejected
+from trainwright.core.plantext import Pins
 from trainwright.core.profile import ModelProfile
 from trainwright.planview import plan_html, plan_text
-from trainwright.strategies import STRATEGIES
-from trainwright.strategies.costs import room_of
+from trainwright.strategies import STRATEGIES, strategies_for
+from trainwright.strategies.question import Question, room_of
+from trainwright.strategies.ranking import Ranking, answer, estimate_of, simplest
+
+NO_ENGINE = "trainwright has no engine for it yet"
+WORTH_SAYING = 1.1  # times as fast as what is pinned
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -37,43 +43,38 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
 
     Raises:
         ResourceError: the job asks for more than the cluster has.
-        PlanError: no strategy can run the job, or the pinned one cannot.
+        PlanError: no strategy can run the job, or what is pinned cannot.
     """
-    allowed = usable(cluster, job)
+    allowed, unknown = _known(usable(cluster, job))
     names = _names(job, profile.framework)
-    suited = {name: strategy for name, strategy in STRATEGIES.items() if profile.framework in strategy.ENGINES}
-    proposals = {name: _proposal(name, strategy, profile, allowed, job) for name, strategy in suited.items()}
-    infeasible = tuple(item for item in proposals.values() if isinstance(item, Infeasible))
-    backend = profile.keras_backend
-    plans = {name: replace(item, keras_backend=backend) for name, item in proposals.items() if isinstance(item, Plan)}
-    eligible = sorted((plan for name, plan in plans.items() if name in names), key=_predicted_s)
+    question = Question.of(job, profile, allowed)
+    pins, found = question.pins, answer(question)
+    eligible = [plan for plan in found.plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
-        reasons = "; ".join(f"{item.strategy}: {item.reason} ({item.hint})" for item in infeasible)
-        raise PlanError("no plan can run this job", where=reasons, remedy="change what a reason above names")
-    chosen = eligible[0]
+        raise _nothing(found, names, pins)
+    chosen = simplest(eligible)
     job.check_plan(chosen)
-    rejected = tuple(_reject(plan, chosen, names) for plan in plans.values() if plan is not chosen)
-    return Decision(chosen=chosen, rejected=rejected, infeasible=infeasible, profile=profile, cluster=cluster)
+    notes = (*unknown, *_not_the_best(question, job, chosen))
+    rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
+    planned = {plan.strategy for plan in found.plans}
+    return Decision(
+        chosen=replace(chosen, notes=(*chosen.notes, *notes)),
+        rejected=rejected,
+        infeasible=tuple(_nearest(found.misfits, planned)),
+        profile=profile,
+        cluster=cluster,
+    )
 
 
-def _proposal(name: str, strategy: ModuleType, profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasible:
-    """What a strategy proposes, if it has an engine for whose steps the job wants."""
-    if job.run == "fit" and not hasattr(strategy, "FIT"):
-        reason = getattr(strategy, "NO_FIT", f'run="fit" is Keras\' own, and this model is of {profile.framework}')
-        return Infeasible(strategy=name, reason=reason, hint="leave run= out: trainwright's steps train any model")
-    proposal: Plan | Infeasible = strategy.propose(profile, cluster, job)
-    return proposal
-
-
-def _names(job: Job, framework: str) -> tuple[str, ...]:
+def _names(job: Job, framework: str) -> Collection[str]:
     """The strategies that the job allows."""
     if job.strategy is None:
-        return tuple(STRATEGIES)
+        return tuple(name for name in STRATEGIES)
     if job.strategy not in STRATEGIES:
         raise PlanError(f"strategy={job.strategy!r} is not known", remedy=nearest(job.strategy, STRATEGIES))
-    if framework not in STRATEGIES[job.strategy].ENGINES:
-        suited = [name for name, strategy in STRATEGIES.items() if framework in strategy.ENGINES]
-        others = ", ".join(name for name in STRATEGIES[job.strategy].ENGINES if name != "reference")
+    suited = strategies_for(framework)
+    if job.strategy not in suited:
+        others = ", ".join(name for name in STRATEGIES[job.strategy].FRAMEWORKS if name != "reference")
         raise PlanError(
             f"strategy={job.strategy!r} is for models of {others}, and this one is of {framework}",
             remedy=f"use {', '.join(suited)}",
@@ -106,14 +107,75 @@ def usable(cluster: Cluster, job: Job) -> Cluster:
     return cluster
 
 
-def _predicted_s(plan: Plan) -> float:
-    return plan.estimate.step_s if plan.estimate else float("inf")
+def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster with what nothing is known of as an accelerator without a name, and a note on each."""
+    unknown = [kind for kind in cluster.kinds if accelerator(kind) is None]
+    nodes = tuple(replace(node, kind="" if node.kind in unknown else node.kind) for node in cluster.nodes)
+    notes = tuple(
+        f"nothing is known of the accelerator {kind or 'of this cluster'}: its speed is assumed, its memory is not "
+        "looked at; describe it in trainwright.core.accelerators.ACCELERATORS"
+        for kind in unknown
+    )
+    return Cluster(nodes=nodes), notes
 
 
-def _reject(plan: Plan, chosen: Plan, names: tuple[str, ...]) -> Rejected:
-    if plan.strategy not in names:
-        slower = _predicted_s(chosen) / _predicted_s(plan)
-        said = f", though predicted {slower:.1f} times faster" if slower > 1 else ""
+def _nothing(found: Ranking, names: Collection[str], pins: Pins) -> PlanError:
+    """Why no plan can run the job."""
+    reasons = [
+        f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(found.misfits) if item.strategy in names
+    ]
+    asked = sorted((plan for plan in found.plans if plan.strategy in names), key=lambda plan: not pins.allow(plan))
+    for plan in {plan.strategy: plan for plan in reversed(asked)}.values():
+        reasons.append(f"{plan.strategy}: {NO_ENGINE if pins.allow(plan) else f'does not match plan={pins.text!r}'}")
+    return PlanError("no plan can run this job", where="; ".join(reasons), remedy="change what a reason above names")
+
+
+def _not_the_best(question: Question, job: Job, chosen: Plan) -> tuple[str, ...]:
+    """That what the job pins is not the best, and by how much."""
+    pinned = {"strategy": job.strategy, "plan": job.plan, "workers": job.workers, "accumulation": job.accumulation}
+    given = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
+    if not given or question.elastic or question.devices:
+        return ()
+    free = [plan for plan in answer(question.free).plans if plan.engine]
+    ratio = estimate_of(chosen).step_s / estimate_of(free[0]).step_s if free else 1.0
+    if ratio < WORTH_SAYING:
+        return ()
+    return (f"without {given}, {free[0].strategy} on {free[0].workers} workers is predicted {ratio:.1f} times as fast",)
+
+
+def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
+    """The best of each other strategy, and of the chosen one's what would be quicker."""
+    limit = estimate_of(chosen).step_s
+    found = [plan for plan in _best(plans) if plan.strategy != chosen.strategy]
+    quicker = [plan for plan in plans if plan.strategy == chosen.strategy and estimate_of(plan).step_s < limit]
+    return [*found, *(plan for plan in quicker[:1] if plan.workers != chosen.workers or plan.engine == "")]
+
+
+def _best(plans: Iterable[Plan]) -> list[Plan]:
+    """The first plan of each strategy; one that can be carried out, where there is one."""
+    found: dict[str, Plan] = {}
+    for plan in plans:
+        known = found.setdefault(plan.strategy, plan)
+        if plan.engine and not known.engine:
+            found[plan.strategy] = plan
+    return list(found.values())
+
+
+def _nearest(misfits: Iterable[Infeasible], but: Collection[str] = ()) -> list[Infeasible]:
+    """What comes nearest to fitting of each strategy that has no plan."""
+    found: dict[str, Infeasible] = {}
+    for item in misfits:
+        if item.strategy not in but:
+            found.setdefault(item.strategy, item)
+    return list(found.values())
+
+
+def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rejected:
+    ratio = estimate_of(plan).step_s / estimate_of(chosen).step_s
+    if plan.strategy not in names or not pins.allow(plan):
+        said = f", though predicted {1 / ratio:.1f} times faster" if ratio < 1 else ""
         return Rejected(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
-    ratio = _predicted_s(plan) / _predicted_s(chosen)
-    return Rejected(plan=plan, reason=f"predicted {ratio:.2f} times the step time of {chosen.strategy}")
+    reason = f"predicted {ratio:.2f} times the step time of {chosen.strategy}"
+    if plan.topology == "independent":
+        reason += "; its updates use parameters that are old: how many more samples that takes is not known"
+    return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")

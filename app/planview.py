@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -82,11 +83,30 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("batch", _batch(plan).removeprefix("batch ")),
         ("precision", plan.precision),
     ]
+    if plan.stages:
+        rows.append(("layers by stage", runs_of(plan.stages)))
+    if plan.schedule:
+        rows.append(("schedule", plan.schedule))
+    if plan.recompute != "none":
+        rows.append(("recomputed", {"full": "all activations", "selective": "attention's scores"}[plan.recompute]))
     if plan.estimate is not None:
         low, high = words.duration(plan.estimate.low_s), words.duration(plan.estimate.high_s)
         rows.append(("step, predicted", f"{words.duration(plan.estimate.step_s)} ({low} to {high})"))
-        rows.append(("memory by stage", ", ".join(map(words.size, plan.estimate.stage_memory_bytes)) or "-"))
+        rows.append(("memory by stage" if plan.mesh.pipeline > 1 else "memory", memory_of(plan.estimate)))
     return rows + [("note", note) for note in plan.notes]
+
+
+def memory_of(estimate: Estimate) -> str:
+    """What each stage takes, of what a device has: `1.2 GiB to 3.4 GiB of 80 GiB`."""
+    low, high = min(estimate.stage_memory_bytes), max(estimate.stage_memory_bytes)
+    taken = words.size(high) if low == high else f"{words.size(low)} to {words.size(high)}"
+    return f"{taken} of {words.size(estimate.device_memory_bytes)}" if estimate.device_memory_bytes else taken
+
+
+def runs_of(stages: Iterable[int]) -> str:
+    """`4, 6 x 3, 5`: equal neighbours together."""
+    sizes = ((size, len(list(same))) for size, same in groupby(stages))
+    return ", ".join(f"{size} x {count}" if count > 1 else str(size) for size, count in sizes)
 
 
 def others_of(decision: Decision) -> list[dict[str, str]]:

@@ -23,7 +23,7 @@ from trainwright.planner import choose, usable
 from trainwright.predictions import MANIFEST, SAMPLE, Manifest, Range, Work, cut, is_part, missing, usual_rows
 from trainwright.profiling import profile_job
 from trainwright.store import Store, open_store
-from trainwright.strategies.costs import place
+from trainwright.strategies.question import place
 from trainwright.use import find_checkpoint
 
 ATTEMPTS = 3  # workers that may be lost with one range

@@ -16,6 +16,7 @@ from trainwright.datasets.sources import Index
 from trainwright.describe import changes, describe
 from trainwright.discover import discover
 from trainwright.log import RunLog
+from trainwright.planfile import with_plan
 from trainwright.planner import Decision, choose
 from trainwright.profiling import profile_job
 from trainwright.store import Store, open_store
@@ -90,8 +91,9 @@ def decide_plan(prepared: Prepared) -> Decision:
 
 def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
     """The plan for a given cluster."""
-    job = prepared.job
-    decision = choose(profile_of(prepared), cluster, job)
+    profile = profile_of(prepared)
+    job = with_plan(prepared.job, profile, cluster)
+    decision = choose(profile, cluster, job)
     _check_fit(prepared, decision.chosen)
     notes = [*decision.chosen.notes]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:

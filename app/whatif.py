@@ -17,16 +17,15 @@ from trainwright import words
 from trainwright.core.accelerators import accelerator
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError, ResourceError
-from trainwright.core.plan import Estimate, Mesh, Plan
+from trainwright.core.plan import Estimate, Infeasible, Mesh, Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.planview import estimate_table
-from trainwright.strategies.ranking import Misfit, ranking
+from trainwright.strategies.ranking import estimate_of, ranking, simplest
 
 Price = Literal["on-demand", "spot"]
 COPY_BYTES_PER_S = 10e9  # of a device's state to its host, for a checkpoint: assumed
 RECOVER_S = 60.0  # from a failure to the next step, beside what is done again: assumed
 OTHERS = 6
-TIE = 1.02  # times the best step: the simplest of these is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class WhatIf:
     batch_size: int
     steps: int
     plans: tuple[Plan, ...]
-    misfits: tuple[Misfit, ...]
+    misfits: tuple[Infeasible, ...]
     dollars_an_hour: float | None
     price: Price
     goodput: Goodput | None
@@ -106,7 +105,7 @@ def what_if(
     if not found.plans:
         nearest = found.misfits[0]
         raise PlanError(
-            f"no plan fits {cluster}; the nearest, {name_of(nearest.plan)}: {nearest.reason}",
+            f"no plan fits {cluster}; the nearest, {_named(nearest)}: {nearest.reason}",
             where="cluster",
             remedy=nearest.hint,
         )
@@ -155,29 +154,19 @@ def name_of(plan: Plan) -> str:
         f"shard {mesh.shard}{zero}" if mesh.shard > 1 else "",
         f"tensor {mesh.tensor}" if mesh.tensor > 1 else "",
     ]
-    parts = [" x ".join(filter(None, degrees)) or "one device", f"micro-batch {plan.micro_batch}", plan.schedule]
+    parts = [" x ".join(filter(None, degrees)) or "one device", f"micro-batch {_rows(plan)}", plan.schedule]
     return ", ".join(filter(None, [*parts, "" if plan.recompute == "none" else f"recompute {plan.recompute}"]))
 
 
-def estimate_of(plan: Plan) -> Estimate:
-    """Of a plan that was ranked."""
-    assert plan.estimate is not None
-    return plan.estimate
+def _rows(plan: Plan) -> int:
+    """Samples of a micro-batch."""
+    return plan.micro_batch or plan.micro_batches(plan.batch_size)[1]
 
 
 def _simplest_first(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
     """With the simplest of the best in front."""
-    limit = TIE * estimate_of(plans[0]).step_s
-    tied = [plan for plan in plans if estimate_of(plan).step_s <= limit]
-    chosen = min(tied, key=_complexity)
+    chosen = simplest(plans)
     return (chosen, *(plan for plan in plans if plan is not chosen))
-
-
-def _complexity(plan: Plan) -> tuple[int, ...]:
-    """Fewer kinds of parallelism, then less of each that costs something."""
-    mesh = plan.mesh
-    kinds = sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.shard, mesh.tensor))
-    return kinds, mesh.pipeline, mesh.tensor, plan.zero, plan.recompute != "none"
 
 
 def _facts(answer: WhatIf, best: Plan, estimate: Estimate) -> list[tuple[str, str]]:
@@ -216,10 +205,14 @@ def _others(answer: WhatIf) -> list[tuple[str, str, str]]:
             ratio = estimate_of(plan).step_s / best
             rows.append((name_of(plan), "slower", f"predicted {ratio:.2f} times the step time"))
     for misfit in answer.misfits:
-        if misfit.plan.strategy not in shown:
-            shown.add(misfit.plan.strategy)
-            rows.append((name_of(misfit.plan), "not possible", f"{misfit.reason}; {misfit.hint}"))
+        if misfit.strategy not in shown:
+            shown.add(misfit.strategy)
+            rows.append((_named(misfit), "not possible", f"{misfit.reason}; {misfit.hint}"))
     return rows[:OTHERS]
+
+
+def _named(misfit: Infeasible) -> str:
+    return name_of(misfit.plan) if misfit.plan else misfit.strategy
 
 
 def _memory(estimate: Estimate) -> str:

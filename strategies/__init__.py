@@ -1,10 +1,10 @@
 """Strategies: one file each with a pure `propose`, and the engines that carry them out.
 
-A strategy is a module with a function `propose(profile, cluster, job) -> Plan | Infeasible` and with `ENGINES`, by the
-framework of the models that it is for; where it can walk Keras' `fit`, also with `FIT`, the engine for that, or else
-with `NO_FIT`, the reason. A new one is added to `STRATEGIES`; nothing else needs to know its name.
-
-`OFFERS` are those that the ranking looks at, by a function `shapes(machine, profile)`, also before they have an engine.
+A strategy is a module with a function `propose(question)` that yields plans and what makes others impossible, with
+`FRAMEWORKS` whose models it is for, and with `ENGINES` by framework; a plan without an engine is shown and not chosen.
+Where it can walk Keras' `fit` it has `FIT`, the engine for that, or else `NO_FIT`, the reason. How many micro-batches
+there are and what is computed again is left to the ranking. A new one is added to `STRATEGIES`; nothing else needs to
+know its name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from trainwright.core.engine import Engine
 from trainwright.core.plan import Plan
 from trainwright.strategies import (
     data_parallel,
+    model_parallel,
     one_device,
+    parameter_server,
     pipeline,
     sharded,
     tensor_parallel,
@@ -31,12 +33,21 @@ from trainwright.strategies import (
 STRATEGIES: Mapping[str, ModuleType] = {
     "one_device": one_device,
     "data_parallel": data_parallel,
+    "sharded": sharded,
+    "tensor_parallel": tensor_parallel,
+    "pipeline": pipeline,
+    "model_parallel": model_parallel,
+    "parameter_server": parameter_server,
     "tf_one_device": tf_one_device,
     "tf_mirrored": tf_mirrored,
     "tf_multi_worker_mirrored": tf_multi_worker_mirrored,
     "tf_central_storage": tf_central_storage,
 }
-OFFERS: tuple[ModuleType, ...] = (one_device, data_parallel, sharded, tensor_parallel, pipeline)
+
+
+def strategies_for(framework: str) -> Mapping[str, ModuleType]:
+    """By name, those for models of a framework; without one, as of numbers alone, torch's."""
+    return {name: module for name, module in STRATEGIES.items() if (framework or "torch") in module.FRAMEWORKS}
 
 
 def engine_class(plan: Plan) -> type[Engine]:

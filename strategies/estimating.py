@@ -45,12 +45,14 @@ def estimate(
         ResourceError: nothing is known of an accelerator.
     """
     known = calibration or DEFAULT
-    work = work_of(profile, Machine.of(cluster), plan, batch_size=batch_size, precision=precision)
+    work = work_of(profile, Machine.of(cluster, plan.mesh.size), plan, batch_size=batch_size, precision=precision)
     found = expected(work, known)
     step_s = sum(found.values())
     slopes = np.array([_log_step(work, known, name) for name in NAMES]) - math.log(_raw(work, np.array(known.logs)))
     slopes /= _STEP
     _, unexplained = known.residual(work.shape, work.kind)
+    if work.kind not in known.kinds:
+        unexplained += work.machine.device.unsure**2
     deviation = math.sqrt(float(slopes @ np.array(known.covariance) @ slopes) + unexplained)
     return Estimate(
         step_s=step_s,
@@ -58,6 +60,7 @@ def estimate(
         high_s=step_s * math.exp(SURE * deviation),
         terms=found,
         stage_memory_bytes=stage_memory(profile, plan, batch_size=batch_size, precision=precision),
+        device_memory_bytes=work.machine.device.memory_bytes,
     )
 
 

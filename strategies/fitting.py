@@ -51,7 +51,13 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
     if not measurements:
         return Calibration()
     works = [
-        work_of(one.profile, Machine.of(one.cluster), one.plan, batch_size=one.batch_size, precision=one.precision)
+        work_of(
+            one.profile,
+            Machine.of(one.cluster, one.plan.mesh.size),
+            one.plan,
+            batch_size=one.batch_size,
+            precision=one.precision,
+        )
         for one in measurements
     ]
     measured = np.log([one.step_s for one in measurements])

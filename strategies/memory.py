@@ -38,8 +38,10 @@ def stage_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     counts, parameters = layers.placed(plan.stages or even(profile, mesh.pipeline))
     kept = layers.kept(mesh.tensor, plan.recompute)
     working = layers.kept(mesh.tensor, "none") if plan.recompute == "full" else np.zeros_like(kept)
+    served = _STATES[width][2] if plan.servers else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
-    states = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision) * parameters / mesh.tensor
+    each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision) - served
+    states = each * parameters / mesh.tensor
     flight = np.array([in_flight(plan, stage, micro_batches) for stage in range(mesh.pipeline)])
     most = np.where(counts > 0, working, 0.0).max(axis=1)
     return tuple(int(each) for each in states + rows * width * (flight * (counts @ kept) + most))

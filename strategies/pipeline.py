@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from trainwright.core.plan import Mesh
-from trainwright.core.profile import ModelProfile
-from trainwright.strategies.shapes import Shape, divisors
+from trainwright.core.plan import Infeasible, Mesh, Plan
+from trainwright.strategies.question import Question, divisors, engine_for
 from trainwright.strategies.tensor_parallel import degrees
-from trainwright.strategies.work import Machine
+
+FRAMEWORKS = ("torch",)
+ENGINES: Mapping[str, str] = {}
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
 
 
-def shapes(machine: Machine, profile: ModelProfile) -> Iterator[Shape]:
-    """Numbers of stages that divide the devices, with each tensor degree, plain or with ZeRO-1, in each schedule.
+def propose(question: Question) -> Iterator[Plan | Infeasible]:
+    """Numbers of stages that divide the ranks, with each tensor degree, plain or with ZeRO-1, in each schedule.
 
     GPipe's is left out: 1F1B takes as long and holds less.
     """
-    for tensor in degrees(machine, profile):
-        for stages in divisors(machine.devices // tensor):
-            if stages == 1 or stages > len(profile.layers) or machine.devices % (tensor * stages):
-                continue
-            data = machine.devices // tensor // stages
-            for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
-                if chunks * stages > len(profile.layers):
-                    continue
-                plain = Mesh(pipeline=stages, data=data, tensor=tensor)
-                yield Shape(mesh=plain, schedule=schedule, chunks=chunks)
-                if data > 1:
-                    divided = Mesh(pipeline=stages, shard=data, tensor=tensor)
-                    yield Shape(mesh=divided, zero=1, schedule=schedule, chunks=chunks)
+    meshes = list(stages_of(question))
+    if not meshes:
+        yield question.alone("pipeline") or indivisible("pipeline", question)
+    for mesh in meshes:
+        refusal = question.unequal("pipeline", mesh.data)
+        if refusal:
+            yield refusal
+            continue
+        for schedule, chunks in SCHEDULES:
+            if chunks * mesh.pipeline <= len(question.profile.layers):
+                yield from _plans(question, mesh, schedule, chunks)
+
+
+def stages_of(question: Question) -> Iterator[Mesh]:
+    """Meshes with several stages over all ranks."""
+    ranks, layers = question.ranks, len(question.profile.layers)
+    for tensor in degrees(question):
+        for stages in divisors(ranks // tensor):
+            if 1 < stages <= layers and not ranks % (tensor * stages):
+                yield Mesh(pipeline=stages, data=ranks // tensor // stages, tensor=tensor)
+
+
+def indivisible(strategy: str, question: Question) -> Infeasible:
+    """No number of stages that the ranks allow can be made of the layers."""
+    layers, ranks = len(question.profile.layers), question.ranks
+    reason = f"a model of {'one layer' if layers == 1 else f'{layers} layers'} cannot be divided for {ranks} ranks"
+    return Infeasible(strategy=strategy, reason=reason, hint="build the model of more modules, or use fewer workers")
+
+
+def _plans(question: Question, mesh: Mesh, schedule: str, chunks: int) -> Iterator[Plan]:
+    engine = engine_for(ENGINES, question)
+    yield question.plan("pipeline", engine, mesh, schedule=schedule, chunks=chunks)
+    if mesh.data > 1:
+        divided = Mesh(pipeline=mesh.pipeline, shard=mesh.data, tensor=mesh.tensor)
+        yield question.plan("pipeline", engine, divided, zero=1, schedule=schedule, chunks=chunks)

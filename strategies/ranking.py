@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from trainwright.core.cluster import Cluster
-from trainwright.core.plan import Estimate, Mesh, Placement, Plan, strategy_of
+from trainwright.core.plan import Estimate, Infeasible, Mesh, Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import DEFAULT, Calibration
 from trainwright.strategies.estimating import estimate, expected
 from trainwright.strategies.memory import stage_memory
 from trainwright.strategies.partition import divided
+from trainwright.strategies.question import Question
 from trainwright.strategies.timing import layer_seconds
 from trainwright.strategies.work import Machine, gathered, refusal, work_of
 
 USABLE = 0.92  # of a device's memory: the rest is the framework's, and lost between blocks
-KEPT = 20  # plans that get an interval
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Misfit:
-    """A plan that cannot be, and why.
-
-    Attributes:
-        plan: that cannot be.
-        reason: why.
-        hint: what would make it possible.
-        missing_bytes: of memory on its fullest stage; 0 where memory is not what is missing.
-    """
-
-    plan: Plan
-    reason: str
-    hint: str
-    missing_bytes: int = 0
+SURE = 20  # plans that get an interval, beside the best of each strategy
+TIE = 1.02  # times the best step: the simplest of these is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Plans that fit, best first, and those that do not."""
+    """Plans that fit, best first, and what makes others impossible, the nearest to fitting first.
+
+    Those whose ranks step alone come last: how many more samples they need is not known.
+    """
 
     plans: tuple[Plan, ...]
-    misfits: tuple[Misfit, ...]
+    misfits: tuple[Infeasible, ...]
 
 
 def rank(
@@ -74,72 +61,160 @@ def ranking(
     precision: str,
     calibration: Calibration | None = None,
 ) -> Ranking:
-    """As `rank`, with the plans that do not fit, the nearest to fitting first."""
-    known, machine = calibration or DEFAULT, Machine.of(cluster)
-    room = USABLE * machine.device.memory_bytes
-    fitting: list[tuple[float, Plan]] = []
-    misfits: list[Misfit] = []
-    for plan in _candidates(machine, profile, batch_size, precision):
-        reason = refusal(profile, machine, plan, batch_size)
-        memory = () if reason else stage_memory(profile, plan, batch_size=batch_size, precision=precision)
-        if reason is not None or max(memory) > room:
-            misfits.append(_misfit(plan, reason, memory, room))
-            continue
-        work = work_of(profile, machine, plan, batch_size=batch_size, precision=precision)
-        terms = expected(work, known)
+    """As `rank`, with what does not fit."""
+    question = Question(profile=profile, cluster=cluster, batch_size=batch_size, precision=precision)
+    return answer(question, calibration)
+
+
+def answer(question: Question, calibration: Calibration | None = None) -> Ranking:
+    """The plans of all strategies for the model's framework.
+
+    Raises:
+        ResourceError: nothing is known of an accelerator.
+    """
+    sized = _Sized(question, calibration or DEFAULT)
+    fitting: list[Plan] = []
+    misfits: list[Infeasible] = []
+    for item in _proposals(question):
+        for found in [item] if isinstance(item, Infeasible) else _variants(sized, item):
+            (misfits if isinstance(found, Infeasible) else fitting).append(found)  # type: ignore[arg-type]
+    fitting.sort(key=lambda plan: (plan.topology == "independent", estimate_of(plan).step_s))
+    best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
+    for number in {*range(min(SURE, len(fitting))), *best.values()}:
+        fitting[number] = sized.sure(fitting[number])
+    misfits.sort(key=lambda one: one.missing_bytes or math.inf)
+    return Ranking(plans=tuple(fitting), misfits=tuple(misfits))
+
+
+def simplest(plans: Iterable[Plan]) -> Plan:
+    """Of plans, best first, the simplest of those that are as good as the first."""
+    found = list(plans)
+    limit = TIE * estimate_of(found[0]).step_s
+    tied = [plan for plan in found if plan.topology == found[0].topology and estimate_of(plan).step_s <= limit]
+    return min(tied, key=_complexity)
+
+
+def estimate_of(plan: Plan) -> Estimate:
+    """Of a plan that was ranked."""
+    assert plan.estimate is not None, "a ranked plan has an estimate"
+    return plan.estimate
+
+
+def _complexity(plan: Plan) -> tuple[int, ...]:
+    """Fewer kinds of parallelism, then less of each that costs something."""
+    mesh = plan.mesh
+    kinds = sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.shard, mesh.tensor))
+    return kinds, mesh.pipeline, mesh.tensor, plan.zero, plan.recompute != "none", plan.accumulation
+
+
+def _proposals(question: Question) -> Iterator[Plan | Infeasible]:
+    """What the strategies propose that have an engine for whose steps the job wants."""
+    from trainwright.strategies import strategies_for
+
+    for name, strategy in strategies_for(question.profile.framework).items():
+        if question.run == "fit" and not hasattr(strategy, "FIT"):
+            framework = question.profile.framework
+            no_fit = "and it has no such strategy" if framework == "tensorflow" else f"and this model is of {framework}"
+            reason = getattr(strategy, "NO_FIT", f'run="fit" is Keras\' own, {no_fit}')
+            hint = "leave run= out: trainwright's steps train any model"
+            yield Infeasible(strategy=name, reason=reason, hint=hint)
+        else:
+            yield from strategy.propose(question)
+
+
+class _Sized:
+    """A question whose plans are measured against time and memory; what several of them share is found once."""
+
+    def __init__(self, question: Question, calibration: Calibration) -> None:
+        self.question, self.calibration = question, calibration
+        of_cpus = not question.cluster.accelerators
+        self._machine = cache(lambda ranks: Machine.of(question.cluster, ranks if of_cpus else None))
+        self._stages = cache(self._cut)
+        self._numbers = {"batch_size": question.batch_size, "precision": question.precision}
+
+    def machine(self, plan: Plan) -> Machine:
+        """That the plan's ranks run on."""
+        return self._machine(plan.mesh.size)
+
+    def stages(self, plan: Plan) -> tuple[int, ...]:
+        """Contiguous stages of which the slowest is as quick as can be."""
+        return self._stages(plan.mesh.pipeline, plan.mesh.tensor, plan.mesh.size)
+
+    def _cut(self, stages: int, tensor: int, ranks: int) -> tuple[int, ...]:
+        profile, machine = self.question.profile, self._machine(ranks)
+        alone = replace(Plan.parse(""), mesh=Mesh(tensor=tensor))
+        work = work_of(profile, machine, alone, batch_size=1, precision=self.question.precision)
+        return divided(layer_seconds(work)[gathered(profile).order].tolist(), stages)
+
+    def sized(self, plan: Plan) -> Plan | Infeasible:
+        """The plan with its estimate, or why it cannot be."""
+        question, machine = self.question, self.machine(plan)
+        reason = refusal(question.profile, machine, plan, question.batch_size)
+        if reason is not None:
+            return Infeasible(strategy=plan.strategy, reason=reason[0], hint=reason[1], plan=plan)
+        memory = stage_memory(question.profile, plan, batch_size=question.batch_size, precision=question.precision)
+        room = USABLE * machine.device.memory_bytes or math.inf
+        if max(memory) > room:
+            return _too_large(plan, memory, room)
+        work = work_of(question.profile, machine, plan, batch_size=question.batch_size, precision=question.precision)
+        terms = expected(work, self.calibration)
         step_s = sum(terms.values())
-        found = Estimate(step_s=step_s, low_s=step_s, high_s=step_s, terms=terms, stage_memory_bytes=memory)
-        fitting.append((step_s, replace(plan, estimate=found)))
-    plans = [plan for _, plan in sorted(fitting, key=lambda item: item[0])]
-    for number, plan in enumerate(plans[:KEPT]):
-        sure = estimate(profile, cluster, plan, batch_size=batch_size, precision=precision, calibration=known)
-        plans[number] = replace(plan, estimate=sure)
-    return Ranking(plans=tuple(plans), misfits=tuple(sorted(misfits, key=lambda one: one.missing_bytes or math.inf)))
+        found = Estimate(
+            step_s=step_s, low_s=step_s, high_s=step_s, terms=terms, stage_memory_bytes=memory,
+            device_memory_bytes=machine.device.memory_bytes,
+        )  # fmt: skip
+        return replace(plan, estimate=found)
+
+    def sure(self, plan: Plan) -> Plan:
+        """The plan with the interval of its estimate."""
+        question = self.question
+        found = estimate(
+            question.profile, question.cluster, plan,
+            batch_size=question.batch_size, precision=question.precision, calibration=self.calibration,
+        )  # fmt: skip
+        return replace(plan, estimate=found)
 
 
-def _candidates(machine: Machine, profile: ModelProfile, batch_size: int, precision: str) -> Iterator[Plan]:
-    """Every shape with every sensible micro-batch and recomputation."""
-    from trainwright.strategies import OFFERS
+def _variants(sized: _Sized, plan: Plan) -> Iterator[Plan | Infeasible]:
+    """A proposal with every sensible number of micro-batches and recomputation.
 
-    cuts = lru_cache(maxsize=None)(lambda mesh: _stages(profile, machine, mesh, precision))
-    selective = any(layer.scores_numbers for layer in profile.layers)
-    choices = ("none", "selective", "full") if selective else ("none", "full")
-    place = Placement(cpus=1.0, accelerators=1, accelerator=machine.device.resource)
-    for shape in (shape for offer in OFFERS for shape in offer.shapes(machine, profile)):
-        mesh = shape.mesh
-        share = -(-batch_size // mesh.data_ranks)
-        plan = Plan(
-            strategy=strategy_of(mesh),
-            engine="",
-            mesh=mesh,
-            batch_size=batch_size,
-            placement=place,
-            precision=precision,
-            schedule=shape.schedule,
-            chunks=shape.chunks,
-            zero=shape.zero,
-            stages=cuts(Mesh(pipeline=mesh.pipeline, tensor=mesh.tensor)) if mesh.pipeline > 1 else (),
-        )
-        for micro_batch in [size for size in MICRO_BATCHES if size < share] + [share] * (share <= MICRO_BATCHES[-1]):
-            for recompute in choices:
-                yield replace(plan, micro_batch=micro_batch, recompute=recompute)
+    Without a pipeline fewer micro-batches are never slower, so that the fewest which fit are enough.
+    """
+    selective = any(layer.scores_numbers for layer in sized.question.profile.layers)
+    if plan.mesh.pipeline > 1 and refusal(sized.question.profile, sized.machine(plan), plan, plan.batch_size) is None:
+        plan = replace(plan, stages=sized.stages(plan))
+    for recompute in ("none", "selective", "full") if selective else ("none", "full"):
+        engine = plan.engine if recompute == "none" else ""  # none computes activations again yet
+        found: Plan | Infeasible | None = None
+        for count in _micro_batches(sized.question, plan):
+            found = sized.sized(replace(plan, accumulation=count, recompute=recompute, engine=engine))
+            if plan.mesh.pipeline > 1:
+                yield found
+            elif isinstance(found, Plan):
+                break
+        if found is not None and plan.mesh.pipeline == 1:
+            yield found
 
 
-def _stages(profile: ModelProfile, machine: Machine, mesh: Mesh, precision: str) -> tuple[int, ...]:
-    """Contiguous stages of which the slowest is as quick as can be."""
-    alone = Plan.parse(f"tp={mesh.tensor}")
-    work = work_of(profile, machine, alone, batch_size=1, precision=precision)
-    return divided(layer_seconds(work)[gathered(profile).order].tolist(), mesh.pipeline)
+def _micro_batches(question: Question, plan: Plan) -> list[int]:
+    """How many a data rank's share may be divided into: as the job says, or so that they hold powers of two."""
+    fixed = question.run == "fit" or question.undeclared or (plan.mesh.pipeline > 1 and not plan.schedule)
+    if question.accumulation or fixed:
+        return [question.accumulation or 1]
+    share = -(-question.batch_size // plan.mesh.data_ranks)
+    if "micro_batch" in question.pins.choices:
+        return [max(1, -(-share // max(1, question.pins.choices["micro_batch"])))]
+    smaller = [2**power for power in range(share.bit_length()) if 2**power < share]
+    return [1, *(-(-share // size) for size in reversed(smaller))]
 
 
-def _misfit(plan: Plan, reason: tuple[str, str] | None, memory: tuple[int, ...], room: float) -> Misfit:
-    if reason is not None:
-        return Misfit(plan=plan, reason=reason[0], hint=reason[1])
+def _too_large(plan: Plan, memory: tuple[int, ...], room: float) -> Infeasible:
     stage = max(range(len(memory)), key=memory.__getitem__)
     missing = int(memory[stage] - room)
-    return Misfit(
-        plan=plan,
+    return Infeasible(
+        strategy=plan.strategy,
         reason=f"out of memory by {missing / 2**30:.1f} GiB on stage {stage}",
         hint="recompute activations, shard over more devices, or use a smaller micro-batch",
+        plan=plan,
         missing_bytes=missing,
     )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from trainwright.core.plan import Mesh
-from trainwright.core.profile import ModelProfile
-from trainwright.strategies.shapes import Shape
-from trainwright.strategies.work import Machine
+from trainwright.core.plan import Infeasible, Mesh, Plan
+from trainwright.strategies.question import Question, engine_for
+
+FRAMEWORKS = ("torch",)
+ENGINES: Mapping[str, str] = {}
 
 
-def shapes(machine: Machine, profile: ModelProfile) -> Iterator[Shape]:
-    """Each stage of ZeRO over all devices, and hybrid shard: ZeRO-3 inside a node, replicas between nodes."""
-    if machine.devices == 1:
+def propose(question: Question) -> Iterator[Plan | Infeasible]:
+    """Each stage of ZeRO over all ranks, and hybrid shard: ZeRO-3 inside a node, replicas between nodes."""
+    ranks, engine = question.ranks, engine_for(ENGINES, question)
+    refusal = question.alone("sharded") or question.unequal("sharded", ranks)
+    if refusal:
+        yield refusal
         return
     for zero in (1, 2, 3):
-        yield Shape(mesh=Mesh(shard=machine.devices), zero=zero)
-    nodes, rest = divmod(machine.devices, machine.per_node)
-    if nodes > 1 and machine.per_node > 1 and not rest:
-        yield Shape(mesh=Mesh(data=nodes, shard=machine.per_node), zero=3)
+        yield question.plan("sharded", engine, Mesh(shard=ranks), zero=zero)
+    nodes, rest = divmod(ranks, question.per_node)
+    if nodes > 1 and question.per_node > 1 and not rest:
+        yield question.plan("sharded", engine, Mesh(data=nodes, shard=question.per_node), zero=3)

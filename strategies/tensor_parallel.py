@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from trainwright.core.plan import Mesh
-from trainwright.core.profile import ModelProfile
-from trainwright.strategies.shapes import Shape, divisors
-from trainwright.strategies.work import Machine
+from trainwright.core.plan import Infeasible, Mesh, Plan
+from trainwright.strategies.question import Question, divisors, engine_for
+
+FRAMEWORKS = ("torch",)
+ENGINES: Mapping[str, str] = {}
 
 
-def shapes(machine: Machine, profile: ModelProfile) -> Iterator[Shape]:
+def propose(question: Question) -> Iterator[Plan | Infeasible]:
     """Degrees that divide the heads and fit a node, alone, with replicas and with ZeRO-1 over these."""
-    for tensor in degrees(machine, profile):
-        data = machine.devices // tensor
-        if tensor > 1 and data * tensor == machine.devices:
-            yield Shape(mesh=Mesh(data=data, tensor=tensor))
-            if data > 1:
-                yield Shape(mesh=Mesh(shard=data, tensor=tensor), zero=1)
+    ranks, engine = question.ranks, engine_for(ENGINES, question)
+    found = [degree for degree in degrees(question) if degree > 1 and not ranks % degree]
+    if not found:
+        yield question.alone("tensor_parallel") or _indivisible(question)
+    for tensor in found:
+        data = ranks // tensor
+        yield question.unequal("tensor_parallel", data) or question.plan(
+            "tensor_parallel", engine, Mesh(data=data, tensor=tensor)
+        )
+        if data > 1 and not question.unequal("tensor_parallel", data):
+            yield question.plan("tensor_parallel", engine, Mesh(shard=data, tensor=tensor), zero=1)
 
 
-def degrees(machine: Machine, profile: ModelProfile) -> Iterator[int]:
+def degrees(question: Question) -> Iterator[int]:
     """Tensor degrees that this model and a node allow."""
+    profile = question.profile
     if not any(layer.splits for layer in profile.layers):
         yield 1
         return
-    yield from (each for each in divisors(machine.per_node) if not profile.heads % each)
+    yield from (each for each in divisors(question.per_node) if not profile.heads % each)
+
+
+def _indivisible(question: Question) -> Infeasible:
+    heads, per_node = question.profile.heads, question.per_node
+    reason = "no layer of this model is known to be divisible"
+    hint = "use data parallelism or a pipeline"
+    if any(layer.splits for layer in question.profile.layers):
+        reason = f"no degree from 2 divides {heads} heads and the {per_node} devices of a node"
+        hint = "use a number of workers on each node that shares a divisor with the heads"
+    return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)

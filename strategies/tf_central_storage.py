@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from trainwright.core.cluster import Cluster
-from trainwright.core.job import Job
+from collections.abc import Iterator
+
 from trainwright.core.plan import Infeasible, Plan
-from trainwright.core.profile import ModelProfile
+from trainwright.strategies.question import Question, engine_for
 from trainwright.strategies.tf_mirrored import one_node
 
+FRAMEWORKS = ("tensorflow",)
 ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.central_storage:CentralStorage"}
 NO_FIT = "Keras' fit trains right with central storage, but reports wrong metrics"
 
 
-def propose(profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasible:
+def propose(question: Question) -> Iterator[Plan | Infeasible]:
     """A data rank for each device of one node."""
-    return one_node("tf_central_storage", ENGINES[profile.framework], profile, cluster, job)
+    yield one_node("tf_central_storage", engine_for(ENGINES, question), question)

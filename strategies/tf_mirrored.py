@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from trainwright.core.cluster import Cluster
-from trainwright.core.job import Job
-from trainwright.core.plan import Infeasible, Plan
-from trainwright.core.profile import ModelProfile
-from trainwright.strategies import costs
-from trainwright.strategies.one_device import one_worker
+from collections.abc import Iterator
 
+from trainwright.core.plan import Infeasible, Plan
+from trainwright.strategies.one_device import one_worker
+from trainwright.strategies.question import Question, engine_for
+
+FRAMEWORKS = ("tensorflow",)
 ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.mirrored:Mirrored"}
 FIT = "trainwright.strategies.tensorflow.fit:FitMirrored"
 
 
-def propose(profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasible:
+def propose(question: Question) -> Iterator[Plan | Infeasible]:
     """A data rank for each device of one node."""
-    if job.run == "fit" and job.batch_size % costs.devices_of(cluster, job):
-        reason = f"Keras' fit would weigh the rows of batch_size={job.batch_size} differently on each device"
-        return Infeasible(strategy="tf_mirrored", reason=reason, hint="use a batch_size that the devices divide")
-    engine = FIT if job.run == "fit" else ENGINES[profile.framework]
-    return one_node("tf_mirrored", engine, profile, cluster, job)
+    if question.run == "fit" and question.batch_size % question.own_devices:
+        reason = f"Keras' fit would weigh the rows of batch_size={question.batch_size} differently on each device"
+        yield Infeasible(strategy="tf_mirrored", reason=reason, hint="use a batch_size that the devices divide")
+        return
+    engine = FIT if question.run == "fit" else engine_for(ENGINES, question)
+    yield one_node("tf_mirrored", engine, question)
 
 
-def one_node(name: str, engine: str, profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasible:
+def one_node(strategy: str, engine: str, question: Question) -> Plan | Infeasible:
     """A plan for one worker with all devices of its node."""
-    devices = costs.devices_of(cluster, job)
+    devices = question.own_devices
     if devices == 1:
         hint = "use tf_one_device; on a CPU, devices=2 makes two logical ones"
-        return Infeasible(strategy=name, reason="there is one device on a node", hint=hint)
-    refusal = costs.unequal(name, profile, job, devices)
-    return refusal or one_worker(name, engine, profile, cluster, job, devices)
+        return Infeasible(strategy=strategy, reason="there is one device on a node", hint=hint)
+    return one_worker(strategy, engine, question, devices)

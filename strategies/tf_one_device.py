@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from trainwright.core.cluster import Cluster
-from trainwright.core.job import Job
-from trainwright.core.plan import Infeasible, Plan
-from trainwright.core.profile import ModelProfile
-from trainwright.strategies.one_device import one_worker
+from collections.abc import Iterator
 
+from trainwright.core.plan import Infeasible, Plan
+from trainwright.strategies.one_device import one_worker
+from trainwright.strategies.question import Question, engine_for
+
+FRAMEWORKS = ("tensorflow",)
 ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.one_device:OneDevice"}
 FIT = "trainwright.strategies.tensorflow.fit:FitOneDevice"
 
 
-def propose(profile: ModelProfile, cluster: Cluster, job: Job) -> Plan | Infeasible:
+def propose(question: Question) -> Iterator[Plan | Infeasible]:
     """The whole global batch on one device of one worker."""
-    engine = FIT if job.run == "fit" else ENGINES[profile.framework]
-    return one_worker("tf_one_device", engine, profile, cluster, job)
+    engine = FIT if question.run == "fit" else engine_for(ENGINES, question)
+    yield one_worker("tf_one_device", engine, question)

@@ -40,7 +40,7 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
         "parameters": _gathered(work, rates, float(whole[slowest])) * count,
         "gradients": _gradients(work, rates, back),
         "optimizer": float(work.update_s) / rates["update"],
-        "other": rates["step_s"],
+        "other": rates["step_s"] * work.machine.device.host,
     }
     return {name: float(seconds) for name, seconds in found.items() if seconds}
 
@@ -110,6 +110,8 @@ def _gathered(work: Work, rates: Rates, compute_s: float) -> float:
 
 def _gradients(work: Work, rates: Rates, backward_s: float) -> float:
     """Their reduction over the data ranks, once a step, less what is hidden under the last backward."""
+    if work.servers:
+        return _served(work, rates)
     size = np.array([work.gradient_bytes.max()])
     spent = 0.0
     if work.zero < 3:
@@ -117,6 +119,19 @@ def _gradients(work: Work, rates: Rates, backward_s: float) -> float:
     size = size / work.shard.size
     spent += float(_all_reduce(work, work.data, rates, "reduce", size)[0]) + _messages(work.data, rates)
     return _exposed(spent, rates["overlap"] * backward_s)
+
+
+def _served(work: Work, rates: Rates) -> float:
+    """Gradients to the parameter servers and parameters back: through a worker's link, or the servers' if it is less.
+
+    A server has a node's network, or where there is one node its links.
+    """
+    machine, ranks = work.machine, work.mesh.data_ranks
+    one = machine.network_bytes_per_s * rates["network"]
+    if ranks <= machine.per_node:
+        one = machine.device.link_bytes_per_s * rates["reduce"]
+    size = 2 * float(work.gradient_bytes.max())
+    return max(size / one, size * ranks / (work.servers * one * machine.per_node)) + 2 * rates["message_s"]
 
 
 def _exposed(spent_s: float, hidden_s: float) -> float:

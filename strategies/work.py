@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +27,8 @@ BACKWARD = 2.0  # operations and traffic of backward, in those of forward
 LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
 SCORES_PART = 0.08  # of a block's forward that makes attention's scores, which selective recomputation makes again
 UPDATE_BYTES = {2: 34.0, 4: 28.0}  # Adam reads and writes so many a parameter, by bytes of a number
+THREAD_EXPONENT = 0.8
+NETWORK_BYTES_PER_S = 1.25e9  # of a node without accelerators, where the cluster says nothing else
 NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
 
@@ -47,10 +49,16 @@ class Machine:
     network_bytes_per_s: float
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Machine:
-        """Of a cluster with accelerators. Raises ResourceError for one that is not in the table."""
-        nodes = [node for node in cluster.nodes if node.accelerators] or list(cluster.nodes)
-        found = {node.kind: accelerator(node.kind) if node.accelerators else CPU for node in nodes}
+    def of(cls, cluster: Cluster, ranks: int | None = None) -> Machine:
+        """The accelerators of a cluster, or the shares of its CPUs that so many ranks get, one for each slot if None.
+
+        Raises:
+            ResourceError: an accelerator is not in the table.
+        """
+        if not cluster.accelerators:
+            return _of_cpus(cluster, ranks or cluster.slots)
+        nodes = [node for node in cluster.nodes if node.accelerators]
+        found = {node.kind: accelerator(node.kind) if node.kind else ASSUMED for node in nodes}
         missing = sorted(kind for kind, item in found.items() if item is None)
         if missing:
             raise ResourceError(
@@ -60,7 +68,7 @@ class Machine:
             )
         known = [item for item in found.values() if item is not None]
         slowest = min(known, key=lambda item: item.rate("bf16"))
-        each = [node.accelerators or max(1, int(node.cpus)) for node in nodes]
+        each = [node.accelerators for node in nodes]
         networks = [
             node.network_bytes_per_s / count if node.network_bytes_per_s else slowest.network_bytes_per_s
             for node, count in zip(nodes, each, strict=True)
@@ -75,9 +83,38 @@ CPU = Accelerator(
     memory_bytes_per_s=8e9,
     link_bytes_per_s=2e9,
     network_bytes_per_s=1.25e8,
+    host=0.2,
+    unsure=0.5,
     source="assumed, of one core of a server",
     resource="CPU",
 )
+ASSUMED = Accelerator(
+    name="accelerator of unknown kind",
+    memory_bytes=0,
+    flops_per_s={"fp32": 3e13, "bf16": 1e14},
+    memory_bytes_per_s=8e11,
+    link_bytes_per_s=2e10,
+    network_bytes_per_s=2e9,
+    unsure=0.7,
+    source="assumed",
+)
+
+
+def _of_cpus(cluster: Cluster, ranks: int) -> Machine:
+    """Equal shares of each node; n threads on one operation are worth n ** 0.8."""
+    on_a_node = -(-ranks // len(cluster.nodes))
+    share = min(node.cpus for node in cluster.nodes) / on_a_node
+    speed = share**THREAD_EXPONENT if share > 1 else share
+    memory = min(node.memory_bytes for node in cluster.nodes) // on_a_node
+    network = min(node.network_bytes_per_s for node in cluster.nodes) or NETWORK_BYTES_PER_S
+    device = replace(
+        CPU,
+        memory_bytes=memory,
+        flops_per_s={name: rate * speed for name, rate in CPU.flops_per_s.items()},
+        memory_bytes_per_s=CPU.memory_bytes_per_s * speed,
+    )
+    devices = on_a_node * len(cluster.nodes)
+    return Machine(device=device, per_node=on_a_node, devices=devices, network_bytes_per_s=network / on_a_node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +159,7 @@ class Work:
         schedule: of the pipeline.
         chunks: of each stage.
         zero: what is sharded.
+        servers: that hold the parameters, where ranks step alone.
         tensor, data, shard: who reduces with whom.
         remote: whether the next stage is on another node.
         shape: see `Shape`.
@@ -147,6 +185,7 @@ class Work:
     schedule: str
     chunks: int
     zero: int
+    servers: int
     tensor: Group
     data: Group
     shard: Group
@@ -244,10 +283,10 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         mesh=mesh,
         counts=counts,
         flops_s=rows * layers.flops / over / rate,
-        matmuls=layers.matmuls,
+        matmuls=layers.matmuls * machine.device.host,
         traffic_s=rows * traffic * width / memory,
         scores_s=rows * layers.scores_numbers / over * width / memory,
-        launches=layers.launches,
+        launches=layers.launches * machine.device.host,
         reduced_bytes=rows * width * layers.reductions * layers.output_numbers,
         reductions=layers.reductions,
         again=layers.again(plan.recompute),
@@ -259,6 +298,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         schedule=plan.schedule,
         chunks=plan.chunks,
         zero=plan.zero,
+        servers=plan.servers,
         tensor=group(machine, mesh.tensor, 1),
         data=group(machine, mesh.data, mesh.tensor * mesh.shard),
         shard=group(machine, mesh.shard, mesh.tensor),

@@ -25,6 +25,8 @@ class Accelerator:
         sustained: of the peak rate that its power lets large matrix products keep up, against an A100.
         link_bytes_per_s: to the others of the same node, one direction.
         network_bytes_per_s: its share of the node's network, one direction, where the cluster says nothing else.
+        host: seconds that its host needs for each operation and step, against those of a GPU's.
+        unsure: standard deviation of the logarithm of its speed, where that is assumed.
         node: devices of one node, usually.
         price: of one hour, in US dollars; None where there is no usual offer.
         spot_price: of one hour that may be taken back.
@@ -40,6 +42,8 @@ class Accelerator:
     link_bytes_per_s: float
     network_bytes_per_s: float
     sustained: float = 1.0
+    host: float = 1.0
+    unsure: float = 0.0
     node: int = 8
     price: float | None = None
     spot_price: float | None = None

@@ -65,6 +65,8 @@ class Job(BaseModel):
         tf_config: where the addresses of TensorFlow's workers come from: `own` has each choose a port, and writes
             their TF_CONFIG anew; `environment` takes each worker's address from the TF_CONFIG that it finds.
         strategy: name of a strategy to pin; by default what the planner finds best.
+        plan: what to pin of the plan: degrees and choices such as `dp=4,tp=2,accumulation=2` (see `Plan.parse`; where a
+            degree is given, those left out are 1), or a file that `trainwright plan --out` wrote.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
         precision: `fp32` leaves the model's own types, `bf16` computes under autocast.
         compile: how steps run: `auto` as the framework does by itself (TensorFlow as a graph), `eager` operation by
@@ -73,7 +75,7 @@ class Job(BaseModel):
             `compile`, metrics of any kind, callbacks and validation after each `evaluate_epochs` epochs, as `Model.fit`
             has them. Fed, copied and resumed as all runs are, in the middle of an epoch too; callbacks begin anew then.
         callbacks: () -> list of keras.callbacks.Callback, for `run="fit"`; one that sets `model.stop_training` ends it.
-        accumulation: micro-batches of a worker in one step.
+        accumulation: micro-batches of a worker in one step; by default as few as fit its memory.
         clip_norm: largest global gradient norm.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate; see `tw.schedules`.
         shuffle: whether the training order changes with each epoch.
@@ -138,12 +140,13 @@ class Job(BaseModel):
     devices: Annotated[int, Field(ge=1)] | None = None
     tf_config: Literal["own", "environment"] = "own"
     strategy: str | None = None
+    plan: str | None = None
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: Literal["auto", "eager", "xla"] = "auto"
     run: Literal["step", "fit"] = "step"
     callbacks: Callable[[], Sequence[Any]] | None = None
-    accumulation: Annotated[int, Field(ge=1)] = 1
+    accumulation: Annotated[int, Field(ge=1)] | None = None
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     schedule: Callable[[int, int], float] | None = None
     shuffle: bool = True

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from trainwright.core.data import Feeding
-from trainwright.core.errors import PlanError, nearest
 from trainwright.core.group import Topology
 
 
@@ -64,13 +62,22 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A predicted step. Terms are seconds by name and add up to `step_s`."""
+    """A predicted step.
+
+    Attributes:
+        step_s: seconds.
+        low_s, high_s: nine of ten steps are expected between them.
+        terms: seconds by name; they add up to `step_s`.
+        stage_memory_bytes: that each pipeline stage takes of a device.
+        device_memory_bytes: of one device; 0 where that is not known.
+    """
 
     step_s: float
     low_s: float
     high_s: float
     terms: Mapping[str, float]
     stage_memory_bytes: tuple[int, ...]
+    device_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +99,7 @@ class Plan:
         chunks: of layers that each stage of an interleaved pipeline holds.
         recompute: activations computed again in backward: `none`, `selective` (attention's scores) or `full`.
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        servers: that hold the parameters, where workers step alone.
         stages: layers of each pipeline stage, in order; empty where they are as equal as can be.
         placement: what each worker actor reserves.
         estimate: predicted figures; None where the strategy has none.
@@ -113,6 +121,7 @@ class Plan:
     chunks: int = 1
     recompute: str = "none"
     zero: int = 0
+    servers: int = 0
     stages: tuple[int, ...] = ()
     estimate: Estimate | None = None
     notes: tuple[str, ...] = field(default=())
@@ -129,7 +138,16 @@ class Plan:
         Raises:
             PlanError: a name or a value is not known.
         """
-        return cls(batch_size=0, placement=Placement(cpus=1.0), engine="", **parsed(text))
+        from trainwright.core.plantext import fields_of
+
+        return cls(batch_size=0, placement=Placement(cpus=1.0), engine="", **fields_of(text))
+
+    @property
+    def text(self) -> str:
+        """What `Plan.parse` and a job's `plan=` read; without the sizes of stages and the precision."""
+        from trainwright.core.plantext import text_of
+
+        return text_of(self)
 
     def micro_batches(self, batch_size: int) -> tuple[int, int]:
         """How many micro-batches a data rank's share of so many samples makes, and the samples of the largest."""
@@ -175,62 +193,23 @@ class Plan:
         )
 
 
-_NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "micro_batch", "accumulation", "chunks")
-_WORDS: Mapping[str, tuple[str, ...]] = {
-    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
-    "recompute": ("none", "selective", "full"),
-    "precision": ("fp32", "tf32", "fp16", "bf16"),
-}
-
-
-def parsed(text: str) -> dict[str, Any]:
-    """The fields of a plan that `Plan.parse` reads."""
-    given: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        given[name] = _value(name, value, text)
-    numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
-    zero, fsdp = given.get("zero", 3 if "fsdp" in given else 0), given.pop("fsdp", None)
-    data, shard = (numbers["dp"], fsdp) if fsdp else (1, numbers["dp"]) if zero else (numbers["dp"], 1)
-    mesh = Mesh(pipeline=numbers["pp"], data=data, shard=shard, tensor=numbers["tp"])
-    if mesh.pipeline > 1:
-        given = {"micro_batch": 0 if "accumulation" in given else 1, "schedule": "1f1b"} | given
-    if given.get("schedule") == "interleaved":
-        given = {"chunks": 2} | given
-    return {"strategy": strategy_of(mesh), "mesh": mesh, **given, "zero": zero}
-
-
-def strategy_of(mesh: Mesh) -> str:
-    """The name of what a mesh does."""
-    degrees = {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "sharded": mesh.shard, "data": mesh.data}
-    kinds = [name for name, degree in degrees.items() if degree > 1]
-    if kinds in ([], ["data"], ["tensor"]):
-        return {"": "one_device", "data": "data_parallel", "tensor": "tensor_parallel"}["".join(kinds)]
-    return "_".join(kinds)
-
-
-def _value(name: str, value: str, text: str) -> Any:
-    if name in _WORDS:
-        if value not in _WORDS[name]:
-            raise PlanError(f"{name}={value!r} is not known", where=text, remedy=nearest(value, _WORDS[name]))
-        return value
-    if name not in _NUMBERS:
-        raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, (*_NUMBERS, *_WORDS)))
-    least = 0 if name in ("zero", "micro_batch") else 1
-    wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
-    if not value.isdigit() or int(value) < least or (name == "zero" and int(value) > 3):
-        wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
-        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}=2, for one")
-    return int(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Infeasible:
-    """A plan that cannot be: why, and what would make it possible."""
+    """What cannot be: why, and what would make it possible.
+
+    Attributes:
+        strategy: whose it is.
+        reason: why.
+        hint: what would make it possible.
+        plan: that cannot be, where there is one.
+        missing_bytes: of memory on its fullest stage; 0 where memory is not what is missing.
+    """
 
     strategy: str
     reason: str
     hint: str
+    plan: Plan | None = None
+    missing_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

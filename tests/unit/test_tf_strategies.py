@@ -40,7 +40,7 @@ def planned(decision: Decision) -> dict[str, Plan | Infeasible]:
 
 def test_a_keras_model_is_offered_the_strategies_of_tensorflow_alone() -> None:
     names = {"tf_one_device", "tf_mirrored", "tf_multi_worker_mirrored", "tf_central_storage"}
-    assert set(planned(decide())) == names
+    assert set(planned(decide())) == names | {"parameter_server"}
     with pytest.raises(PlanError, match="is for models of torch, and this one is of tensorflow") as caught:
         decide(strategy="data_parallel")
     assert all(name in str(caught.value) for name in names)

@@ -37,7 +37,7 @@ def asked(cluster: str = "8x8xA100-80GB", **more: object) -> WhatIf:
 
 def test_the_best_plan_is_within_a_fiftieth_of_the_quickest_and_simple() -> None:
     answer = asked()
-    steps = [estimate_of(plan).step_s for plan in answer.plans]
+    steps = [estimate_of(plan).step_s for plan in answer.plans if plan.topology == "collective"]
     assert steps[0] <= 1.02 * min(steps) and steps[1:] == sorted(steps[1:])
     assert answer.total_s == pytest.approx(1000 * steps[0])
     assert answer.dollars_an_hour == pytest.approx(64 * 3.43) and answer.goodput is None

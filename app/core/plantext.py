@@ -1,0 +1,126 @@
+"""Plans in words: `dp=8,tp=2,pp=4,micro_batch=4,schedule=1f1b,recompute=full`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainwright.core.errors import PlanError, nearest
+from trainwright.core.plan import Mesh, Plan
+
+_NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "micro_batch", "accumulation", "chunks")
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "recompute": ("none", "selective", "full"),
+    "precision": ("fp32", "tf32", "fp16", "bf16"),
+}
+
+
+def fields_of(text: str) -> dict[str, Any]:
+    """The fields of a plan that `Plan.parse` reads, with what is left out filled in."""
+    given = _given(text)
+    mesh, zero = _mesh_of(given)
+    if mesh.pipeline > 1:
+        given = {"micro_batch": 0 if "accumulation" in given else 1, "schedule": "1f1b"} | given
+    if given.get("schedule") == "interleaved":
+        given = {"chunks": 2} | given
+    return {"strategy": strategy_of(mesh), "mesh": mesh, **given, "zero": zero}
+
+
+def _given(text: str) -> dict[str, Any]:
+    """What the text says, by name."""
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        given[name] = _value(name, value, text)
+    return given
+
+
+def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
+    """The degrees, which are taken out, and what is sharded."""
+    numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
+    zero, fsdp = given.get("zero", 3 if "fsdp" in given else 0), given.pop("fsdp", None)
+    data, shard = (numbers["dp"], fsdp) if fsdp else (1, numbers["dp"]) if zero else (numbers["dp"], 1)
+    return Mesh(pipeline=numbers["pp"], data=data, shard=shard, tensor=numbers["tp"]), zero
+
+
+def text_of(plan: Plan) -> str:
+    """What `fields_of` reads."""
+    mesh = plan.mesh
+    hybrid = mesh.shard > 1 and mesh.data > 1
+    parts = {
+        "dp": mesh.data if hybrid else mesh.data_ranks,
+        "fsdp": mesh.shard if hybrid else 1,
+        "tp": mesh.tensor,
+        "pp": mesh.pipeline,
+        "zero": plan.zero,
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "schedule": plan.schedule,
+        "chunks": plan.chunks,
+        "recompute": plan.recompute,
+    }
+    idle = {"zero": 0, "micro_batch": 0, "schedule": "", "recompute": "none"}
+    kept = {name: value for name, value in parts.items() if value != idle.get(name, 1)}
+    if mesh.pipeline > 1 and not plan.micro_batch:
+        kept["accumulation"] = plan.accumulation
+    return ",".join(f"{name}={value}" for name, value in kept.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """What a job says of its plan.
+
+    Attributes:
+        text: in its words.
+        mesh: degrees; where one is given, those that are left out are 1. None where none is given.
+        choices: all else, by the names of `Plan.parse`.
+    """
+
+    text: str = ""
+    mesh: Mesh | None = None
+    choices: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Pins:
+        """Raises PlanError where a name or a value is not known."""
+        given = _given(text)
+        if "precision" in given:
+            raise PlanError("precision is a field of the job", where=text, remedy="write precision= beside plan=")
+        if not {"dp", "fsdp", "tp", "pp"} & given.keys():
+            return cls(text=text, choices=given)
+        mesh, zero = _mesh_of(given)
+        return cls(text=text, mesh=mesh, choices=given | {"zero": zero})
+
+    def allow(self, plan: Plan) -> bool:
+        """Whether a plan is as it is said."""
+        if self.mesh is not None and self.mesh != plan.mesh:
+            return False
+        found = {name: getattr(plan, name) for name in self.choices}
+        if "micro_batch" in found:
+            found["micro_batch"] = plan.micro_batches(plan.batch_size)[1]
+        return found == dict(self.choices)
+
+
+def strategy_of(mesh: Mesh) -> str:
+    """The strategy that offers such a mesh."""
+    degrees = {
+        "pipeline": mesh.pipeline, "tensor_parallel": mesh.tensor, "sharded": mesh.shard, "data_parallel": mesh.data,
+    }  # fmt: skip
+    return next((name for name, degree in degrees.items() if degree > 1), "one_device")
+
+
+def _value(name: str, value: str, text: str) -> Any:
+    if name in _WORDS:
+        if value not in _WORDS[name]:
+            raise PlanError(f"{name}={value!r} is not known", where=text, remedy=nearest(value, _WORDS[name]))
+        return value
+    if name not in _NUMBERS:
+        raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, (*_NUMBERS, *_WORDS)))
+    least = 0 if name in ("zero", "micro_batch") else 1
+    wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
+    if not value.isdigit() or int(value) < least or (name == "zero" and int(value) > 3):
+        wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
+        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}=2, for one")
+    return int(value)

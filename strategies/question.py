@@ -1,0 +1,198 @@
+"""What a plan is asked for, and what every strategy needs to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+
+from trainwright.core.cluster import Cluster
+from trainwright.core.job import Job
+from trainwright.core.plan import Infeasible, Mesh, Placement, Plan
+from trainwright.core.plantext import Pins
+from trainwright.core.profile import ModelProfile
+
+RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
+ANY = Pins()
+CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """This model on this cluster, and what of the answer is given already.
+
+    Attributes:
+        profile: of the model.
+        cluster: what there is.
+        batch_size: global, in samples.
+        precision: of the step.
+        pins: what is said of the plan itself.
+        workers, min_workers, max_workers, devices, accumulation, inexact, run, tf_config: as in `Job`.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    batch_size: int
+    precision: str
+    pins: Pins = ANY
+    workers: int | None = None
+    min_workers: int | None = None
+    max_workers: int | None = None
+    devices: int | None = None
+    accumulation: int | None = None
+    inexact: tuple[str, ...] = ()
+    run: str = "step"
+    tf_config: str = "own"
+
+    @classmethod
+    def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> Question:
+        """What a job asks. Raises PlanError where its `plan=` cannot be read."""
+        pins = Pins.parse(job.plan or "")
+        pinned = max(1, pins.mesh.size // (job.devices or 1)) if pins.mesh else None
+        return cls(
+            profile=profile,
+            cluster=cluster,
+            batch_size=job.batch_size,
+            precision=job.precision,
+            pins=pins,
+            workers=job.workers or pinned,
+            min_workers=job.min_workers,
+            max_workers=job.max_workers,
+            devices=job.devices,
+            accumulation=job.accumulation or pins.choices.get("accumulation"),
+            inexact=job.inexact,
+            run=job.run,
+            tf_config=job.tf_config,
+        )
+
+    @property
+    def free(self) -> Question:
+        """The same without what is pinned of the layout."""
+        return Question(
+            profile=self.profile, cluster=self.cluster, batch_size=self.batch_size, precision=self.precision,
+            inexact=self.inexact, run=self.run, tf_config=self.tf_config,
+        )  # fmt: skip
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change while it runs."""
+        return self.min_workers is not None or self.max_workers is not None
+
+    @cached_property
+    def undeclared(self) -> tuple[str, ...]:
+        """What would differ from one device and is not accepted."""
+        return tuple(item for item in self.profile.inexact if item not in self.inexact)
+
+    @cached_property
+    def per_node(self) -> int:
+        """Ranks that lie on one node, where every device of the cluster has one."""
+        if self.cluster.accelerators:
+            return min(node.accelerators for node in self.cluster.nodes if node.accelerators)
+        return max(1, self.ranks // len(self.cluster.nodes))
+
+    @cached_property
+    def ranks(self) -> int:
+        """Of a plan with one device in each worker."""
+        return self.workers_of()
+
+    @property
+    def own_devices(self) -> int:
+        """Devices of a worker that drives all of its node's: accelerators, or logical devices of a CPU."""
+        return self.devices or min((node.accelerators for node in self.cluster.nodes if node.accelerators), default=1)
+
+    def workers_of(self, devices: int = 1) -> int:
+        """Workers to begin with: those pinned, or one for each slot; an elastic job begins with what there is.
+
+        Args:
+            devices: of each worker; on a CPU they share a slot.
+        """
+        shared = devices if self.cluster.accelerators else 1
+        slots, room = max(1, self.cluster.slots // shared), max(1, room_of(self.cluster) // shared)
+        if not self.elastic:
+            return self.workers or min(slots, self.batch_size)
+        wanted = self.workers or min(slots, self.max_workers or self.batch_size)
+        return max(min(wanted, room), self.min_workers or 1)
+
+    @cached_property
+    def place(self) -> Callable[..., Placement]:
+        """`place` on this cluster, remembered: a node is looked at once, not for each of thousands of plans."""
+        return cache(partial(place, self.cluster))
+
+    def plan(self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, **choices: object) -> Plan:
+        """A plan with so many devices in each worker; what the strategy does not choose is as the job says."""
+        return Plan(
+            strategy=strategy,
+            engine=engine,
+            mesh=mesh,
+            batch_size=self.batch_size,
+            placement=self.place(mesh.size // devices, devices),
+            accumulation=self.accumulation or 1,
+            devices_per_worker=devices,
+            precision=self.precision,
+            keras_backend=self.profile.keras_backend,
+            notes=self._inexact_notes if mesh.data_ranks > 1 else (),
+            **choices,  # type: ignore[arg-type]
+        )
+
+    @cached_property
+    def _inexact_notes(self) -> tuple[str, ...]:
+        """What is not equal to one device."""
+        found = self.profile.inexact
+        return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in found)
+
+    def unequal(self, strategy: str, data_ranks: int) -> Infeasible | None:
+        """Why so many data ranks cannot do what one device does; None where they can, or the job accepts that."""
+        if self.batch_size < data_ranks:
+            reason = f"batch_size={self.batch_size} is smaller than the {data_ranks} data ranks"
+            return Infeasible(strategy=strategy, reason=reason, hint=f"set batch_size={data_ranks} or more")
+        if self.undeclared and data_ranks > 1:
+            reason = f"{', '.join(self.undeclared)} would give another result than one device"
+            accepted = f"inexact={self.undeclared}"
+            hint = f"use a layer that looks at one sample (group or layer norm), or accept it: {accepted}"
+            return Infeasible(strategy=strategy, reason=reason, hint=hint)
+        return None
+
+    def without_engine(self, strategy: str) -> Infeasible | None:
+        """A framework that cannot be run on TPUs yet; only a job's own cluster is asked about that."""
+        if self.cluster.accelerator != "TPU" or not self.profile.framework:
+            return None
+        reason = f"there is no engine for {self.profile.framework} on TPU yet"
+        return Infeasible(strategy=strategy, reason=reason, hint="use GPU or CPU")
+
+    def alone(self, strategy: str) -> Infeasible | None:
+        """Why there are not several ranks, and what would make it possible; None where there are."""
+        if self.ranks > 1 or self.elastic:
+            return None
+        why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
+        return Infeasible(strategy=strategy, reason=why, hint="give the job two workers or more")
+
+
+def room_of(cluster: Cluster) -> int:
+    """Workers that the cluster can hold: one for each accelerator, a few for each CPU where there is none."""
+    return cluster.accelerators or int(cluster.cpus * CPU_WORKERS_PER_CPU)
+
+
+def place(cluster: Cluster, workers: int, devices: int = 1) -> Placement:
+    """What each of `workers` actors with so many devices reserves, leaving CPU on every node for Ray Data."""
+    nodes = len(cluster.nodes)
+    cpus = min(node.cpus for node in cluster.nodes)
+    reserved = RESERVED_CPUS if cpus >= 2 else cpus / 2
+    on_a_node = max(1, -(-workers // nodes))
+    share = int(100 * (cpus - reserved) / on_a_node) / 100
+    return Placement(
+        cpus=max(0.01, share),
+        accelerators=devices if cluster.accelerators else 0,
+        accelerator=cluster.accelerator,
+        threads=max(1, int(cpus // on_a_node)),
+        data_cpus=reserved * nodes,
+    )
+
+
+def divisors(number: int) -> Iterator[int]:
+    """All of them, from 1 up."""
+    yield from (each for each in range(1, number + 1) if number % each == 0)
+
+
+def engine_for(engines: Mapping[str, str], question: Question) -> str:
+    """The engine for a model's framework; empty where there is none yet."""
+    return engines.get(question.profile.framework, "")

@@ -1,0 +1,93 @@
+"""Plans pinned in words and in files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainwright as tw
+from tests.unit.test_plan import GPUS, LAPTOP, PROFILE, decide, job
+from trainwright.core.errors import PlanError
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plantext import Pins
+from trainwright.planfile import with_plan, write_plan
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+degree = st.integers(1, 4)
+
+
+@given(degree, degree, degree, degree, st.integers(0, 3), st.sampled_from(SCHEDULES), st.integers(1, 5), st.data())
+def test_a_plan_in_words_says_all_that_is_chosen(
+    p: int, d: int, s: int, t: int, zero: int, schedule: str, count: int, data: st.DataObject
+) -> None:
+    plan = Plan(
+        strategy="x", engine="", batch_size=960, placement=Placement(cpus=1), accumulation=count,
+        mesh=Mesh(pipeline=p, data=d, shard=s, tensor=t), zero=0 if s == 1 else max(zero, 1) if d == 1 else 3,
+        schedule=schedule if p > 1 else "", chunks=2 if p > 1 and schedule == "interleaved" else 1,
+        recompute=data.draw(st.sampled_from(["none", "selective", "full"])),
+    )  # fmt: skip
+    read = Plan.parse(plan.text)
+    for name in ("mesh", "zero", "schedule", "chunks", "recompute", "accumulation"):
+        assert getattr(read, name) == getattr(plan, name), (name, plan.text)
+    assert read.micro_batches(960) == plan.micro_batches(960)
+    assert Pins.parse(plan.text).allow(plan)
+
+
+def test_what_is_pinned_of_a_plan_is_kept() -> None:
+    chosen = decide(batch_size=64, plan="accumulation=4").chosen
+    assert chosen.accumulation == 4 and chosen.strategy == "data_parallel"
+    assert decide(plan="dp=1").chosen.strategy == "one_device"
+    four = decide(plan="dp=4").chosen
+    assert four.workers == 4 and four.text == "dp=4"
+    with pytest.raises(PlanError, match="trainwright has no engine for it yet"):
+        decide(GPUS, plan="dp=2,zero=1")
+    with pytest.raises(PlanError, match="does not match plan='dp=2,chunks=3'"):
+        decide(GPUS, plan="dp=2,chunks=3")
+    with pytest.raises(PlanError, match="'dd' is no part of a plan"):
+        decide(plan="dd=2")
+    with pytest.raises(PlanError, match="precision is a field of the job"):
+        decide(plan="precision=bf16")
+
+
+def test_a_file_asks_for_its_plan_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    decision = decide(strategy="one_device", accumulation=2)
+    write_plan(path, decision)
+    again = with_plan(job(plan=path), PROFILE, LAPTOP)
+    assert (again.strategy, again.plan) == ("one_device", "accumulation=2")
+    assert with_plan(job(plan="dp=2"), PROFILE, LAPTOP).plan == "dp=2"
+
+
+def test_a_file_for_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(str(path), decide())
+    wider = replace(PROFILE, layers=(replace(PROFILE.layers[0], parameters=2000),))
+    with pytest.raises(PlanError, match=r"model: 1,000 parameters of torch .* then, 2,000 parameters"):
+        with_plan(job(plan=str(path)), wider, LAPTOP)
+    with pytest.raises(PlanError, match="1 nodes, 2 CPUs then, 2 nodes, 16 CPUs, 2"):
+        with_plan(job(plan=str(path)), PROFILE, GPUS)
+    with pytest.raises(PlanError, match="batch_size: 64 then, 128 now"):
+        with_plan(job(plan=str(path), batch_size=128), PROFILE, LAPTOP)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(PlanError, match="is no JSON"):
+        with_plan(job(plan=str(path)), PROFILE, LAPTOP)
+    path.write_text(json.dumps({"plan": "dp=2"}))
+    with pytest.raises(PlanError, match="holds no plan of this version"):
+        with_plan(job(plan=str(path)), PROFILE, LAPTOP)
+    with pytest.raises(PlanError, match="cannot be read: No such file"):
+        with_plan(job(plan=str(tmp_path / "none.json")), PROFILE, LAPTOP)
+    with pytest.raises(PlanError, match=r"must end in \.json"):
+        write_plan(str(tmp_path / "plan.txt"), decide())
+    with pytest.raises(PlanError, match="cannot be written"):
+        write_plan(str(tmp_path / "no" / "plan.json"), decide())
+
+
+def test_what_a_ranking_offers_can_be_asked_for_in_words() -> None:
+    gpt = tw.transformer_profile(hidden=512, layers=6, heads=8, sequence=256, vocabulary=1000)
+    for plan in tw.rank(gpt, tw.Cluster.parse("2x4xL4"), batch_size=64, precision="bf16"):
+        assert Pins.parse(plan.text).allow(plan)
