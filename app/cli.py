@@ -112,6 +112,24 @@ def plan(
         print(decision)
 
 
+@app.command()
+def probe(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also accelerators whose data sheet is known, and a core of a CPU.")
+    ] = False,
+) -> None:
+    """Measure accelerators that nothing is known of; prints lines for a job file, so that plans know them."""
+    from trainwright.probing import as_python
+    from trainwright.probing import probe as measure
+
+    found = measure(everything=everything)
+    if not found:
+        print("the cluster has no accelerator that is not in the table; --all measures those as well", file=sys.stderr)
+        return
+    print("from trainwright.core.accelerators import ACCELERATORS, Accelerator\n")
+    print("\n".join(map(as_python, found)))
+
+
 def _hours(text: str | None) -> float | None:
     """`50000h` or `50000`."""
     if text is None:

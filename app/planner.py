@@ -54,7 +54,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         raise _nothing(found, names, pins)
     chosen = simplest(eligible)
     job.check_plan(chosen)
-    notes = (*unknown, *_not_the_best(question, job, chosen))
+    notes = (*unknown, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
     planned = {plan.strategy for plan in found.plans}
     return Decision(
@@ -113,7 +113,7 @@ def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
     nodes = tuple(replace(node, kind="" if node.kind in unknown else node.kind) for node in cluster.nodes)
     notes = tuple(
         f"nothing is known of the accelerator {kind or 'of this cluster'}: its speed is assumed, its memory is not "
-        "looked at; describe it in trainwright.core.accelerators.ACCELERATORS"
+        "looked at; trainwright probe measures it"
         for kind in unknown
     )
     return Cluster(nodes=nodes), notes
@@ -141,6 +141,22 @@ def _not_the_best(question: Question, job: Job, chosen: Plan) -> tuple[str, ...]
     if ratio < WORTH_SAYING:
         return ()
     return (f"without {given}, {free[0].strategy} on {free[0].workers} workers is predicted {ratio:.1f} times as fast",)
+
+
+def _better_alone(question: Question, chosen: Plan) -> tuple[str, ...]:
+    """That the accelerators of one kind alone would be quicker than all, which wait for the slowest."""
+    kinds = question.cluster.kinds
+    steps = {}
+    for kind in kinds if len(kinds) > 1 and not question.workers else ():
+        nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
+        alone = [plan for plan in answer(replace(question, cluster=Cluster(nodes=nodes))).plans if plan.engine]
+        if alone:
+            steps[kind] = estimate_of(alone[0]).step_s
+    best = min(steps, key=steps.__getitem__, default="")
+    if not best or WORTH_SAYING * steps[best] > estimate_of(chosen).step_s:
+        return ()
+    ratio = estimate_of(chosen).step_s / steps[best]
+    return (f"all accelerators wait for the slowest: the {best} alone are predicted {ratio:.1f} times as fast",)
 
 
 def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.accelerators import Accelerator, accelerator
+from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError, ResourceError
 from trainwright.core.plan import Mesh, Plan
@@ -79,8 +79,8 @@ class Machine:
 CPU = Accelerator(
     name="CPU",
     memory_bytes=4 * 2**30,
-    flops_per_s={"fp32": 4e10},
-    memory_bytes_per_s=8e9,
+    flops_per_s={"fp32": 8e10},
+    memory_bytes_per_s=2e10,
     link_bytes_per_s=2e9,
     network_bytes_per_s=1.25e8,
     host=0.2,
@@ -107,11 +107,12 @@ def _of_cpus(cluster: Cluster, ranks: int) -> Machine:
     speed = share**THREAD_EXPONENT if share > 1 else share
     memory = min(node.memory_bytes for node in cluster.nodes) // on_a_node
     network = min(node.network_bytes_per_s for node in cluster.nodes) or NETWORK_BYTES_PER_S
+    core = ACCELERATORS.get(CPU.name, CPU)  # as it was measured, if it was
     device = replace(
-        CPU,
+        core,
         memory_bytes=memory,
-        flops_per_s={name: rate * speed for name, rate in CPU.flops_per_s.items()},
-        memory_bytes_per_s=CPU.memory_bytes_per_s * speed,
+        flops_per_s={name: rate * speed for name, rate in core.flops_per_s.items()},
+        memory_bytes_per_s=core.memory_bytes_per_s * speed,
     )
     devices = on_a_node * len(cluster.nodes)
     return Machine(device=device, per_node=on_a_node, devices=devices, network_bytes_per_s=network / on_a_node)

@@ -140,3 +140,30 @@ def test_tpus_are_not_taken_and_then_left_idle() -> None:
     with pytest.raises(PlanError, match="no plan") as caught:
         decide(cluster)
     assert "no engine for torch on TPU yet" in str(caught.value)
+
+
+def test_accelerators_that_would_be_quicker_without_the_slow_ones_are_named() -> None:
+    mixed = tw.Cluster.parse("8xH100-80GB + 4xT4")
+    heavy = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e12),))
+    noted = decide(mixed, profile=heavy).chosen.notes[-1]
+    assert "the H100-80GB alone are predicted" in noted and "wait for the slowest" in noted
+    assert not decide(tw.Cluster.parse("8xH100-80GB"), profile=heavy).chosen.notes
+
+
+def test_what_nothing_is_known_of_is_used_and_said() -> None:
+    nodes = tuple(replace(node, kind="B9000") for node in GPUS.nodes)
+    heavy = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e12),))
+    chosen = decide(Cluster(nodes=nodes), profile=heavy).chosen
+    assert chosen.workers == 2 and "nothing is known of the accelerator B9000" in chosen.notes[0]
+    assert chosen.estimate is not None and chosen.estimate.high_s > 2 * chosen.estimate.step_s
+
+
+def test_as_few_micro_batches_as_fit_in_memory() -> None:
+    wide = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e12, output_numbers=1e8, kept_numbers=1e8),))
+    cluster = tw.Cluster.parse("2xT4")  # 16 GiB, of which 0.4 GB are taken by each sample
+    chosen = decide(cluster, profile=wide, batch_size=128).chosen
+    assert chosen.accumulation == 2 and chosen.mesh.data == 2
+    assert decide(cluster, profile=wide, batch_size=32).chosen.accumulation == 1
+    assert decide(cluster, profile=wide, batch_size=128, accumulation=8).chosen.accumulation == 8
+    with pytest.raises(PlanError, match="out of memory by 9"):
+        decide(cluster, profile=wide, batch_size=128, accumulation=1)
