@@ -16,6 +16,7 @@ from trainwright.planview import plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.question import Question, room_of
 from trainwright.strategies.ranking import Ranking, answer, estimate_of, simplest
+from trainwright.strategies.remedies import remedies
 
 NO_ENGINE = "trainwright has no engine for it yet"
 WORTH_SAYING = 1.1  # times as fast as what is pinned
@@ -51,7 +52,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     pins, found = question.pins, answer(question)
     eligible = [plan for plan in found.plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
-        raise _nothing(found, names, pins)
+        raise _nothing(question, found, names)
     chosen = simplest(eligible)
     job.check_plan(chosen)
     notes = (*unknown, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
@@ -119,15 +120,20 @@ def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
     return Cluster(nodes=nodes), notes
 
 
-def _nothing(found: Ranking, names: Collection[str], pins: Pins) -> PlanError:
-    """Why no plan can run the job."""
+def _nothing(question: Question, found: Ranking, names: Collection[str]) -> PlanError:
+    """Why no plan can run the job, and what would."""
+    pins = question.pins
     reasons = [
         f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(found.misfits) if item.strategy in names
     ]
     asked = sorted((plan for plan in found.plans if plan.strategy in names), key=lambda plan: not pins.allow(plan))
     for plan in {plan.strategy: plan for plan in reversed(asked)}.values():
         reasons.append(f"{plan.strategy}: {NO_ENGINE if pins.allow(plan) else f'does not match plan={pins.text!r}'}")
-    return PlanError("no plan can run this job", where="; ".join(reasons), remedy="change what a reason above names")
+    change = "change what a reason above names"
+    if any(item.missing_bytes for item in found.misfits if item.strategy in names):
+        found_way = remedies(question, lambda plan: bool(plan.engine) and plan.strategy in names and pins.allow(plan))
+        change = found_way or change
+    return PlanError("no plan can run this job", where="; ".join(reasons), remedy=change)
 
 
 def _not_the_best(question: Question, job: Job, chosen: Plan) -> tuple[str, ...]:

@@ -167,3 +167,22 @@ def test_as_few_micro_batches_as_fit_in_memory() -> None:
     assert decide(cluster, profile=wide, batch_size=128, accumulation=8).chosen.accumulation == 8
     with pytest.raises(PlanError, match="out of memory by 9"):
         decide(cluster, profile=wide, batch_size=128, accumulation=1)
+
+
+def test_a_job_that_fits_nowhere_is_told_what_would_fit() -> None:
+    huge = replace(PROFILE, layers=(replace(PROFILE.layers[0], parameters=19 * 10**8, flops=1e12),))
+    with pytest.raises(PlanError) as caught:
+        decide(tw.Cluster.parse("2xT4"), profile=huge)
+    said = str(caught.value)
+    assert "data_parallel: out of memory by 13.6 GiB on stage 0" in said and "no engine for it yet" in said
+    normed = replace(PROFILE, inexact=("batch_norm",))
+    wide = replace(normed, layers=(replace(PROFILE.layers[0], output_numbers=1e8, kept_numbers=1e8),))
+    with pytest.raises(PlanError, match=r"-> use batch_size=32$"):
+        decide(tw.Cluster.parse("1xT4"), profile=wide)
+
+
+def test_a_batch_that_is_too_large_for_two_fits_more() -> None:
+    wide = replace(PROFILE, inexact=("batch_norm",))
+    wide = replace(wide, layers=(replace(PROFILE.layers[0], flops=1e9, output_numbers=1e8, kept_numbers=1e8),))
+    with pytest.raises(PlanError, match=r"-> use batch_size=64, or use 2 T4-16GB more$"):
+        decide(tw.Cluster.parse("2xT4"), profile=wide, batch_size=128, inexact=("batch_norm",), plan="accumulation=1")
