@@ -50,7 +50,8 @@ class Machine:
     def of(cls, cluster: Cluster) -> Machine:
         """Of a cluster with accelerators. Raises ResourceError for one that is not in the table."""
         nodes = [node for node in cluster.nodes if node.accelerators] or list(cluster.nodes)
-        found = {node.kind: accelerator(node.kind) if node.accelerators else CPU for node in nodes}
+        kinds = {node.kind: bool(node.accelerators) for node in nodes}
+        found = {kind: accelerator(kind) if real else CPU for kind, real in kinds.items()}
         missing = sorted(kind for kind, item in found.items() if item is None)
         if missing:
             raise ResourceError(
