@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from trainwright.core.cluster import Cluster
 
 if TYPE_CHECKING:
+    from trainwright.choices import Aim, Price
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
     from trainwright.ordeal.verdict import Verdict
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from trainwright.predicting import Prediction
     from trainwright.prepare import Prepared
     from trainwright.run import Run
-    from trainwright.whatif import Price, WhatIf
+    from trainwright.whatif import WhatIf
 
 
 @overload
@@ -24,7 +25,14 @@ def plan(job: Job | str) -> Decision: ...
 
 @overload
 def plan(
-    job: Job | str, *, cluster: Cluster | str, price: Price = "on-demand", mtbf_hours: float | None = None
+    job: Job | str,
+    *,
+    cluster: Cluster | str,
+    aim: Aim = "fastest",
+    price: Price = "on-demand",
+    mtbf_hours: float | None = None,
+    critical_batch: float | None = None,
+    batch_sizes: Sequence[int] = (),
 ) -> WhatIf: ...
 
 
@@ -32,16 +40,23 @@ def plan(
     job: Job | str,
     *,
     cluster: Cluster | str | None = None,
+    aim: Aim = "fastest",
     price: Price = "on-demand",
     mtbf_hours: float | None = None,
+    critical_batch: float | None = None,
+    batch_sizes: Sequence[int] = (),
 ) -> Decision | WhatIf:
     """The plan for this job, and the rejected ones, with reasons.
 
     Args:
-        cluster: one that need not be there, such as `128x8xH100-80GB`: what would be best on it, how long it would take
-            and cost; by default the plan for the connected cluster, or this machine.
-        price: of its accelerators: on demand, or `spot`.
+        cluster: one that need not be there, such as `128x8xH100-80GB`: what would be best on it or on a part of it,
+            how long it would take and cost; by default the plan for the connected cluster, or this machine. What
+            follows is about such a cluster.
+        aim: `fastest`, `cheapest` (dollars of the run) or `smallest` (accelerators on which it fits).
+        price: of its accelerators: on demand, `spot`, or dollars an hour of one.
         mtbf_hours: mean time between failures of one accelerator: adds goodput and the best checkpoint interval.
+        critical_batch: samples (the gradient noise scale): how many steps another batch size takes to the same target.
+        batch_sizes: to compare beside the job's own; need `critical_batch`.
     """
     from trainwright.discover import connect
     from trainwright.prepare import decide_plan, prepare, profile_of
@@ -55,8 +70,11 @@ def plan(
             batch_size=prepared.job.batch_size,
             precision=prepared.job.precision,
             steps=prepared.total_steps,
+            aim=aim,
             price=price,
             mtbf_hours=mtbf_hours,
+            critical_batch=critical_batch,
+            batch_sizes=batch_sizes,
         )
     connect()
     return decide_plan(prepared)

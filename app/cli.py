@@ -76,40 +76,50 @@ def plan(
         str | None,
         typer.Option(metavar="NxGxKIND", help="One that is not there: 128x8xH100-80GB, 4x8xA100-80GB@800Gb."),
     ] = None,
-    price: Annotated[str, typer.Option(help="With --cluster: on-demand, or spot.")] = "on-demand",
-    mtbf: Annotated[
-        str | None, typer.Option(metavar="HOURS", help="With --cluster: between failures of one accelerator: 50000h.")
+    aim: Annotated[
+        str | None, typer.Option("--for", metavar="AIM", help="With --cluster: fastest (default), cheapest, smallest.")
     ] = None,
     out: Annotated[
         str | None, typer.Option(metavar="PLAN.json", help="Write the plan: --set plan=PLAN.json asks for it again.")
     ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(metavar="PRICE", help="With --cluster: on-demand (default), spot, or dollars an hour of one."),
+    ] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --cluster: between failures of one accelerator: 50000h.")
+    ] = None,
+    critical_batch: Annotated[
+        float | None, typer.Option(metavar="SAMPLES", help="With --cluster: the gradient noise scale.")
+    ] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option(metavar="N,N", help="With --cluster: to compare by time to the target: 256,512.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a page, with pictures.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the chosen plan and the rejected ones, with reasons. Starts no worker."""
     from dataclasses import asdict
 
     from trainwright import api
+    from trainwright.options import wishes_of, write_page
     from trainwright.planfile import write_plan
-    from trainwright.planner import Decision
-    from trainwright.whatif import Price, WhatIf
 
-    job = _job(file, overrides, strategy, workers)
-    decision: Decision | WhatIf
-    if cluster is None:
-        decision = api.plan(job)
-        if out is not None:
-            write_plan(out, decision)
-    elif out is not None:
+    given = {
+        "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
+    }  # fmt: skip
+    if out is not None and cluster is not None:
         raise typer.BadParameter("a plan for a cluster that is not there cannot be asked for again", param_hint="--out")
-    else:
-        if price not in ("on-demand", "spot"):
-            raise typer.BadParameter(f"{price!r} is neither on-demand nor spot", param_hint="--price")
-        kind: Price = "spot" if price == "spot" else "on-demand"
-        decision = api.plan(job, cluster=cluster, price=kind, mtbf_hours=_hours(mtbf))
+    asked = wishes_of(cluster, given)
+    answer: Any = api.plan(_job(file, overrides, strategy, workers), **asked)
+    if out is not None:
+        write_plan(out, answer)
+    if html is not None:
+        write_page(answer, html)
     if as_json:
-        _print_json(asdict(decision))
+        _print_json(asdict(answer))
     else:
-        print(decision)
+        print(answer)
 
 
 @app.command()
@@ -128,19 +138,6 @@ def probe(
         return
     print("from trainwright.core.accelerators import ACCELERATORS, Accelerator\n")
     print("\n".join(map(as_python, found)))
-
-
-def _hours(text: str | None) -> float | None:
-    """`50000h` or `50000`."""
-    if text is None:
-        return None
-    try:
-        hours = float(text.removesuffix("h"))
-    except ValueError:
-        hours = 0.0
-    if not hours > 0:
-        raise typer.BadParameter(f"{text!r} is no number of hours", param_hint="--mtbf")
-    return hours
 
 
 @app.command()

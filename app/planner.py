@@ -12,7 +12,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Infeasible, Plan, Rejected
 from trainwright.core.plantext import Pins
 from trainwright.core.profile import ModelProfile
-from trainwright.planview import plan_html, plan_text
+from trainwright.planview import STALE, plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.question import Question, room_of
 from trainwright.strategies.ranking import Ranking, answer, estimate_of, simplest
@@ -199,5 +199,5 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rej
         return Rejected(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
     reason = f"predicted {ratio:.2f} times the step time of {chosen.strategy}"
     if plan.topology == "independent":
-        reason += "; its updates use parameters that are old: how many more samples that takes is not known"
+        reason += f"; {STALE}"
     return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")

@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright import words
-from trainwright.core.plan import Estimate, Mesh, Placement, Plan
+from trainwright.core.plan import Estimate, Infeasible, Mesh, Placement, Plan
 
 if TYPE_CHECKING:
     from trainwright.planner import Decision
 
 Fact = TypeVar("Fact")
+STALE = "its updates use parameters that are old: how many more samples that takes is not known"
 
 
 def plan_line(plan: Plan) -> str:
@@ -29,12 +30,23 @@ def plan_line(plan: Plan) -> str:
 
     Example: `data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step`.
     """
-    parts = [f"{plan.strategy}: {_workers(plan)}", _batch(plan)]
+    parts = [f"{plan.strategy}: {_workers(plan)}", *_layout(plan), _batch(plan)]
     if plan.precision != "fp32":
         parts.append(plan.precision)
     if plan.estimate is not None:
         parts.append(f"est. {words.duration(plan.estimate.step_s)}/step")
     return ", ".join(parts)
+
+
+def name_of(plan: Plan) -> str:
+    """Degrees and choices in words: `pipeline 8 x data 16 (ZeRO-1) x tensor 8, micro-batch 2, 1f1b, recompute full`."""
+    rows = plan.micro_batch or plan.micro_batches(plan.batch_size)[1]
+    return ", ".join(filter(None, [_degrees(plan) or "one device", f"micro-batch {rows}", *_choices(plan)]))
+
+
+def misfit_name(misfit: Infeasible) -> str:
+    """What cannot be: the strategy, and the plan where there is one."""
+    return f"{misfit.strategy}: {name_of(misfit.plan)}" if misfit.plan else misfit.strategy
 
 
 def plan_table(decision: Decision) -> RenderableType:
@@ -77,7 +89,7 @@ def plan_html(decision: Decision) -> str:
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     """Names and values of a plan, in reading order, for tables."""
     rows = [
-        ("mesh", _mesh(plan.mesh)),
+        ("mesh", _degrees(plan) or "one device"),
         ("workers", _workers(plan)),
         ("reserved", _reserved(plan)),
         ("batch", _batch(plan).removeprefix("batch ")),
@@ -169,9 +181,21 @@ def _context(decision: Decision) -> list[tuple[str, str]]:
     return [("model", f"{parameters}, {profile.framework}"), ("cluster", str(decision.cluster))]
 
 
-def _mesh(mesh: Mesh) -> str:
-    degrees = [(name, getattr(mesh, name)) for name in ("pipeline", "data", "shard", "tensor")]
-    return " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one device"
+def _degrees(plan: Plan) -> str:
+    zero = {"shard": f" (ZeRO-{plan.zero})"} if plan.zero else {}
+    degrees = [(name, getattr(plan.mesh, name)) for name in ("pipeline", "data", "shard", "tensor")]
+    return " x ".join(f"{name} {degree}{zero.get(name, '')}" for name, degree in degrees if degree > 1)
+
+
+def _choices(plan: Plan) -> list[str]:
+    recompute = "" if plan.recompute == "none" else f"recompute {plan.recompute}"
+    return [choice for choice in (plan.schedule, recompute) if choice]
+
+
+def _layout(plan: Plan) -> list[str]:
+    """What the number of workers does not say."""
+    plain = plan.mesh == Mesh(data=plan.mesh.data)
+    return [*([] if plain else [_degrees(plan)]), *_choices(plan)]
 
 
 def _workers(plan: Plan) -> str:

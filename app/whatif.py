@@ -3,79 +3,61 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from trainwright import words
+from trainwright.choices import AIMS, Aim, Choice, Price, Unfit, Wishes, compare
 from trainwright.core.accelerators import accelerator
 from trainwright.core.cluster import Cluster
-from trainwright.core.errors import PlanError, ResourceError
-from trainwright.core.plan import Estimate, Infeasible, Mesh, Plan
+from trainwright.core.plan import Infeasible, Plan
 from trainwright.core.profile import ModelProfile
-from trainwright.planview import estimate_table
-from trainwright.strategies.ranking import estimate_of, ranking, simplest
+from trainwright.planview import STALE, estimate_table, memory_of, misfit_name, name_of, runs_of
+from trainwright.strategies.ranking import estimate_of
 
-Price = Literal["on-demand", "spot"]
-COPY_BYTES_PER_S = 10e9  # of a device's state to its host, for a checkpoint: assumed
-RECOVER_S = 60.0  # from a failure to the next step, beside what is done again: assumed
 OTHERS = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goodput:
-    """What failures leave of the time.
-
-    Attributes:
-        share: of the time in steps that count.
-        interval_s: between checkpoints, the best by Young (1974).
-    """
-
-    share: float
-    interval_s: float
+NUMBERS = ("accelerators", "time", "cost", "goodput", "batch size", "steps to target")  # headings of columns
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class WhatIf:
-    """The answer. Prints as a table.
+    """The answer. Prints as a table; HTML with pictures in a notebook.
 
     Attributes:
-        profile, cluster: what was asked about.
-        batch_size: global.
-        steps: of the whole run.
-        plans: that fit, best first; of those that are as good, the simplest comes first.
+        profile, cluster, wishes: what was asked about.
+        chosen: how many accelerators, which batch size and which plan, with its time and price.
+        plans: that fit with these, best first; of those that are as good, the simplest comes first.
         misfits: that do not, the nearest to fitting first.
-        dollars_an_hour: of all accelerators; None where the table has no price.
-        price: which one.
-        goodput: None where no mean time between failures was given.
+        sizes: the best plan at each number of accelerators that was looked at, with the chosen batch size.
+        unfit: numbers of accelerators at which no plan fits.
+        batches: the best of each batch size that was asked about.
     """
 
     profile: ModelProfile
     cluster: Cluster
-    batch_size: int
-    steps: int
+    wishes: Wishes
+    chosen: Choice
     plans: tuple[Plan, ...]
     misfits: tuple[Infeasible, ...]
-    dollars_an_hour: float | None
-    price: Price
-    goodput: Goodput | None
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the run with the best plan, failures included."""
-        return self.steps * estimate_of(self.plans[0]).step_s / (self.goodput.share if self.goodput else 1.0)
+    sizes: tuple[Choice, ...]
+    unfit: tuple[Unfit, ...]
+    batches: tuple[Choice, ...]
 
     def __repr__(self) -> str:
         out = io.StringIO()
         console = Console(file=out, width=110, color_system=None, force_terminal=False, force_jupyter=False)
         console.print(what_if_table(self))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        from trainwright.whatifpage import what_if_html
+
+        return what_if_html(self)
 
 
 def what_if(
@@ -85,167 +67,184 @@ def what_if(
     batch_size: int,
     precision: str,
     steps: int,
+    aim: Aim = "fastest",
     price: Price = "on-demand",
     mtbf_hours: float | None = None,
+    critical_batch: float | None = None,
+    batch_sizes: Sequence[int] = (),
 ) -> WhatIf:
-    """Rank all plans for a cluster with accelerators.
+    """The best plan on a cluster with accelerators, or on some of them.
 
     Args:
         steps: of the whole run.
-        price: on demand, or of machines that may be taken back.
+        aim: `fastest`, `cheapest` (dollars of the run) or `smallest` (accelerators).
+        price: of an accelerator: list price on demand, of machines that may be taken back, or dollars an hour.
         mtbf_hours: mean time between failures of one accelerator, with all that belongs to it.
+        critical_batch: samples; the gradient noise scale (McCandlish et al., 2018).
+        batch_sizes: to compare beside the job's own, by the time to where its steps lead.
 
     Raises:
-        ResourceError: the cluster has no accelerator, or one that is not in the table.
-        PlanError: the model fits nowhere, or its batch leaves no plan; names what comes nearest.
+        ResourceError: the cluster has no accelerator, one that is not in the table, or the cheapest has no price.
+        PlanError: the model fits nowhere, or its batch leaves no plan; names what comes nearest. Or a wish makes no
+            sense.
     """
-    if not cluster.accelerators:
-        raise ResourceError("a cluster of CPUs has no data sheet", where="cluster", remedy="leave --cluster out")
-    found = ranking(profile, cluster, batch_size=batch_size, precision=precision)
-    if not found.plans:
-        nearest = found.misfits[0]
-        raise PlanError(
-            f"no plan fits {cluster}; the nearest, {_named(nearest)}: {nearest.reason}",
-            where="cluster",
-            remedy=nearest.hint,
-        )
-    plans = _simplest_first(found.plans)
-    goodput = _goodput(plans[0], cluster.accelerators, mtbf_hours) if mtbf_hours else None
+    wishes = Wishes(
+        batch_size=batch_size,
+        precision=precision,
+        steps=steps,
+        aim=aim,
+        price=price,
+        mtbf_hours=mtbf_hours,
+        critical_batch=critical_batch,
+        batch_sizes=tuple(batch_sizes),
+    )
+    found = compare(profile, cluster, wishes)
     return WhatIf(
         profile=profile,
         cluster=cluster,
-        batch_size=batch_size,
-        steps=steps,
-        plans=plans,
-        misfits=found.misfits,
-        dollars_an_hour=_dollars(cluster, price),
-        price=price,
-        goodput=goodput,
+        wishes=wishes,
+        chosen=found.chosen,
+        plans=found.ranking.plans,
+        misfits=found.ranking.misfits,
+        sizes=found.sizes,
+        unfit=found.unfit,
+        batches=found.batches,
     )
 
 
 def what_if_table(answer: WhatIf) -> RenderableType:
     """The answer for the terminal."""
-    best = answer.plans[0]
-    estimate = estimate_of(best)
+    estimate = estimate_of(answer.chosen.plan)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    for name, value in _facts(answer, best, estimate):
+    for name, value in fact_rows(answer):
         facts.add_row(name, Text(value))
-    others = Table(title="Not chosen", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for heading in ("plan", "", "why"):
-        others.add_column(heading, header_style="dim", overflow="fold")
-    for row in _others(answer):
-        others.add_row(*map(Text, row))
-    head = Text.assemble(
-        ("Plan  ", "bold"), (f"{name_of(best)}, est. {words.duration(estimate.step_s)}/step", "bold green")
-    )
-    return Group(head, *(Padding(part, (1, 0, 0, 2)) for part in (facts, estimate_table(estimate), others)))
+    parts: list[RenderableType] = [facts, estimate_table(estimate), _table("Accelerators", *size_rows(answer))]
+    batches = batch_rows(answer)
+    if batches[1]:
+        parts.append(_table("Batch sizes", *batches))
+    others = other_rows(answer)
+    if others:
+        parts.append(_table("Not chosen", ("plan", "", "why"), others))
+    head = Text.assemble(("Plan  ", "bold"), (headline(answer), "bold green"))
+    return Group(head, *(Padding(part, (1, 0, 0, 2)) for part in parts))
 
 
-def name_of(plan: Plan) -> str:
-    """Degrees and choices in words: `pipeline 8 x data 16 (ZeRO-1) x tensor 8, micro-batch 2, 1f1b, recompute full`."""
-    zero = f" (ZeRO-{plan.zero})" if plan.zero else ""
-    mesh: Mesh = plan.mesh
-    degrees = [
-        f"pipeline {mesh.pipeline}" if mesh.pipeline > 1 else "",
-        f"data {mesh.data}" if mesh.data > 1 else "",
-        f"shard {mesh.shard}{zero}" if mesh.shard > 1 else "",
-        f"tensor {mesh.tensor}" if mesh.tensor > 1 else "",
-    ]
-    parts = [" x ".join(filter(None, degrees)) or "one device", f"micro-batch {_rows(plan)}", plan.schedule]
-    return ", ".join(filter(None, [*parts, "" if plan.recompute == "none" else f"recompute {plan.recompute}"]))
+def headline(answer: WhatIf) -> str:
+    """The plan and its step in one line."""
+    plan = answer.chosen.plan
+    return f"{name_of(plan)}, est. {words.duration(estimate_of(plan).step_s)}/step"
 
 
-def _rows(plan: Plan) -> int:
-    """Samples of a micro-batch."""
-    return plan.micro_batch or plan.micro_batches(plan.batch_size)[1]
-
-
-def _simplest_first(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
-    """With the simplest of the best in front."""
-    chosen = simplest(plans)
-    return (chosen, *(plan for plan in plans if plan is not chosen))
-
-
-def _facts(answer: WhatIf, best: Plan, estimate: Estimate) -> list[tuple[str, str]]:
+def fact_rows(answer: WhatIf) -> list[tuple[str, str]]:
+    """What was asked, and what it would be like."""
+    chosen, wishes = answer.chosen, answer.wishes
+    estimate = estimate_of(chosen.plan)
     device = accelerator(answer.cluster.kinds[0])
     assert device is not None
     parameters = words.count(answer.profile.parameters, "parameter")
+    used = "all" if chosen.accelerators == answer.cluster.accelerators else f"{chosen.accelerators:,}"
     rows = [
-        ("model", f"{parameters}, batch {answer.batch_size}, {best.precision}"),
+        ("model", f"{parameters}, batch {chosen.batch_size:,}, {chosen.plan.precision}"),
         ("cluster", f"{answer.cluster}; nothing of it was asked or measured"),
+        ("used", f"{used} of {answer.cluster.accelerators:,} accelerators: {wishes.aim}, {AIMS[wishes.aim]}"),
         ("step, predicted", f"{words.duration(estimate.step_s)} ({words.duration(estimate.low_s)} to "
          f"{words.duration(estimate.high_s)}, nine of ten)"),
-        ("memory by stage", f"{_memory(estimate)} of {words.size(device.memory_bytes)}"),
+        ("memory by stage", memory_of(estimate)),
     ]  # fmt: skip
-    if best.stages:
-        rows.append(("layers by stage", _runs(best.stages)))
-    rows.append((f"all {answer.steps:,} steps", words.duration(answer.total_s)))
-    if answer.goodput:
-        every = words.duration(answer.goodput.interval_s)
-        rows.append(("goodput", f"{words.share(answer.goodput.share)} with a checkpoint every {every}"))
-    if answer.dollars_an_hour is not None:
-        total = answer.dollars_an_hour * answer.total_s / 3600
-        rows.append(("cost", f"${answer.dollars_an_hour:,.2f} an hour ({answer.price}, list), ${total:,.2f} in all"))
-    if not best.engine:
+    if chosen.plan.stages:
+        rows.append(("layers by stage", runs_of(chosen.plan.stages)))
+    rows.append((f"all {chosen.steps:,} steps", words.duration(chosen.total_s)))
+    if wishes.critical_batch is not None:
+        rows.append(("batch", _efficiency(chosen.batch_size, wishes.critical_batch)))
+    if chosen.goodput:
+        every = words.duration(chosen.goodput.interval_s)
+        rows.append(("goodput", f"{words.share(chosen.goodput.share)} with a checkpoint every {every}"))
+    if chosen.dollars_an_hour is not None:
+        source = f"{wishes.price}, list" if isinstance(wishes.price, str) else "as given"
+        rows.append(("cost", f"${chosen.dollars_an_hour:,.2f} an hour ({source}), {_dollars(chosen)} in all"))
+    if not chosen.plan.engine:
         rows.append(("note", "trainwright has no engine for this plan yet"))
     return rows
 
 
-def _others(answer: WhatIf) -> list[tuple[str, str, str]]:
+Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def size_rows(answer: WhatIf) -> Rows:
+    """Headings, and for each number of accelerators time, cost, goodput and plan."""
+    rows: dict[int, tuple[str, ...]] = {
+        size.accelerators: ("-", "-", "-", "", f"{size.nearest.reason}, {misfit_name(size.nearest)}")
+        for size in answer.unfit
+    }
+    rows |= {choice.accelerators: _figures(answer, choice) for choice in answer.sizes}
+    headings = ("accelerators", "time", "cost", "goodput", "", "best plan")
+    return headings, [(f"{size:,}", *row) for size, row in sorted(rows.items())]
+
+
+def batch_rows(answer: WhatIf) -> Rows:
+    """Headings, and for each batch size that was asked about steps, accelerators, time, cost, goodput and plan."""
+    if not answer.wishes.batch_sizes:
+        return (), []
+    none = ("-", "-", "-", "-", "", "no plan fits")
+    found: dict[int, tuple[str, ...]] = dict.fromkeys(answer.wishes.batch_sizes, none)
+    found |= {choice.batch_size: (f"{choice.accelerators:,}", *_figures(answer, choice)) for choice in answer.batches}
+    headings = ("batch size", "steps to target", "accelerators", "time", "cost", "goodput", "", "best plan")
+    return headings, [(f"{size:,}", f"{answer.wishes.steps_with(size):,}", *row) for size, row in sorted(found.items())]
+
+
+def other_rows(answer: WhatIf) -> list[tuple[str, ...]]:
     """The best of each other kind, and the nearest misses."""
     best = estimate_of(answer.plans[0]).step_s
     shown = {answer.plans[0].strategy}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for plan in answer.plans:
         if plan.strategy not in shown:
             shown.add(plan.strategy)
             ratio = estimate_of(plan).step_s / best
-            rows.append((name_of(plan), "slower", f"predicted {ratio:.2f} times the step time"))
+            alone = plan.topology == "independent"
+            why = f"predicted {ratio:.2f} times the step time" + f"; {STALE}" * alone
+            rows.append((f"{plan.strategy}: {name_of(plan)}", "not compared" if alone else "slower", why))
     for misfit in answer.misfits:
         if misfit.strategy not in shown:
             shown.add(misfit.strategy)
-            rows.append((_named(misfit), "not possible", f"{misfit.reason}; {misfit.hint}"))
+            rows.append(
+                (
+                    f"{misfit.strategy}: {misfit_name(misfit)}" if misfit.plan else misfit.strategy,
+                    "not possible",
+                    f"{misfit.reason}; {misfit.hint}",
+                )
+            )
     return rows[:OTHERS]
 
 
-def _named(misfit: Infeasible) -> str:
-    return name_of(misfit.plan) if misfit.plan else misfit.strategy
+def _figures(answer: WhatIf, choice: Choice) -> tuple[str, ...]:
+    goodput = words.share(choice.goodput.share) if choice.goodput else "-"
+    mark = "chosen" if choice is answer.chosen else ""
+    return words.duration(choice.total_s), _dollars(choice), goodput, mark, name_of(choice.plan)
 
 
-def _memory(estimate: Estimate) -> str:
-    low, high = min(estimate.stage_memory_bytes), max(estimate.stage_memory_bytes)
-    return words.size(high) if low == high else f"{words.size(low)} to {words.size(high)}"
+def _dollars(choice: Choice) -> str:
+    if choice.dollars is None:
+        return "-"
+    return f"${choice.dollars:,.2f}" if choice.dollars < 1000 else f"${choice.dollars:,.0f}"
 
 
-def _runs(stages: Iterable[int]) -> str:
-    """`4, 6 x 3, 5`: equal neighbours together."""
-    runs: list[list[int]] = []
-    for size in stages:
-        if runs and runs[-1][0] == size:
-            runs[-1][1] += 1
-        else:
-            runs.append([size, 1])
-    return ", ".join(f"{size} x {count}" if count > 1 else str(size) for size, count in runs)
+def _efficiency(batch_size: int, critical_batch: float) -> str:
+    """Steps and samples beside the fewest of each (McCandlish et al., 2018, equations 2.11 and 2.12)."""
+    steps, samples = 1 + critical_batch / batch_size, 1 + batch_size / critical_batch
+    return (
+        f"{steps:.2f} times the fewest steps, {samples:.2f} times the fewest samples, "
+        f"at a critical batch of {critical_batch:,.0f}"
+    )
 
 
-def _goodput(plan: Plan, devices: int, mtbf_hours: float) -> Goodput:
-    """By Young (1974): C / tau + tau / (2 M) + R / M of the time are lost, least at tau = sqrt(2 C M)."""
-    failure_s = mtbf_hours * 3600 / devices
-    copy_s = max(estimate_of(plan).stage_memory_bytes) / COPY_BYTES_PER_S
-    interval_s = math.sqrt(2 * copy_s * failure_s)
-    lost = copy_s / interval_s + interval_s / (2 * failure_s) + RECOVER_S / failure_s
-    return Goodput(share=max(1 - lost, 0.01), interval_s=interval_s)
-
-
-def _dollars(cluster: Cluster, price: Price) -> float | None:
-    total = 0.0
-    for node in cluster.nodes:
-        device = accelerator(node.kind)
-        each = device and (device.spot_price if price == "spot" else device.price)
-        if node.accelerators and not each:
-            return None
-        total += node.accelerators * (each or 0.0)
-    return total
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for heading in headings:
+        justify: JustifyMethod = "right" if heading in NUMBERS else "left"
+        table.add_column(heading, header_style="dim", overflow="fold", justify=justify)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

@@ -6,7 +6,7 @@ import math
 
 
 def duration(seconds: float) -> str:
-    """A duration in the unit that suits it: `14 ms`, `2.1 s`, `1 min 53 s`, `3 h 05 min`; `-` for NaN."""
+    """A duration in the unit that suits it: `14 ms`, `2.1 s`, `1 min 53 s`, `3 h 05 min`, `12 d 04 h`; `-` for NaN."""
     if not math.isfinite(seconds):
         return "-"
     if seconds < 0.9995:
@@ -14,7 +14,10 @@ def duration(seconds: float) -> str:
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
 
 
 def clock(seconds: float) -> str:

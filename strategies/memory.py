@@ -48,13 +48,14 @@ def stage_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
 
 
 def in_flight(plan: Plan, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once."""
-    stages = plan.mesh.pipeline
+    """Micro-batches whose activations a stage holds at once, in the order of `orders.order`.
+
+    ZB-H1 keeps them until the gradients of weights are made, which later stages put off for longer.
+    """
+    stages, chunks = plan.mesh.pipeline, plan.chunks
     if stages == 1:
         return 1.0
-    if plan.schedule == "gpipe":
-        return float(micro_batches)
-    held = float(min(micro_batches, stages - stage))
     if plan.schedule == "interleaved":
-        held *= 1 + (stages - 1) / (stages * plan.chunks)
-    return held
+        return min(micro_batches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1) / chunks
+    most = {"": 1, "gpipe": micro_batches, "zero_bubble": stages}.get(plan.schedule, stages - stage)
+    return float(min(micro_batches, most))

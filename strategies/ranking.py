@@ -78,11 +78,11 @@ def answer(question: Question, calibration: Calibration | None = None) -> Rankin
     for item in _proposals(question):
         for found in [item] if isinstance(item, Infeasible) else _variants(sized, item):
             (misfits if isinstance(found, Infeasible) else fitting).append(found)  # type: ignore[arg-type]
-    fitting.sort(key=lambda plan: (plan.topology == "independent", estimate_of(plan).step_s))
+    fitting.sort(key=lambda plan: (_alone(plan), estimate_of(plan).step_s))
     best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
     for number in {*range(min(SURE, len(fitting))), *best.values()}:
         fitting[number] = sized.sure(fitting[number])
-    misfits.sort(key=lambda one: one.missing_bytes or math.inf)
+    misfits.sort(key=lambda one: (_alone(one.plan), one.missing_bytes or math.inf))
     return Ranking(plans=tuple(fitting), misfits=tuple(misfits))
 
 
@@ -98,6 +98,10 @@ def estimate_of(plan: Plan) -> Estimate:
     """Of a plan that was ranked."""
     assert plan.estimate is not None, "a ranked plan has an estimate"
     return plan.estimate
+
+
+def _alone(plan: Plan | None) -> bool:
+    return plan is not None and plan.topology == "independent"
 
 
 def _complexity(plan: Plan) -> tuple[int, ...]:

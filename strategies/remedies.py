@@ -14,7 +14,12 @@ _MOST = 256  # times the nodes
 _DEVICES = 16_384  # looked at
 
 
-def remedies(question: Question, suited: Callable[[Plan], bool] = lambda plan: True) -> str:
+def together(plan: Plan) -> bool:
+    """Whether all ranks step together."""
+    return plan.topology != "independent"
+
+
+def remedies(question: Question, suited: Callable[[Plan], bool] = together) -> str:
     """The least change of each kind after which some plan that is suited fits, in words; empty where there is none."""
     found = [*_smaller_batch(question, suited), *_more_nodes(question, suited)]
     return ", or ".join(found)

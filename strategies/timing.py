@@ -8,6 +8,7 @@ Huang et al. (2019) and Narayanan et al. (2021), for stages that differ.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Group, Work
 
 Rates = Mapping[str, float]
 SOFT = 4.0  # how sharply the longer of two overlapping times wins
+LAST = 0.15  # of the gradients: they are reduced when backward has ended, whatever was hidden before
 _BUBBLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3, "": 1.0}  # ZB-H1: Qi et al. (2023)
 
 
@@ -43,6 +45,52 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
         "other": rates["step_s"] * work.machine.device.host,
     }
     return {name: float(seconds) for name, seconds in found.items() if seconds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What a step is made of. Vectors are by stage, compute is of one micro-batch through all of a stage's chunks.
+
+    Attributes:
+        forward, backward: with tensor parallelism's reductions.
+        recompute: of forward, in backward.
+        send: of one message to another stage.
+        gather: of ZeRO-3's parameters and their gradients, beyond what a micro-batch's compute hides.
+        reduction: of gradients over the data ranks, once a step.
+        optimizer: once a step.
+        other: once a step, of all stages.
+    """
+
+    forward: Vector
+    backward: Vector
+    recompute: Vector
+    send: float
+    gather: float
+    reduction: Vector
+    optimizer: Vector
+    other: float
+
+    def times(self, factor: float) -> Pieces:
+        """All of them longer by a factor."""
+        return Pieces(**{item.name: getattr(self, item.name) * factor for item in fields(self)})
+
+
+def pieces(work: Work, rates: Rates) -> Pieces:
+    """The same seconds that `terms` adds up, before anything waits for anything."""
+    forward, backward = _compute(work, rates)
+    reduced = _tensor(work, rates)
+    again = work.counts @ (work.again * (forward + reduced))
+    ahead, back = work.counts @ (forward + reduced), work.counts @ (backward + reduced)
+    return Pieces(
+        forward=ahead,
+        backward=back,
+        recompute=again,
+        send=_send(work, rates),
+        gather=_gathered(work, rates, float((ahead + back + again).max())),
+        reduction=_reduction(work, rates, work.gradient_bytes),
+        optimizer=work.update_s / rates["update"] * work.parameters / work.parameters.max(),
+        other=rates["step_s"],
+    )
 
 
 def layer_seconds(work: Work) -> Vector:
@@ -91,12 +139,14 @@ def _messages(group: Group, rates: Rates) -> float:
 
 def _transfers(work: Work, rates: Rates) -> float:
     """Activations and their gradients from stage to stage: of each micro-batch, and once through all stages."""
-    stages = work.mesh.pipeline
-    if stages == 1:
-        return 0.0
+    hops = (work.mesh.pipeline - 1) + (work.micro_batches - 1) * work.chunks
+    return 2 * _send(work, rates) * hops if work.mesh.pipeline > 1 else 0.0
+
+
+def _send(work: Work, rates: Rates) -> float:
+    """One micro-batch's activations, or their gradients, to the next stage."""
     link = work.machine.network_bytes_per_s if work.remote else work.machine.device.link_bytes_per_s
-    one = work.sent_bytes / (link * rates["send"]) + rates["send_s"]
-    return 2 * one * ((stages - 1) + (work.micro_batches - 1) * work.chunks)
+    return work.sent_bytes / (link * rates["send"]) + rates["send_s"]
 
 
 def _gathered(work: Work, rates: Rates, compute_s: float) -> float:
@@ -112,13 +162,17 @@ def _gradients(work: Work, rates: Rates, backward_s: float) -> float:
     """Their reduction over the data ranks, once a step, less what is hidden under the last backward."""
     if work.servers:
         return _served(work, rates)
-    size = np.array([work.gradient_bytes.max()])
-    spent = 0.0
-    if work.zero < 3:
-        spent += float(_all_reduce(work, work.shard, rates, "reduce", size)[0]) + _messages(work.shard, rates)
-    size = size / work.shard.size
-    spent += float(_all_reduce(work, work.data, rates, "reduce", size)[0]) + _messages(work.data, rates)
+    spent = float(_reduction(work, rates, np.array([work.gradient_bytes.max()]))[0])
     return _exposed(spent, rates["overlap"] * backward_s)
+
+
+def _reduction(work: Work, rates: Rates, size: Vector) -> Vector:
+    """Of gradients of so many bytes, with nothing hidden."""
+    spent = np.zeros_like(size)
+    if work.zero < 3:
+        spent += _all_reduce(work, work.shard, rates, "reduce", size) + _messages(work.shard, rates)
+    spent += _all_reduce(work, work.data, rates, "reduce", size / work.shard.size) + _messages(work.data, rates)
+    return spent
 
 
 def _served(work: Work, rates: Rates) -> float:
@@ -135,7 +189,7 @@ def _served(work: Work, rates: Rates) -> float:
 
 
 def _exposed(spent_s: float, hidden_s: float) -> float:
-    """What of a time lies outside another, softly."""
+    """What of a time lies outside another: what is too long for it, and the last part."""
     if not spent_s:
         return 0.0
-    return float(max(spent_s - hidden_s, 0.0) + 0.15 * min(spent_s, hidden_s))
+    return float(max(spent_s - hidden_s, 0.0) + LAST * min(spent_s, hidden_s))

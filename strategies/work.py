@@ -58,7 +58,7 @@ class Machine:
         if not cluster.accelerators:
             return _of_cpus(cluster, ranks or cluster.slots)
         nodes = [node for node in cluster.nodes if node.accelerators]
-        found = {node.kind: accelerator(node.kind) if node.kind else ASSUMED for node in nodes}
+        found = {kind: accelerator(kind) if kind else ASSUMED for kind in dict.fromkeys(node.kind for node in nodes)}
         missing = sorted(kind for kind, item in found.items() if item is None)
         if missing:
             raise ResourceError(

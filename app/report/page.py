@@ -7,10 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainwright import words
 from trainwright.core.events import Event, Failed, RunStarted
@@ -20,6 +17,7 @@ from trainwright.journal import read_events
 from trainwright.narration import prefetch_text, recovery_text, source_text
 from trainwright.planview import other_rows, plan_from, plan_line, plan_rows
 from trainwright.report import figures
+from trainwright.report.templates import fill
 from trainwright.store import Store
 
 if TYPE_CHECKING:
@@ -69,48 +67,42 @@ class Incident(NamedTuple):
 def render(history: History, facts: Facts) -> str:
     """The whole report as HTML: styles and figures inline, no scripts, nothing fetched."""
     plan = plan_from(history.start.plan)
-    return (
-        _environment()
-        .get_template("template.html.j2")
-        .render(
-            title=history.start.run or "run",
-            state=history.state,
-            headline=_headline(history, plan),
-            error=history.error if history.state == "failed" else "",
-            key_figures=key_figures(history),
-            loss=_markup(figures.loss_figure(history)),
-            metrics=_markup(figures.metrics_figure(history)),
-            small=[(title, _markup(svg)) for title, svg in figures.small_figures(history)],
-            plan_line=plan_line(plan) if plan else "",
-            plan_rows=plan_rows(plan) if plan else [],
-            cluster=history.start.cluster,
-            bars=step_bars(history, plan),
-            others=other_rows(history.start.rejected),
-            time_parts=time_parts(history),
-            prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
-            incidents=incidents(history),
-            notes=[note.text for note in history.notes],
-            configuration=sorted((name, str(value)) for name, value in history.start.job.items()),
-            versions=sorted(history.start.versions.items()),
-            uri=facts.uri,
-            made=_when(facts.now_s),
-            duration=words.duration,
-        )
+    return fill(
+        "template.html.j2",
+        title=history.start.run or "run",
+        state=history.state,
+        headline=_headline(history, plan),
+        error=history.error if history.state == "failed" else "",
+        key_figures=key_figures(history),
+        loss=_markup(figures.loss_figure(history)),
+        metrics=_markup(figures.metrics_figure(history)),
+        small=[(title, _markup(svg)) for title, svg in figures.small_figures(history)],
+        plan_line=plan_line(plan) if plan else "",
+        plan_rows=plan_rows(plan) if plan else [],
+        cluster=history.start.cluster,
+        bars=step_bars(history, plan),
+        others=other_rows(history.start.rejected),
+        time_parts=time_parts(history),
+        prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
+        incidents=incidents(history),
+        notes=[note.text for note in history.notes],
+        configuration=sorted((name, str(value)) for name, value in history.start.job.items()),
+        versions=sorted(history.start.versions.items()),
+        uri=facts.uri,
+        made=_when(facts.now_s),
+        duration=words.duration,
     )
 
 
 def summary_html(history: History) -> str:
     """Outcome, key figures and the curves, for a notebook; inherits its colours."""
-    return (
-        _environment()
-        .get_template("summary.html.j2")
-        .render(
-            title=history.start.run or "run",
-            state=history.state,
-            key_figures=key_figures(history),
-            loss=_markup(figures.loss_figure(history)),
-            metrics=_markup(figures.metrics_figure(history)),
-        )
+    return fill(
+        "summary.html.j2",
+        title=history.start.run or "run",
+        state=history.state,
+        key_figures=key_figures(history),
+        loss=_markup(figures.loss_figure(history)),
+        metrics=_markup(figures.metrics_figure(history)),
     )
 
 
@@ -144,17 +136,6 @@ class ReportListener:
             # The driver ends here: where the events tell no outcome, nobody will add one.
             history = History.fold(read_events(self._store, self._run), owner_alive=False)
             write_report(self._store, self._run, history=history, clock=self._clock)
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("trainwright.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
 
 def _markup(svg: str) -> Markup:

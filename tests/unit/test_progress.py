@@ -202,6 +202,8 @@ def test_a_notebook_changes_one_output() -> None:
         (59.96, "1 min 00 s"),
         (113, "1 min 53 s"),
         (11100, "3 h 05 min"),
+        (359_999, "99 h 59 min"),
+        (364_000, "4 d 05 h"),
         (math.nan, "-"),
     ],
 )

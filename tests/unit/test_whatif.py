@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import trainwright as tw
+from trainwright.choices import (
+    COPY_BYTES_PER_S,
+    RECOVER_S,
+    Wishes,
+    best_of,
+    doubling,
+    every_size,
+)
 from trainwright.cli import app
 from trainwright.core.errors import PlanError, ResourceError
-from trainwright.whatif import COPY_BYTES_PER_S, RECOVER_S, WhatIf, estimate_of, name_of, what_if
+from trainwright.options import batch_sizes_of, hours_of, price_of
+from trainwright.pictures import RECTANGLES, curve_svg, timeline_svg
+from trainwright.planview import name_of
+from trainwright.strategies.ranking import estimate_of, ranking
+from trainwright.strategies.timeline import timeline
+from trainwright.strategies.work import Machine, work_of
+from trainwright.whatif import WhatIf, what_if
+from trainwright.whatifpage import page
 
 GPT = tw.transformer_profile(hidden=4096, layers=32, heads=32, sequence=2048, vocabulary=51_200)
 JOB = """
@@ -30,6 +52,7 @@ job = tw.Job(
 """
 
 
+@cache
 def asked(cluster: str = "8x8xA100-80GB", **more: object) -> WhatIf:
     fields = {"batch_size": 512, "precision": "bf16", "steps": 1000} | more
     return what_if(GPT, tw.Cluster.parse(cluster), **fields)  # type: ignore[arg-type]
@@ -39,20 +62,95 @@ def test_the_best_plan_is_within_a_fiftieth_of_the_quickest_and_simple() -> None
     answer = asked()
     steps = [estimate_of(plan).step_s for plan in answer.plans if plan.topology == "collective"]
     assert steps[0] <= 1.02 * min(steps) and steps[1:] == sorted(steps[1:])
-    assert answer.total_s == pytest.approx(1000 * steps[0])
-    assert answer.dollars_an_hour == pytest.approx(64 * 3.43) and answer.goodput is None
+    chosen = answer.chosen
+    assert chosen.plan is answer.plans[0] and chosen.total_s == pytest.approx(1000 * steps[0])
+    assert chosen.accelerators == 64 and chosen.dollars_an_hour == pytest.approx(64 * 3.43)
+    assert chosen.dollars == pytest.approx(64 * 3.43 * chosen.total_s / 3600) and chosen.goodput is None
 
 
 def test_failures_and_prices() -> None:
-    answer = asked(price="spot", mtbf_hours=10_000.0)
-    assert answer.dollars_an_hour == pytest.approx(64 * 1.37) and answer.goodput is not None
+    chosen = asked(price="spot", mtbf_hours=10_000.0).chosen
+    assert chosen.dollars_an_hour == pytest.approx(64 * 1.37) and chosen.goodput is not None
     failure_s = 10_000 * 3600 / 64
-    copy_s = max(estimate_of(answer.plans[0]).stage_memory_bytes) / COPY_BYTES_PER_S
-    assert answer.goodput.interval_s == pytest.approx(math.sqrt(2 * copy_s * failure_s))
+    copy_s = max(estimate_of(chosen.plan).stage_memory_bytes) / COPY_BYTES_PER_S
+    assert chosen.goodput.interval_s == pytest.approx(math.sqrt(2 * copy_s * failure_s))
     lost = [copy_s / every + every / (2 * failure_s) + RECOVER_S / failure_s for every in np.geomspace(1, 1e5, 1000)]
-    assert 1 - answer.goodput.share == pytest.approx(min(lost), rel=1e-3)
-    assert answer.total_s > 1000 * estimate_of(answer.plans[0]).step_s
-    assert asked("8x8xRTX4090").dollars_an_hour is None
+    assert 1 - chosen.goodput.share == pytest.approx(min(lost), rel=1e-3)
+    assert chosen.total_s == pytest.approx(1000 * estimate_of(chosen.plan).step_s / chosen.goodput.share)
+    assert asked("8xRTX4090").chosen.dollars_an_hour is None
+    assert asked("8xRTX4090", price=0.5).chosen.dollars_an_hour == 4.0
+
+
+@given(st.integers(1, 9), st.integers(1, 40))
+def test_sizes_go_through_one_node_and_then_node_by_node(within: int, nodes: int) -> None:
+    sizes = every_size(tw.Cluster.parse(f"{nodes}x{within}xL4"))
+    assert [size.accelerators for size in sizes] == [*range(1, within), *range(within, within * nodes + 1, within)]
+    looked = [sizes[place] for place in doubling(sizes)]
+    wanted = {2**power for power in range(4) if 2**power <= within} | {within * 2**power for power in range(6)}
+    assert {size.accelerators for size in looked} == {n for n in wanted if n <= within * nodes} | {within * nodes}
+    assert looked[-1].accelerators == within * nodes
+
+
+def test_the_aim_decides_between_sizes() -> None:
+    fastest, cheapest, smallest = (
+        asked("4x4xA100-80GB", batch_size=16, aim=aim, mtbf_hours=5000.0) for aim in ("fastest", "cheapest", "smallest")
+    )
+    for size in fastest.sizes[1:3]:
+        alone = asked(f"{size.nodes}x{size.accelerators // size.nodes}xA100-80GB", batch_size=16, mtbf_hours=5000.0)
+        assert alone.sizes[-1] == size and alone.chosen.total_s <= 1.02 * size.total_s
+    assert fastest.chosen.total_s <= 1.02 * min(size.total_s for size in fastest.sizes)
+    assert cheapest.chosen.dollars <= 1.02 * min(size.dollars for size in cheapest.sizes)  # type: ignore[operator,type-var]
+    assert smallest.chosen.accelerators == 2 < cheapest.chosen.accelerators < fastest.chosen.accelerators == 16
+    assert [size.accelerators for size in smallest.unfit] == [1]
+
+
+def test_a_small_model_is_quickest_on_a_part_of_the_cluster() -> None:
+    small = tw.transformer_profile(hidden=256, layers=4, heads=4, sequence=64, vocabulary=1000)
+    answer = what_if(small, tw.Cluster.parse("4x4xA100-80GB"), batch_size=16, precision="bf16", steps=10)
+    assert answer.chosen.accelerators < 16 and answer.chosen.total_s < answer.sizes[-1].total_s
+    assert f"{answer.chosen.accelerators} of 16 accelerators" in repr(answer)
+
+
+@pytest.mark.parametrize("kind", ["A100-40GB", "T4"])
+def test_the_smallest_is_what_looking_at_every_size_finds(kind: str) -> None:
+    cluster = tw.Cluster.parse(f"4x4x{kind}")
+    every = (size for size in every_size(cluster) if ranking(GPT, size, batch_size=512, precision="bf16").plans)
+    assert asked(f"4x4x{kind}", aim="smallest").chosen.accelerators == next(every).accelerators
+
+
+def test_ties_go_to_fewer_accelerators_and_to_less_time() -> None:
+    figures = ((64, 100.0, 9.0), (32, 101.0, 5.0), (8, 300.0, 4.95))
+    quick, small, slow = (
+        replace(asked().chosen, accelerators=count, total_s=seconds, dollars=dollars)
+        for count, seconds, dollars in figures
+    )
+    assert best_of([quick, small, slow], "fastest") is small
+    assert best_of([quick, small, slow], "cheapest") is small
+    assert best_of([quick, small, slow], "smallest") is slow
+
+
+@given(st.integers(1, 10**5), st.integers(1, 10**5), st.floats(1.0, 1e6))
+def test_steps_to_the_target_by_batch_size(own: int, other: int, critical: float) -> None:
+    wishes = Wishes(batch_size=own, precision="bf16", steps=10**6, critical_batch=critical)
+    fewest = 10**6 / (1 + critical / own)
+    assert wishes.steps_with(own) == 10**6
+    assert wishes.steps_with(other) == pytest.approx(fewest * (1 + critical / other), abs=0.51)
+    assert (wishes.steps_with(other) <= 10**6) == (other >= own) or wishes.steps_with(other) == 10**6
+
+
+def test_batch_sizes_are_compared_by_time_to_the_target() -> None:
+    answer = asked("8xA100-80GB", batch_size=128, critical_batch=256.0, batch_sizes=(64, 512, 4096))
+    assert [choice.batch_size for choice in answer.batches] == [64, 128, 512, 4096]
+    assert [choice.steps for choice in answer.batches] == [1667, 1000, 500, 354]
+    assert answer.chosen is min(answer.batches, key=lambda choice: choice.total_s)
+    assert "to target" in repr(answer) and "at a critical batch of 256" in repr(answer)
+
+
+def test_a_batch_size_without_a_plan_is_said() -> None:
+    whole = tw.transformer_profile(hidden=24_576, layers=1, heads=1, sequence=128, vocabulary=1000)  # must be sharded
+    answer = what_if(whole, tw.Cluster.parse("8xA100-80GB"), batch_size=8, precision="bf16", steps=9,
+                     critical_batch=9.0, batch_sizes=(1,))  # fmt: skip
+    assert [choice.batch_size for choice in answer.batches] == [8] and "no plan fits" in repr(answer)
 
 
 def test_it_says_what_it_rests_on() -> None:
@@ -66,7 +164,7 @@ def test_a_model_that_fits_nowhere_is_said_with_what_comes_nearest() -> None:
     with pytest.raises(PlanError) as raised:
         asked("2xT4", batch_size=16)
     assert "no plan fits" in str(raised.value) and "out of memory by" in str(raised.value)
-    assert "smaller micro-batch" in str(raised.value)
+    assert str(raised.value).endswith("-> use 6 T4-16GB more")
     with pytest.raises(ResourceError, match="no data sheet"):
         asked("2x16xCPU")
 
@@ -98,9 +196,133 @@ def test_the_command_needs_no_cluster() -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_the_command_writes_a_page_and_json() -> None:
+    asked = ["plan", "job.py", "--cluster", "2x4xA100-40GB", "--for", "cheapest", "--price", "1.25", "--critical-batch",
+             "32", "--batch-sizes", "4,16", "--html", "plan.html", "--json"]  # fmt: skip
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["wishes"]["aim"] == "cheapest" and found["chosen"]["dollars_an_hour"] == 1.25
+    assert [batch["batch_size"] for batch in found["batches"]] == [4, 8, 16]
+    html = Path("plan.html").read_text()
+    assert html.count("<svg") == 2 and html.startswith("<!doctype html>") and "Batch sizes" in html
+
+
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
-    "wrong", [["--price", "cheap"], ["--mtbf", "often"], ["--mtbf", "-1"], ["--cluster", "4xA900"]]
+    ("wrong", "said"),
+    [
+        (["--price", "cheap"], "'cheap' is no price (price)\n  -> write on-demand, spot, or"),
+        (["--price", "-2"], "price=-2 must be above 0"),
+        (["--price", "inf"], "above 0 and finite"),
+        (["--mtbf", "often"], "'often' is no time between failures (--mtbf)\n  -> write hours, days or years"),
+        (["--mtbf", "50000"], "'50000' has no unit"),
+        (["--mtbf", "-1h"], "'-1h' is no time"),
+        (["--mtbf", "infh"], "'infh' is no time"),
+        (["--cluster", "4xA900"], "the accelerator 'A900' is not known"),
+        (["--cluster", "0xL4"], "'0xL4' is no cluster"),
+        (["--for", "cheap"], "'cheap' is no aim (for)\n  -> did you mean 'cheapest'?"),
+        (["--batch-sizes", "64"], "which the critical batch tells"),
+        (["--batch-sizes", "64,,2", "--critical-batch", "9"], "'' is no batch size (--batch-sizes)"),
+        (["--batch-sizes", "0", "--critical-batch", "9"], "'0' is no batch size"),
+        (["--critical-batch", "-3"], "critical_batch=-3 must be above 0"),
+        (["--html", "nowhere/plan.html"], "nowhere/plan.html cannot be written: No such file"),
+        (["--cluster", "4xRTX4090", "--for", "cheapest"], "no on-demand price is known of RTX4090-24GB"),
+    ],
 )
-def test_a_wrong_word_is_refused(wrong: list[str]) -> None:
+def test_a_wrong_word_is_refused_with_a_remedy(wrong: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["plan", "job.py", "--cluster", "8xL4", *wrong])
-    assert done.exit_code != 0
+    assert isinstance(done.exception, PlanError | ResourceError), done.output
+    assert said in str(done.exception) and done.exception.remedy
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("option", ["--for", "--price", "--mtbf", "--critical-batch", "--batch-sizes"])
+def test_what_is_asked_of_a_cluster_needs_one(option: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "job.py", option, "5"])
+    assert isinstance(done.exception, PlanError) and done.exception.where == option
+
+
+def test_options_in_words() -> None:
+    assert [hours_of(text) for text in ("50000h", "5e4h", "2000d", "2y")] == [5e4, 5e4, 48_000, 17_520]
+    assert [price_of(text) for text in ("spot", "2.5", "$2.50")] == ["spot", 2.5, 2.5]
+    assert batch_sizes_of("256, 512") == (256, 512)
+
+
+def pictures(html: str) -> list[ET.Element]:
+    return [ET.fromstring(f"<svg{part.split('</svg>')[0]}</svg>") for part in html.split("<svg")[1:]]
+
+
+def of_tag(picture: ET.Element, tag: str) -> list[ET.Element]:
+    return [item for item in picture.iter() if item.tag.endswith(tag)]
+
+
+def test_the_page_has_all_of_it_and_fetches_nothing() -> None:
+    answer = asked("2x8xA100-80GB", batch_size=256, critical_batch=1e3, batch_sizes=(128,), mtbf_hours=5e4)
+    html = answer._repr_html_()
+    for said in ("Step, by term", "Memory by stage, of 80 GiB", "One step", "Accelerators", "Batch sizes", "Not chosen",
+                 "nothing of it was asked", "goodput", name_of(answer.chosen.plan)):  # fmt: skip
+        assert said in html, said
+    whole = page(html)
+    assert "prefers-color-scheme: dark" in whole and "<script" not in whole and "src=" not in whole
+    assert "http" not in whole.replace("http://www.w3.org/2000/svg", "") and len(whole) < 200_000
+    steps, curve = pictures(html)
+    assert steps.get("aria-label", "").startswith("One step of")
+    assert len(of_tag(curve, "circle")) == 2 * len(answer.sizes)
+
+
+def shown(plan: str, batch: int = 16) -> tw.Plan:
+    return replace(tw.Plan.parse(plan), batch_size=batch, precision="bf16")
+
+
+def drawn(profile: tw.ModelProfile, cluster: str, plan: tw.Plan) -> tuple[str, ET.Element, list[str]]:
+    svg = timeline_svg(profile, tw.Cluster.parse(cluster), plan)
+    picture = pictures(svg)[0]
+    return svg, picture, [item.text or "" for item in of_tag(picture, "text")]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_a_lane_for_each_stage_and_a_rectangle_for_each_span(schedule: str) -> None:
+    plan, cluster = shown(f"pp=4,dp=2,schedule={schedule},recompute=full"), tw.Cluster.parse("8xA100-80GB")
+    found = timeline(work_of(GPT, Machine.of(cluster), plan, batch_size=16, precision="bf16"))
+    _, picture, texts = drawn(GPT, "8xA100-80GB", plan)
+    assert [text for text in texts if text.startswith("stage")] == [f"stage {stage}" for stage in range(4)]
+    titled = [rect for rect in of_tag(picture, "rect") if of_tag(rect, "title")]
+    spans = [span for lane in (*found.lanes, *found.reductions) for span in lane if span.kind != "idle"]
+    assert len(titled) == len(spans)
+    assert max(float(rect.get("x", 0)) + float(rect.get("width", 0)) for rect in titled) == pytest.approx(936, abs=0.6)
+    assert any(text.startswith("devices idle for") for text in texts)
+
+
+def test_one_device_has_one_lane() -> None:
+    _, _, texts = drawn(GPT, "8xA100-80GB", shown("dp=8,zero=2"))
+    assert texts.count("device") == 1 and "gradients reduced" in texts and not any("stage" in text for text in texts)
+
+
+def test_a_step_of_many_spans_is_drawn_in_columns_and_says_so() -> None:
+    large = tw.transformer_profile(hidden=12288, layers=96, heads=96, sequence=2048, vocabulary=51_200)
+    svg, picture, texts = drawn(large, "64x8xA100-80GB", shown("pp=64,tp=8,recompute=full", 512))
+    assert len(svg) < 60_000 and "stages 4 to 59 are left out" in texts
+    assert any("drawn in columns of" in text for text in texts)
+    assert len([text for text in texts if text.startswith("stage ")]) == 8
+    assert "stage 0, forward: 2" in svg and len(of_tag(picture, "rect")) < RECTANGLES
+
+
+def test_the_curve_marks_what_was_chosen() -> None:
+    answer = asked()
+    picture = pictures(curve_svg(answer.sizes, answer.chosen))[0]
+    circles = of_tag(picture, "circle")
+    rings = [circle for circle in circles if circle.get("stroke")]
+    assert len(circles) == 2 * len(answer.sizes) and len(rings) == 2
+    first, *_, last = [float(circle.get("cy", 0)) for circle in circles[: len(answer.sizes)]]
+    assert last > first + 50, "time falls"
+    assert not curve_svg(answer.sizes[:1], answer.sizes[0])
+    unpriced = tuple(replace(size, dollars=None) for size in answer.sizes)
+    assert len(of_tag(pictures(curve_svg(unpriced, unpriced[-1]))[0], "circle")) == len(unpriced)
+
+
+def test_all_sizes_up_to_ten_thousand_take_a_few_seconds() -> None:
+    begun = time.process_time()
+    answer = asked("1250x8xH100-80GB", batch_size=2048)
+    assert time.process_time() - begun < 12
+    assert answer.sizes[-1].accelerators == 10_000 and len(answer.sizes) + len(answer.unfit) == 15

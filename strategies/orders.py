@@ -1,0 +1,128 @@
+"""In which order a pipeline stage does its work, schedule by schedule: what the picture of a step and an engine follow.
+
+Stages count from 0. A stage of an interleaved pipeline holds several chunks of layers, so the model passes through it
+as often: chunk c of stage s is part c * stages + s of the model. In all other schedules a stage is one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward", "inputs", "weights"]
+
+
+class Operation(NamedTuple):
+    """What a stage does with one micro-batch.
+
+    Attributes:
+        kind: `forward`; `backward`, or where it is halved `inputs`, the gradients that the stage before waits for, and
+            `weights`, those of the parameters.
+        micro_batch: from 0.
+        chunk: of the stage.
+    """
+
+    kind: Kind
+    micro_batch: int
+    chunk: int = 0
+
+
+def order(schedule: str, *, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Operation]:
+    """All operations of a stage in one step.
+
+    Args:
+        schedule: `gpipe` (Huang et al., 2019), `1f1b` (PipeDream-Flush; Narayanan et al., 2021a), `interleaved`
+            (Narayanan et al., 2021b) or `zero_bubble` (ZB-H1; Qi et al., 2023); empty for a model on one stage, or
+            one without micro-batches.
+        chunks: of each stage of an interleaved pipeline.
+
+    Raises:
+        ValueError: interleaved micro-batches are no multiple of the stages.
+    """
+    found: list[Operation] = list(_ORDERS[schedule](stage, stages, micro_batches, chunks))
+    return found
+
+
+def needs(operation: Operation, *, stage: int, stages: int, chunks: int = 1) -> tuple[int, Operation] | None:
+    """The stage and the operation on it whose output this one takes in; None for the first of all.
+
+    `weights` need nothing from elsewhere. The last part of the model goes back from its own forward.
+    """
+    kind, micro_batch, chunk = operation
+    if kind == "weights":
+        return stage, Operation("inputs", micro_batch, chunk)
+    part = chunk * stages + stage
+    if kind == "forward":
+        return None if part == 0 else _on(part - 1, "forward", micro_batch, stages)
+    last = part == chunks * stages - 1
+    return _on(part, "forward", micro_batch, stages) if last else _on(part + 1, kind, micro_batch, stages)
+
+
+def in_flight(operations: list[Operation]) -> int:
+    """The most micro-batches, counted by chunk, whose activations a stage holds at once under an order."""
+    held = most = 0
+    for kind, _, _ in operations:
+        held += {"forward": 1, "backward": -1, "inputs": 0, "weights": -1}[kind]
+        most = max(most, held)
+    return most
+
+
+def _on(part: int, kind: Kind, micro_batch: int, stages: int) -> tuple[int, Operation]:
+    return part % stages, Operation(kind, micro_batch, part // stages)
+
+
+def _gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
+    """All forwards, then all backwards, the last micro-batch first."""
+    yield from (Operation("forward", number) for number in range(micro_batches))
+    yield from (Operation("backward", number) for number in reversed(range(micro_batches)))
+
+
+def _accumulated(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
+    """Each micro-batch forward and at once backward."""
+    for number in range(micro_batches):
+        yield Operation("forward", number)
+        yield Operation("backward", number)
+
+
+def _one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
+    """As many forwards as stages follow, then one and one, then what is left backwards."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    for number in range(micro_batches + ahead):
+        if number < micro_batches:
+            yield Operation("forward", number)
+        if number >= ahead:
+            yield Operation("backward", number - ahead)
+
+
+def _interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
+    """1F1B over chunks: as many micro-batches as stages through one chunk, then through the next, as in Megatron-LM."""
+    if micro_batches % stages:
+        raise ValueError(f"{micro_batches} micro-batches are no multiple of {stages} stages")
+    total, round_ = micro_batches * chunks, stages * chunks
+    ahead = min(2 * (stages - 1 - stage) + (chunks - 1) * stages, total)
+    for number in range(total + ahead):
+        if number < total:
+            turn, place = divmod(number, round_)
+            yield Operation("forward", turn * stages + place % stages, place // stages)
+        if number >= ahead:
+            turn, place = divmod(number - ahead, round_)
+            yield Operation("backward", turn * stages + place % stages, chunks - 1 - place // stages)
+
+
+def _zero_bubble(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
+    """1F1B whose gradients of weights wait, on each stage for as many micro-batches as stages lie before it."""
+    late = min(stage, micro_batches)
+    for kind, number, _ in _one_forward_one_backward(stage, stages, micro_batches, chunks):
+        yield Operation("inputs" if kind == "backward" else kind, number)
+        if kind == "backward" and number >= late:
+            yield Operation("weights", number - late)
+    yield from (Operation("weights", number) for number in range(micro_batches - late, micro_batches))
+
+
+_ORDERS: Mapping[str, Callable[[int, int, int, int], Iterator[Operation]]] = {
+    "": _accumulated,
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+    "zero_bubble": _zero_bubble,
+}

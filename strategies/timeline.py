@@ -1,0 +1,173 @@
+"""One step as it would be seen from outside: what each pipeline stage does when, and what it waits for.
+
+`timing` adds a step up from formulas; here its pieces run in the order of the schedule, each as soon as its stage is
+free and its input has come. Where stages are equal the two agree; where they differ this one is right about who waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Literal, NamedTuple
+
+from trainwright.strategies.calibration import DEFAULT, Calibration
+from trainwright.strategies.orders import Kind, Operation, needs, order
+from trainwright.strategies.timing import LAST, Pieces, pieces
+from trainwright.strategies.work import Work
+
+SpanKind = Literal[
+    "forward", "recompute", "backward", "inputs", "weights", "gather", "send", "reduction", "optimizer", "other", "idle"
+]
+BUCKETS = round(1 / LAST)  # of gradients: the last of them is what `timing` never hides
+WEIGHTS = 0.5  # of backward, where it is halved: gradients of parameters (Qi et al., 2023: as long as those of inputs)
+FORWARD_GATHERS = 1 / 3  # ZeRO-3 gathers for forward, gathers for backward, and scatters gradients
+
+
+class Span(NamedTuple):
+    """What a stage does for a while.
+
+    Attributes:
+        stage: from 0.
+        kind: `reduction` runs beside the others, which follow each other; `inputs` and `weights` are the halves of a
+            backward; `gather` is what ZeRO-3 adds; `other` is what a step takes beside all that.
+        micro_batch: from 0; None for what is done once a step.
+        chunk: of the stage; None likewise, but for a reduction.
+        begin_s, end_s: since the step began.
+    """
+
+    stage: int
+    kind: SpanKind
+    micro_batch: int | None
+    chunk: int | None
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step.
+
+    Attributes:
+        lanes: of each stage, by their begin; what its device computes and sends, and where it idles, leaves no gap.
+        reductions: of each stage's gradients, which run beside its lane.
+        step_s: until the last stage is done.
+    """
+
+    lanes: tuple[tuple[Span, ...], ...]
+    reductions: tuple[tuple[Span, ...], ...]
+    step_s: float
+
+    def share(self, kind: SpanKind) -> float:
+        """Of the time of all stages that goes into one kind."""
+        spent = sum(span.seconds for span in chain(*self.lanes, *self.reductions) if span.kind == kind)
+        return spent / (self.step_s * len(self.lanes))
+
+
+def timeline(work: Work, calibration: Calibration = DEFAULT) -> Timeline:
+    """The step of a plan, from `work_of`, as long as `estimating.expected` says up to what its formulas leave out."""
+    residual, _ = calibration.residual(work.shape, work.kind)
+    made = pieces(work, calibration.efficiencies).times(math.exp(residual))
+    lanes = _lanes(work, made)
+    hidden_s = calibration.efficiencies["overlap"] * (made.backward + made.recompute) / work.chunks
+    spent = zip(lanes, made.reduction.tolist(), hidden_s.tolist(), strict=True)
+    reductions = [_reductions(lane, reduced_s, under_s) for lane, reduced_s, under_s in spent]
+    reduced_s = max(span.end_s for span in chain(*lanes, *reductions))  # clipping waits for all gradients
+    updated_s = reduced_s + float(made.optimizer.max())
+    for stage, lane in enumerate(lanes):
+        end_s = reduced_s + float(made.optimizer[stage])
+        lane.append(Span(stage, "optimizer", None, None, reduced_s, end_s))
+        lane.append(Span(stage, "other", None, None, updated_s, updated_s + made.other))
+    return Timeline(
+        lanes=tuple(tuple(_filled(lane)) for lane in lanes),
+        reductions=tuple(map(tuple, reductions)),
+        step_s=updated_s + made.other,
+    )
+
+
+def _lanes(work: Work, made: Pieces) -> list[list[Span]]:
+    """What each stage does before gradients are reduced: a stage goes on as far as what it needs has come."""
+    stages, chunks = work.mesh.pipeline, work.chunks
+    todo = [
+        deque(order(work.schedule, stage=stage, stages=stages, micro_batches=work.micro_batches, chunks=chunks))
+        for stage in range(stages)
+    ]
+    lanes: list[list[Span]] = [[] for _ in range(stages)]
+    parts = cache(lambda stage, kind, chunk: tuple(_parts(work, made, stage, kind, chunk)))
+    come_s: dict[tuple[int, Operation], float] = {}
+    waiting: dict[tuple[int, Operation], int] = {}
+    able = deque(range(stages))
+    while able:
+        stage = able.popleft()
+        lane = lanes[stage]
+        while todo[stage]:
+            operation = todo[stage][0]
+            source = needs(operation, stage=stage, stages=stages, chunks=chunks)
+            if source is not None and source not in come_s:
+                waiting[source] = stage
+                break
+            todo[stage].popleft()
+            now_s = max(lane[-1].end_s if lane else 0.0, come_s[source] if source else 0.0)
+            for kind, seconds in parts(stage, operation.kind, operation.chunk):
+                begin_s, now_s = now_s, now_s + seconds
+                lane.append(Span(stage, kind, operation.micro_batch, operation.chunk, begin_s, now_s))
+            come_s[stage, operation] = now_s
+            if (stage, operation) in waiting:
+                able.append(waiting.pop((stage, operation)))
+    assert not any(todo), "an order in which stages wait for each other in a ring"
+    return lanes
+
+
+def _parts(work: Work, made: Pieces, stage: int, kind: Kind, chunk: int) -> Iterator[tuple[SpanKind, float]]:
+    """What an operation of a stage takes, one after the other; sending keeps the sender."""
+    last = (work.mesh.pipeline - 1, work.chunks - 1)
+    share = 1 / work.chunks
+    if made.gather and kind != "weights":
+        yield "gather", made.gather * share * (FORWARD_GATHERS if kind == "forward" else 1 - FORWARD_GATHERS)
+    if kind in ("backward", "inputs") and made.recompute[stage]:
+        yield "recompute", float(made.recompute[stage]) * share
+    if kind == "forward":
+        yield kind, float(made.forward[stage]) * share
+    else:
+        halved = {"inputs": 1 - WEIGHTS, "weights": WEIGHTS}
+        yield kind, float(made.backward[stage]) * share * halved.get(kind, 1.0)
+    if kind != "weights" and (stage, chunk) != (last if kind == "forward" else (0, 0)):
+        yield "send", made.send
+
+
+def _reductions(lane: list[Span], spent_s: float, hidden_s: float) -> list[Span]:
+    """Of a stage's gradients, chunk by chunk and bucket by bucket: each when it is made and the one before is done.
+
+    Args:
+        lane: of the stage, backwards done.
+        spent_s: of all its gradients.
+        hidden_s: at the end of each chunk's last backward: buckets are made evenly over it.
+    """
+    done = {span.chunk: span for span in lane if span.kind in ("backward", "weights")}  # the last of each chunk
+    if not spent_s:
+        return []
+    each_s, found = spent_s / len(done) / BUCKETS, list[Span]()
+    for last in sorted(done.values(), key=lambda span: span.end_s):
+        for bucket in range(1, BUCKETS + 1):
+            made_s = last.end_s - hidden_s * (1 - bucket / BUCKETS)
+            begin_s = max(made_s, found[-1].end_s if found else 0.0)
+            found.append(Span(last.stage, "reduction", None, last.chunk, begin_s, begin_s + each_s))
+    return found
+
+
+def _filled(lane: list[Span]) -> Iterator[Span]:
+    """With the time between spans as idle."""
+    now_s = 0.0
+    for span in lane:
+        if span.begin_s > now_s:
+            yield Span(span.stage, "idle", None, None, now_s, span.begin_s)
+        yield span
+        now_s = span.end_s

@@ -1,0 +1,169 @@
+"""Orders of pipeline schedules, and one step as spans."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import trainwright as tw
+from tests.published import VTRAIN_LARGE, VTRAIN_SMALL, mosaicml, vtrain
+from trainwright.core.plan import Plan
+from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.strategies import orders
+from trainwright.strategies.calibration import DEFAULT, NAMES, Calibration
+from trainwright.strategies.estimating import expected
+from trainwright.strategies.memory import in_flight
+from trainwright.strategies.orders import Operation, needs, order
+from trainwright.strategies.timeline import BUCKETS, Span, Timeline, timeline
+from trainwright.strategies.work import Machine, Work, work_of
+
+SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zero_bubble")
+# Nothing costs time but what grows with the work: no messages, no launches, nothing else in a step.
+SMOOTH = Calibration(
+    logs=tuple(-60.0 if name.endswith("_s") else log for name, log in zip(NAMES, DEFAULT.logs, strict=True))
+)
+BLOCK = LayerCost(
+    name="block", parameters=10**8, parameter_bytes=4 * 10**8, flops=1e12, output_numbers=1e6, kept_numbers=2e6,
+    traffic_numbers=1e8,
+)  # fmt: skip
+MACHINE = Machine.of(tw.Cluster.parse("8x8xA100-80GB"))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, schedules: tuple[str, ...] = SCHEDULES) -> tuple[str, int, int, int]:
+    """Schedule, stages, micro-batches and chunks."""
+    schedule, stages = draw(st.sampled_from(schedules)), draw(st.integers(1, 6))
+    if schedule == "interleaved":
+        return schedule, stages, stages * draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    return schedule, stages, draw(st.integers(1, 14)), 1
+
+
+def ordered(schedule: str, stages: int, micro_batches: int, chunks: int) -> list[list[Operation]]:
+    return [
+        order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, chunks=chunks)
+        for stage in range(stages)
+    ]
+
+
+@given(pipelines())
+def test_every_micro_batch_goes_forward_and_back_once_through_each_chunk(case: tuple[str, int, int, int]) -> None:
+    schedule, _, micro_batches, chunks = case
+    kinds = {"forward", "inputs", "weights"} if schedule == "zero_bubble" else {"forward", "backward"}
+    wanted = Counter(Operation(kind, m, c) for kind in kinds for m in range(micro_batches) for c in range(chunks))
+    for operations in ordered(*case):
+        assert Counter(operations) == wanted
+
+
+@given(pipelines())
+def test_micro_batches_in_flight_are_what_the_memory_is_planned_for(case: tuple[str, int, int, int]) -> None:
+    schedule, stages, micro_batches, chunks = case
+    plan = Plan.parse(f"pp={stages},schedule={schedule or '1f1b'},chunks={chunks}")
+    for stage, operations in enumerate(ordered(*case)):
+        held = orders.in_flight(operations)
+        if stages > 1:
+            assert held / chunks == in_flight(replace(plan, schedule=schedule), stage, micro_batches)
+        if schedule in ("gpipe", "1f1b"):
+            assert held == (micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage))
+
+
+def test_the_published_orders() -> None:
+    """Figures 4 of Narayanan et al. (2021b) and 3 of Qi et al. (2023), 4 stages and 8 micro-batches."""
+    letters = {"forward": "F", "backward": "B", "inputs": "B", "weights": "W"}
+
+    def drawn(schedule: str, stage: int, chunks: int = 1) -> str:
+        found = order(schedule, stage=stage, stages=4, micro_batches=8, chunks=chunks)
+        return " ".join(f"{letters[kind]}{m + 1}{'ab'[chunk] if chunks > 1 else ''}" for kind, m, chunk in found)
+
+    assert drawn("1f1b", 0) == "F1 F2 F3 F4 B1 F5 B2 F6 B3 F7 B4 F8 B5 B6 B7 B8"
+    assert drawn("1f1b", 3) == "F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 F8 B8"
+    assert drawn("interleaved", 3, 2).startswith("F1a F2a F3a F4a F1b B1b F2b B2b F3b B3b F4b B4b F5a B1a F6a B2a")
+    assert drawn("zero_bubble", 0) == ("F1 F2 F3 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4 F8 B5 W5 B6 W6 B7 W7 B8 W8")
+    assert drawn("zero_bubble", 3) == ("F1 B1 F2 B2 F3 B3 F4 B4 W1 F5 B5 W2 F6 B6 W3 F7 B7 W4 F8 B8 W5 W6 W7 W8")
+    with pytest.raises(ValueError, match="6 micro-batches are no multiple of 4 stages"):
+        order("interleaved", stage=0, stages=4, micro_batches=6, chunks=2)
+
+
+def work(schedule: str, stages: int, micro_batches: int, chunks: int = 1, more: str = "", layers: int = 12) -> Work:
+    """Of equal layers, a sample a micro-batch."""
+    plan = Plan.parse(f"pp={stages},schedule={schedule or '1f1b'},chunks={chunks},micro_batch=1{more}")
+    plan, profile = replace(plan, schedule=schedule), ModelProfile(framework="", layers=(BLOCK,) * layers)
+    batch = micro_batches * plan.mesh.data_ranks
+    return work_of(profile, MACHINE, plan, batch_size=batch, precision="bf16")
+
+
+def of_kind(found: Timeline, stage: int, *kinds: str) -> list[Span]:
+    return [span for span in found.lanes[stage] if span.kind in kinds]
+
+
+def done_on(found: Timeline, stage: int) -> list[tuple[Operation, Span, float]]:
+    """Operations of a stage with their spans, and when what they give has come where it is needed."""
+    spans = [span for span in found.lanes[stage] if span.kind != "idle"]
+    return [
+        (Operation(one.kind, one.micro_batch, one.chunk), one, two.end_s if two.kind == "send" else one.end_s)  # type: ignore[arg-type]
+        for one, two in pairwise(spans)
+        if one.kind in ("forward", "backward", "inputs", "weights")
+    ]
+
+
+@given(pipelines(), st.sampled_from(["", ",recompute=full", ",dp=2", ",dp=2,zero=1"]))
+@settings(deadline=None)
+def test_spans_keep_the_order_and_wait_for_what_they_need(case: tuple[str, int, int, int], more: str) -> None:
+    _, stages, _, chunks = case
+    assume(chunks * stages <= 12)
+    found = timeline(work(*case, more))
+    come = {(stage, operation): at for stage in range(stages) for operation, _, at in done_on(found, stage)}
+    for stage, lane in enumerate(found.lanes):
+        assert lane[0].begin_s == 0.0 and lane[-1].end_s == found.step_s
+        assert all(span.begin_s < span.end_s for span in lane)
+        assert all(one.end_s == pytest.approx(two.begin_s) for one, two in pairwise(lane))
+        assert [operation for operation, _, _ in done_on(found, stage)] == ordered(*case)[stage]
+        for operation, span, _ in done_on(found, stage):
+            source = needs(operation, stage=stage, stages=stages, chunks=chunks)
+            assert source is None or span.begin_s >= come[source] - 1e-12
+            assert source is None or source[0] == stage or abs(source[0] - stage) in (1, stages - 1)
+    for reductions in found.reductions:
+        assert all(one.end_s <= two.begin_s + 1e-12 for one, two in pairwise(reductions))
+
+
+@given(pipelines(("gpipe", "1f1b", "interleaved", "zero_bubble")))
+@settings(deadline=None)
+def test_equal_stages_take_what_the_papers_say(case: tuple[str, int, int, int]) -> None:
+    schedule, stages, micro_batches, chunks = case
+    assume(12 % stages == 0 and (schedule != "zero_bubble" or micro_batches >= stages))
+    asked = replace(work(*case), sent_bytes=0.0)
+    found = timeline(asked, SMOOTH)
+    forward, back = (sum(s.seconds for s in of_kind(found, 0, *kinds)) / micro_batches
+                     for kinds in (("forward",), ("backward", "inputs", "weights")))  # fmt: skip
+    assert back == pytest.approx(2 * forward)
+    bubble = {"gpipe": forward + back, "1f1b": forward + back, "interleaved": (forward + back) / chunks,
+              "zero_bubble": (forward + back) / 3}[schedule]  # fmt: skip
+    ended = found.lanes[0][-3 if found.lanes[0][-2].kind == "optimizer" else -2].end_s
+    assert ended == pytest.approx(micro_batches * (forward + back) + (stages - 1) * bubble)
+    assert found.share("idle") == pytest.approx((stages - 1) * bubble / found.step_s, rel=1e-6, abs=1e-9)
+
+
+def test_gradients_are_reduced_as_they_are_made_and_clipping_waits_for_all() -> None:
+    found = timeline(work("1f1b", 4, 8, more=",dp=4"))
+    for stage, reductions in enumerate(found.reductions):
+        last = of_kind(found, stage, "backward")[-1]
+        assert len(reductions) == BUCKETS and last.begin_s < reductions[0].begin_s < last.end_s
+        assert reductions[-1].begin_s >= last.end_s
+    begun = {of_kind(found, stage, "optimizer")[0].begin_s for stage in range(4)}
+    assert begun == {max(spans[-1].end_s for spans in found.reductions)}
+    alone = timeline(work("", 1, 4))
+    assert not alone.reductions[0] and [s.kind for s in alone.lanes[0]] == ["forward", "backward"] * 4 + ["optimizer", "other"]  # fmt: skip  # noqa: E501
+
+
+def test_it_is_as_long_as_the_formulas_say_of_every_published_plan() -> None:
+    apart = []
+    for one in (*vtrain(VTRAIN_SMALL)[::6], *vtrain(VTRAIN_LARGE)[::4], *mosaicml("h100_80gb")[::4]):
+        machine = Machine.of(one.cluster)
+        asked = work_of(one.profile, machine, one.plan, batch_size=one.batch_size, precision=one.precision)
+        apart.append(timeline(asked).step_s / sum(expected(asked, DEFAULT).values()) - 1)
+    assert max(map(abs, apart)) <= 0.03 and math.fsum(map(abs, apart)) / len(apart) <= 0.005
