@@ -79,9 +79,6 @@ def plan(
     aim: Annotated[
         str | None, typer.Option("--for", metavar="AIM", help="With --cluster: fastest (default), cheapest, smallest.")
     ] = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="PLAN.json", help="Write the plan: --set plan=PLAN.json asks for it again.")
-    ] = None,
     price: Annotated[
         str | None,
         typer.Option(metavar="PRICE", help="With --cluster: on-demand (default), spot, or dollars an hour of one."),
@@ -94,6 +91,9 @@ def plan(
     ] = None,
     batch_sizes: Annotated[
         str | None, typer.Option(metavar="N,N", help="With --cluster: to compare by time to the target: 256,512.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="PLAN.json", help="Write the plan: --set plan=PLAN.json asks for it again.")
     ] = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a page, with pictures.")] = None,
     as_json: AsJson = False,
@@ -108,13 +108,10 @@ def plan(
     given = {
         "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
     }  # fmt: skip
-    if out is not None and cluster is not None:
-        raise typer.BadParameter("a plan for a cluster that is not there cannot be asked for again", param_hint="--out")
-    asked = wishes_of(cluster, given)
-    answer: Any = api.plan(_job(file, overrides, strategy, workers), **asked)
-    if out is not None:
+    answer: Any = api.plan(_job(file, overrides, strategy, workers), **wishes_of(cluster, given, out))
+    if out:
         write_plan(out, answer)
-    if html is not None:
+    if html:
         write_page(answer, html)
     if as_json:
         _print_json(asdict(answer))

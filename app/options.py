@@ -13,12 +13,20 @@ from trainwright.core.errors import PlanError
 _HOURS = {"h": 1.0, "d": 24.0, "y": 24.0 * 365}
 
 
-def wishes_of(cluster: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def wishes_of(cluster: str | None, given: Mapping[str, Any], out: str | None = None) -> dict[str, Any]:
     """Arguments of `api.plan` from options by name, of which None was not given.
 
+    Args:
+        cluster: that is not there.
+        given: what is asked about it.
+        out: where the plan of a job is written.
+
     Raises:
-        PlanError: one cannot be read, or there is no cluster to which it belongs.
+        PlanError: one cannot be read, or it does not go with a cluster that is not there, or only with one.
     """
+    if out is not None and cluster is not None:
+        what = "a plan for a cluster that is not there cannot be asked for again"
+        raise PlanError(what, where="--out", remedy="leave --cluster or --out out")
     named = {name: value for name, value in given.items() if value is not None}
     if cluster is None:
         for name in named:

@@ -55,7 +55,9 @@ def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan, *, calibra
         PlanError: the plan cannot be carried out by this cluster, or with this model and batch.
         ResourceError: nothing is known of an accelerator.
     """
-    work = work_of(profile, Machine.of(cluster), plan, batch_size=plan.batch_size, precision=plan.precision)
+    work = work_of(
+        profile, Machine.of(cluster, plan.mesh.size), plan, batch_size=plan.batch_size, precision=plan.precision
+    )
     found = timeline(work, calibration)
     stages = list(range(len(found.lanes)))
     shown = stages if len(stages) <= 2 * EDGES + 1 else stages[:EDGES] + stages[-EDGES:]
@@ -275,7 +277,7 @@ def _legend(kinds: Sequence[tuple[str, str]], y: float) -> tuple[list[str], floa
 def _svg(label: str, wide: float, high: float, parts: Iterable[str]) -> str:
     return (
         f'<svg class="figure" viewBox="0 0 {wide:g} {high:g}" role="img" aria-label="{escape(label)}" '
-        f'xmlns="http://www.w3.org/2000/svg" style="width:100%;max-width:{wide:g}px;height:auto" '
+        f'style="width:100%;max-width:{wide:g}px;height:auto" '
         f'font-size="12.5" font-family="inherit">{"".join(parts)}</svg>'
     )
 

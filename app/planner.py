@@ -12,6 +12,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Infeasible, Plan, Rejected
 from trainwright.core.plantext import Pins
 from trainwright.core.profile import ModelProfile
+from trainwright.pictures import timeline_svg
 from trainwright.planview import STALE, plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.question import Question, room_of
@@ -24,13 +25,28 @@ WORTH_SAYING = 1.1  # times as fast as what is pinned
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decision:
-    """The chosen plan and the others, with reasons. Prints as a table, shows as HTML in a notebook."""
+    """The chosen plan and the others, with reasons. Prints as a table, shows as HTML in a notebook.
+
+    Attributes:
+        chosen: the plan.
+        rejected: the best of each other strategy.
+        infeasible: what makes the rest impossible.
+        profile: of the model.
+        cluster: what there is.
+        used: the part of it that the job may use.
+    """
 
     chosen: Plan
     rejected: tuple[Rejected, ...]
     infeasible: tuple[Infeasible, ...]
     profile: ModelProfile
     cluster: Cluster
+    used: Cluster
+
+    @property
+    def timeline(self) -> str:
+        """One step of the chosen plan as it is expected, as SVG."""
+        return timeline_svg(self.profile, self.used, self.chosen)
 
     def __repr__(self) -> str:
         return plan_text(self)
@@ -64,6 +80,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         infeasible=tuple(_nearest(found.misfits, planned)),
         profile=profile,
         cluster=cluster,
+        used=allowed,
     )
 
 

@@ -79,7 +79,7 @@ def plan_html(decision: Decision) -> str:
     parts = [
         f"<style>{_STYLE}</style><div class='tw-plan'>",
         f"<p class='tw-head'>{escape(plan_line(decision.chosen))}</p><table>{rows}</table>",
-        *([_estimate_html(decision.chosen.estimate)] if decision.chosen.estimate else []),
+        *([_estimate_html(decision.chosen.estimate), decision.timeline] if decision.chosen.estimate else []),
         _others_html(other_rows(others_of(decision))),
         "</div>",
     ]

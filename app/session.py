@@ -178,6 +178,7 @@ class Session:
                 plan=asdict(plan),
                 rejected=others_of(self._decision),
                 cluster=str(self._decision.cluster),
+                timeline=self._decision.timeline,
                 versions=versions(),
                 total_steps=self._prepared.total_steps,
                 steps_per_epoch=self._prepared.steps_per_epoch,

@@ -89,7 +89,7 @@ def pieces(work: Work, rates: Rates) -> Pieces:
         gather=_gathered(work, rates, float((ahead + back + again).max())),
         reduction=_reduction(work, rates, work.gradient_bytes),
         optimizer=work.update_s / rates["update"] * work.parameters / work.parameters.max(),
-        other=rates["step_s"],
+        other=rates["step_s"] * work.machine.device.host,
     )
 
 

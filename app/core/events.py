@@ -23,7 +23,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A driver took the run. `job`, `plan` and `versions` are readable facts for the report."""
+    """A driver took the run.
+
+    `job`, `plan` and `versions` are readable facts for the report, `timeline` is an SVG of one step as it is expected.
+    """
 
     kind = "run_started"
     run: str = ""
@@ -32,6 +35,7 @@ class RunStarted(Event):
     plan: dict[str, Any] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
     cluster: str = ""
+    timeline: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     total_steps: int = 0
     steps_per_epoch: int = 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
+from xml.etree import ElementTree
 
 from trainwright import words
 from trainwright.core.events import Event, Failed, RunStarted
@@ -22,6 +23,9 @@ from trainwright.store import Store
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+
+_SHAPES = frozenset({"svg", "g", "path", "rect", "text", "title"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,7 @@ def render(history: History, facts: Facts) -> str:
         plan_line=plan_line(plan) if plan else "",
         plan_rows=plan_rows(plan) if plan else [],
         cluster=history.start.cluster,
+        timeline=_drawing(history.start.timeline),
         bars=step_bars(history, plan),
         others=other_rows(history.start.rejected),
         time_parts=time_parts(history),
@@ -136,6 +141,20 @@ class ReportListener:
             # The driver ends here: where the events tell no outcome, nobody will add one.
             history = History.fold(read_events(self._store, self._run), owner_alive=False)
             write_report(self._store, self._run, history=history, clock=self._clock)
+
+
+def _drawing(svg: str) -> Markup:
+    """A drawing that was stored; one that holds more than shapes and words is left out."""
+    try:
+        parts = list(ElementTree.fromstring(svg).iter()) if svg else []
+    except ElementTree.ParseError:
+        parts = []
+    plain = all(part.tag.rpartition("}")[2] in _SHAPES and _inert(part.attrib) for part in parts)
+    return _markup(svg if plain and parts else "")
+
+
+def _inert(attributes: Mapping[str, str]) -> bool:
+    return not any(name.startswith("on") or "href" in name or "url" in value for name, value in attributes.items())
 
 
 def _markup(svg: str) -> Markup:

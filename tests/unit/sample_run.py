@@ -27,6 +27,7 @@ PLAN = Plan(
     ),
     notes=("batch norm is local to each worker",),
 )
+CLUSTER = Cluster(nodes=(Node(name="a", cpus=2, memory_bytes=8 << 30),))
 DECISION = Decision(
     chosen=PLAN,
     rejected=(
@@ -36,7 +37,8 @@ DECISION = Decision(
     profile=ModelProfile(
         framework="torch", layers=(LayerCost(name="conv", parameters=1000, parameter_bytes=4000, flops=1e6),)
     ),
-    cluster=Cluster(nodes=(Node(name="a", cpus=2, memory_bytes=8 << 30),)),
+    cluster=CLUSTER,
+    used=CLUSTER,
 )
 
 
@@ -53,6 +55,7 @@ def started(*, token: int = 1, time_s: float = 100.0, total: int = 20, fresh: bo
             {"strategy": "pipeline", "reason": "the model has no stages", "hint": "give it as a sequence"},
         ],
         cluster="1 node, 2 CPUs, no accelerators",
+        timeline=DECISION.timeline,
         versions={"python": "3.11"},
         total_steps=total,
         steps_per_epoch=10,

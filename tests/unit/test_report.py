@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sample_run import started, stepped, whole_run
+from tests.unit.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.history import History
 from trainwright.journal import Journal
 from trainwright.planview import plan_from
 from trainwright.report import Facts, ReportListener, render, summary_html
 from trainwright.report.figures import smooth
-from trainwright.report.page import step_bars, time_parts
+from trainwright.report.page import _drawing, step_bars, time_parts
 from trainwright.store import open_store
 from trainwright.tensorboard import TensorBoard
 
@@ -238,3 +238,11 @@ def test_what_users_see_imports_no_framework_and_no_ray() -> None:
     code = f"import sys; from trainwright import {modules}\nprint(sorted(sys.modules.keys() & {heavy}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_drawing_that_was_stored_is_shown_and_one_that_could_do_something_is_not() -> None:
+    drawn = DECISION.timeline
+    assert str(_drawing(drawn)) == drawn and "<svg" in drawn
+    for hole in ("<script>alert(1)</script>", '<a href="javascript:x()"><text>y</text></a>', '<g onclick="x()"></g>'):
+        assert str(_drawing(drawn.replace("</svg>", f"{hole}</svg>"))) == "", hole
+    assert str(_drawing(drawn[:-9])) == str(_drawing("")) == ""
