@@ -124,7 +124,7 @@ def runs_of(stages: Iterable[int]) -> str:
 def others_of(decision: Decision) -> list[dict[str, str]]:
     """Rejected and infeasible plans as facts for `RunStarted.rejected`: strategy, plan, reason, hint."""
     rejected = [
-        {"strategy": item.plan.strategy, "plan": plan_line(item.plan), "reason": item.reason}
+        {"strategy": item.plan.strategy, "plan": f"{item.plan.strategy}: {name_of(item.plan)}", "reason": item.reason}
         for item in decision.rejected
     ]
     return rejected + [
