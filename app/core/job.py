@@ -307,14 +307,15 @@ def _names(given: str | Names) -> Names:
 
 def _scheduled(job: Job) -> Callable[[int, int], float] | None:
     """The schedule, given the batch size where it wants it, so that it follows the job's when that is changed."""
-    if job.schedule is None:
+    schedule: Callable[..., float] | None = job.schedule
+    if schedule is None:
         return None
     try:
-        wanted = inspect.signature(job.schedule).parameters.get("batch_size")
+        wanted = inspect.signature(schedule).parameters.get("batch_size")
     except (TypeError, ValueError):  # of a function that is not Python's
-        return job.schedule
+        return schedule
     open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
-    return functools.partial(job.schedule, batch_size=job.batch_size) if open_keyword else job.schedule
+    return functools.partial(schedule, batch_size=job.batch_size) if open_keyword else schedule
 
 
 def _bounds_problems(job: Job) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainwright import words
+from trainwright.comparison import noise_text, step_parts
 from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
 from trainwright.history import History, epoch_of, read_history
@@ -85,6 +86,9 @@ def render(history: History, facts: Facts) -> str:
             plan_rows=plan_rows(plan) if plan else [],
             cluster=history.start.cluster,
             bars=step_bars(history, plan),
+            comparison=[row.cells() for row in step_parts(history, plan)],
+            timed=history.phases.steps if history.phases else 0,
+            noise=noise_text(history, plan),
             others=other_rows(history.start.rejected),
             time_parts=time_parts(history),
             prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
