@@ -127,9 +127,13 @@ def noise_text(history: History, plan: Plan | None) -> str:
     """What is known of the gradient noise scale, or why it is not; empty before anything was measured."""
     if not history.measured:
         return ""
-    noise, sampled = history.noise, history.measured[-1].sampled
-    if noise is not None:
-        return f"{noise.text} ({noise.count:,} sampled steps; the batch has {noise.batch:,.0f})"
+    if history.noise is not None:
+        step, noise = history.noise
+        since = "" if history.measured[-1].noise else "; since then the estimates scatter too much to tell"
+        return (
+            f"{noise.text} at step {step:,}{since} ({noise.count:,} steps were sampled; a batch has {noise.batch:,.0f})"
+        )
+    sampled = history.measured[-1].sampled
     if plan is not None and plan.mesh.data_ranks * plan.micro_batches(plan.batch_size)[0] == 1:
         return "cannot be measured: a batch that is not divided does not tell it; accumulation=2 divides it"
     if sampled < LEAST:

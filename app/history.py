@@ -135,9 +135,10 @@ class History:
         return merged([Phases(steps=item.steps, medians=item.phases, data_s=item.data_s) for item in alike])
 
     @property
-    def noise(self) -> Noise | None:
-        """The gradient noise scale as last known; None where it is not."""
-        return noise_of(self.measured[-1]) if self.measured else None
+    def noise(self) -> tuple[int, Noise] | None:
+        """The step at which the gradient noise scale was last known, and what it was; None where it never was."""
+        found = ((event.step, noise_of(event)) for event in reversed(self.measured))
+        return next(((step, noise) for step, noise in found if noise is not None), None)
 
     @cached_property
     def steps(self) -> pandas.DataFrame:

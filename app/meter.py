@@ -11,7 +11,7 @@ from trainwright.core.noise import Noise, NoiseAverage
 from trainwright.core.phases import Phases
 
 _KEPT = 1_000  # steps in a median, at most
-_LEAST = 5
+_LEAST = 20
 
 
 class Meter:

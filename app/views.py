@@ -9,7 +9,7 @@ Times are seconds since the epoch, sizes bytes, durations seconds; what is not k
 plan, plan_line, others, cluster, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
 worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
 data, start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}],
-noise_scale: {scale, low, high, batch, count}, noise, waiting, notes, report, changed_s}.
+noise_scale: {step, scale, low, high, batch, count}, noise, waiting, notes, report, changed_s}.
 
 `logs`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
 """
@@ -187,7 +187,7 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
         "steps_lost": history.steps_lost,
         "seconds": {name.removesuffix("_s"): value for name, value in asdict(history.totals).items()},
         "step_parts": [asdict(row) for row in step_parts(history, plan)],
-        "noise_scale": asdict(history.noise) if history.noise else None,
+        "noise_scale": {"step": history.noise[0], **asdict(history.noise[1])} if history.noise else None,
         "noise": noise_text(history, plan),
         "waiting": waiting_text(history.waiting) if history.waiting and history.state == "running" else "",
         "notes": [note.text for note in history.notes],

@@ -10,7 +10,7 @@ from tests.conformance import problems
 from tests.conformance.cases import CASES, Case, label
 from tests.conformance.harness import Pool
 from tests.conformance.problems import PROBLEMS, Problem
-from trainwright.core.noise import EVERY
+from trainwright.core.noise import OFTEN
 from trainwright.core.phases import PLACES
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -26,7 +26,7 @@ TIMED = [(case, case.workers[0]) for case in CASES if case.topology == "collecti
 
 @pytest.mark.parametrize(("case", "workers", "problem"), SHARED, ids=label)
 def test_a_sampled_step_tells_the_norms_of_all_shares(pool: Pool, case: Case, workers: int, problem: Problem) -> None:
-    feeds = case.feeds(problem, workers, range(EVERY - 2, EVERY + 1))
+    feeds = case.feeds(problem, workers, range(OFTEN - 2, OFTEN + 1))
     with case.world(pool, problem, workers) as world:
         world.start(feeds[0])
         world.train(feeds[:1])
@@ -35,7 +35,7 @@ def test_a_sampled_step_tells_the_norms_of_all_shares(pool: Pool, case: Case, wo
     data = problems.columns(problem)
     shares = [batch.samples for feed in feeds[1] for part in feed.parts for batch in part if batch.weights.any()]
     norms = [case.code.by_hand(problem, start, [ids], data)[1][0] for ids in shares]
-    whole = problems.batches(problem, EVERY)[-1]
+    whole = problems.batches(problem, OFTEN)[-1]
     norm = case.code.by_hand(problem, start, [whole], data)[1][0]
     expected = {
         "samples": len(whole),

@@ -16,10 +16,10 @@ from tests.unit.test_torch_ranks import Exchange, formed, run_ranks
 from tests.unit.torch_jobs import Net, batch, double, feed, loss, one_device, plan, saved, spec
 from trainwright.core import noise
 from trainwright.core.data import Batch, Feed, StepReport
-from trainwright.core.noise import EVERY, Scatter
+from trainwright.core.noise import OFTEN, Scatter
 from trainwright.strategies.torch.files import load_weights
 
-SAMPLED = EVERY - 1  # the first step that is
+SAMPLED = OFTEN - 1  # the first step that is
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:
@@ -103,7 +103,7 @@ def test_ranks_tell_the_noise_of_all_shares_alike(world: int, micros: int) -> No
 
 
 def _trained(every: int, rank: int, world: int, exchange: Exchange) -> bytes:
-    noise.EVERY = every
+    noise.OFTEN = every
     engine = formed(rank, exchange, spec(model=double, clip_norm=0.5))
     for step in range(6):
         given, _ = global_feed(rank, world, step, micros=2)
