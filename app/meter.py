@@ -19,29 +19,29 @@ class Meter:
 
     def __init__(self) -> None:
         self._average = NoiseAverage()
-        self._rows: deque[Mapping[str, float]] = deque(maxlen=_KEPT)  # seconds by phase, with those of `data`
+        self._steps: deque[tuple[Mapping[str, float], float, float]] = deque(maxlen=_KEPT)  # phases, step_s, wait_s
 
     def begin(self) -> None:
         """A generation starts."""
-        self._rows.clear()
+        self._steps.clear()
 
     def add(self, report: StepReport, *, step_s: float, wait_s: float) -> None:
         """Take one step, of which so many seconds waited for data."""
         if report.scatter is not None:
             self._average.add(report.scatter)
         if report.phases is not None:
-            other_s = step_s - wait_s - sum(report.phases.values())
-            self._rows.append({**report.phases, "other": max(other_s, 0.0), "data": wait_s})
+            self._steps.append((report.phases, step_s, wait_s))
 
     def phases(self, *, last: bool) -> Phases | None:
         """Medians since they were told last; None where too few steps were timed, unless they are the run's `last`."""
-        if len(self._rows) < (1 if last else _LEAST):
+        if len(self._steps) < (1 if last else _LEAST):
             return None
-        names = self._rows[-1].keys()
-        rows = [row for row in self._rows if row.keys() == names]
-        medians = {name: median(row[name] for row in rows) for name in names}
-        self._rows.clear()
-        return Phases(steps=len(rows), data_s=medians.pop("data"), medians=medians)
+        names = self._steps[-1][0].keys()
+        alike = [row for row in self._steps if row[0].keys() == names]
+        medians = {name: median(phases[name] for phases, _, _ in alike) for name in names}
+        medians["other"] = median(max(step_s - wait_s - sum(phases.values()), 0.0) for phases, step_s, wait_s in alike)
+        self._steps.clear()
+        return Phases(steps=len(alike), data_s=median(wait_s for _, _, wait_s in alike), medians=medians)
 
     @property
     def sampled(self) -> int:

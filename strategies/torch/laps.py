@@ -21,6 +21,7 @@ class Laps:
 
     def __init__(self, device: torch.device) -> None:
         self._by_clock = device.type == "cpu"
+        self._now = time.perf_counter if self._by_clock else _event
         self._timing = self._own = False
         self._marks: list[Mark] = []
         self._recorded: list[Mark] = []
@@ -64,7 +65,7 @@ class Laps:
 
     def _lap(self, phase: str) -> None:
         if self._timing:
-            self._marks.append((phase, time.perf_counter() if self._by_clock else _event()))
+            self._marks.append((phase, self._now()))
 
 
 def _event() -> torch.cuda.Event:
@@ -77,8 +78,7 @@ def _spent(marks: list[Mark]) -> dict[str, float] | None:
     """Seconds by phase; None for a step that did not end in an update."""
     if not marks or marks[-1][0] != "optimizer":
         return None
-    spent: dict[str, float] = {}
+    spent = dict.fromkeys((phase for phase, _ in marks[1:]), 0.0)
     for (_, before), (phase, after) in pairwise(marks):
-        passed = after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3
-        spent[phase] = spent.get(phase, 0.0) + passed
+        spent[phase] += after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3
     return spent

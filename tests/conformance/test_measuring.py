@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -46,6 +46,20 @@ def test_a_sampled_step_tells_the_norms_of_all_shares(pool: Pool, case: Case, wo
     for told in reports:
         (scatter,) = [report.scatter for report in told if report.scatter]
         assert asdict(scatter) == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize(("case", "workers", "problem"), SHARED[::2], ids=label)
+def test_a_sampled_step_trains_to_the_same_bits(pool: Pool, case: Case, workers: int, problem: Problem) -> None:
+    feeds = case.feeds(problem, workers, range(3))
+    found = []
+    for first in (OFTEN - 2, OFTEN):
+        numbered = [[replace(feed, step=first + step) for feed in each] for step, each in enumerate(feeds)]
+        with case.world(pool, problem, workers) as world:
+            world.start(numbered[0])
+            told = [any(report.scatter for report in reports) for reports in world.train(numbered)]
+            found.append({name: value.tobytes() for name, value in case.code.parameters(world.files()).items()})
+            assert all(told) == (first < OFTEN)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("case", "workers"), TIMED, ids=label)
