@@ -136,6 +136,8 @@ def noise_text(history: History, plan: Plan | None) -> str:
     sampled = history.measured[-1].sampled
     if plan is not None and plan.mesh.data_ranks * plan.micro_batches(plan.batch_size)[0] == 1:
         return "cannot be measured: a batch that is not divided does not tell it; accumulation=2 divides it"
+    if not sampled:
+        return "not known: no step was sampled"
     if sampled < LEAST:
         return f"not known: {sampled} steps were sampled, it takes {LEAST}"
     return f"not known: the estimates of {sampled:,} steps scatter too much"

@@ -87,7 +87,7 @@ def render(history: History, facts: Facts) -> str:
             cluster=history.start.cluster,
             bars=step_bars(history, plan),
             comparison=[row.cells() for row in step_parts(history, plan)],
-            timed=history.phases.steps if history.phases else 0,
+            timed=_timed(history),
             noise=noise_text(history, plan),
             others=other_rows(history.start.rejected),
             time_parts=time_parts(history),
@@ -238,6 +238,12 @@ def step_bars(history: History, plan: Plan | None) -> list[tuple[str, float, lis
         Part("waiting for data", data_s, 100 * data_s / longest, "series-4"),
     ]
     return [("predicted", plan.estimate.step_s, predicted), ("measured, median", median_s, measured)]
+
+
+def _timed(history: History) -> str:
+    """How many steps the medians of phases are over, and with how many workers."""
+    steps = words.count(history.phases.steps if history.phases else 0, "timed step")
+    return f"{steps} with {words.count(history.measured[-1].workers, 'worker')}" if history.measured else steps
 
 
 def incidents(history: History) -> list[Incident]:

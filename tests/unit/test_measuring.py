@@ -222,7 +222,8 @@ def test_the_noise_scale_is_told_with_the_step_at_which_it_was_known() -> None:
 
 
 def test_why_the_noise_scale_is_not_known() -> None:
-    few, many = (History.fold(ran(measured(sampled=count))) for count in (3, 300))
+    none, few, many = (History.fold(ran(measured(sampled=count))) for count in (0, 3, 300))
+    assert noise_text(none, PLAN) == "not known: no step was sampled"
     assert "it takes 12" in noise_text(few, PLAN) and "scatter too much" in noise_text(many, PLAN)
     assert "cannot be measured" in noise_text(many, dataclasses.replace(PLAN, mesh=Mesh()))
     assert noise_text(History.fold(ran()), PLAN) == ""
@@ -237,6 +238,10 @@ def test_report_and_show_have_the_parts_of_the_step() -> None:
     text = " ".join(printed(view).split())
     assert "compute 12 ms 9 ms 1.33 measured forward 3 ms, backward 6 ms" in text and "310 samples" in text
     page = render(History.fold(told), Facts())
-    assert "all reduce, exposed" in page and "310 samples, 250 to 400" in page
+    assert (
+        "all reduce, exposed" in page
+        and "Medians of 80 timed steps with 2 workers" in page
+        and "310 samples, 250 to 400" in page
+    )
     bare = render(History.fold(ran()), Facts())
     assert "predicted and measured" not in bare and "noise scale" not in bare

@@ -17,6 +17,7 @@ from tests.unit.torch_jobs import Net, batch, double, feed, loss, one_device, pl
 from trainwright.core import noise
 from trainwright.core.data import Batch, Feed, StepReport
 from trainwright.core.noise import OFTEN, Scatter
+from trainwright.strategies.torch import laps
 from trainwright.strategies.torch.files import load_weights
 
 SAMPLED = OFTEN - 1  # the first step that is
@@ -169,3 +170,34 @@ def test_waiting_for_a_slow_rank_is_told_from_computing(model: Any) -> None:
     assert slow["forward"] > 0.2 > quick["forward"]
     assert quick["wait"] > 0.1 > slow["wait"]
     assert quick["backward"] < 0.1
+
+
+class Event:
+    """An event of a device whose clock goes on by 2 ms from one to the next."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Event.made += 1
+        self.ms = 2.0 * Event.made
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.ms - self.ms
+
+
+def test_on_a_gpu_events_of_some_steps_are_read_in_the_step_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laps, "_event", Event)
+    timer, found = laps.Laps(torch.device("cuda")), {}
+    for step in range(laps.FIRST + laps.EVERY + 2):
+        timer.begin(step)
+        for reduced in (False, True):
+            timer.forward()
+            timer.own()
+            timer.backward(reduced=reduced)
+        timer.optimizer()
+        found[step] = timer.ended()
+        assert timer.own_s is None
+    known = {step: phases for step, phases in found.items() if phases}
+    expected = pytest.approx({"forward": 0.004, "backward": 0.006, "wait": 0.002, "optimizer": 0.002})
+    assert known == {laps.FIRST + 1: expected, laps.FIRST + laps.EVERY + 1: expected}
+    assert Event.made == 2 * 8
