@@ -17,6 +17,7 @@ from trainwright.core.events import (
     Formed,
     Kept,
     Leaving,
+    Measured,
     Noted,
     Placed,
     Prefetched,
@@ -27,6 +28,8 @@ from trainwright.core.events import (
     Straggling,
     Waiting,
 )
+from trainwright.core.noise import Noise
+from trainwright.core.phases import Phases, merged
 from trainwright.journal import read_events
 from trainwright.liveness import owner_alive
 from trainwright.log import RunLog
@@ -57,6 +60,7 @@ class History:
         checkpoints: all that were committed; retention may have removed some since.
         processes: the workers that are up, by number; a worker that takes a failed one's rank has a new number.
         prefetch: how far data is read ahead, as last told; None before the first segment has ended.
+        measured: what the steps of the newest plan took, in order of time.
         waiting: what the run waits for at this moment; None while it steps.
         steps_lost: completed steps that had to be done again.
         last_s: time of the newest event, seconds since the epoch.
@@ -76,6 +80,7 @@ class History:
     processes: tuple[Placed, ...] = ()
     sessions: tuple[Session, ...] = ()
     prefetch: Prefetched | None = None
+    measured: tuple[Measured, ...] = ()
     waiting: Waiting | None = None
     error: str = ""
     steps_lost: int = 0
@@ -123,6 +128,18 @@ class History:
         ordered = sorted(record.step_s for record in self.records)
         return ordered[len(ordered) // 2] if ordered else math.nan
 
+    @property
+    def phases(self) -> Phases | None:
+        """Median seconds of a step's phases with the last world size; None where none were timed."""
+        alike = [item for item in self.measured if item.workers == self.measured[-1].workers]
+        return merged([Phases(steps=item.steps, medians=item.phases, data_s=item.data_s) for item in alike])
+
+    @property
+    def noise(self) -> tuple[int, Noise] | None:
+        """The step at which the gradient noise scale was last known, and what it was; None where it never was."""
+        found = ((event.step, noise_of(event)) for event in reversed(self.measured))
+        return next(((step, noise) for step, noise in found if noise is not None), None)
+
     @cached_property
     def steps(self) -> pandas.DataFrame:
         """One row a completed step, in the order of `STEP_COLUMNS`."""
@@ -169,6 +186,14 @@ def read_history(store: Store, run: str) -> History:
     return History.fold(events, owner_alive=alive, state=state)
 
 
+def noise_of(event: Measured) -> Noise | None:
+    """The noise scale that an event tells; None where it was not known."""
+    if not event.noise:
+        return None
+    told = dict(event.noise)
+    return Noise(count=int(told.pop("count")), **told)
+
+
 def epoch_of(step: int, steps_per_epoch: int) -> int:
     """Epoch, from 1, that completed step `step` belongs to."""
     return (max(step, 1) - 1) // steps_per_epoch + 1 if steps_per_epoch > 0 else 1
@@ -191,6 +216,7 @@ class _Folding:
         self.processes: dict[int, Placed] = {}
         self.sessions: list[Session] = []
         self.prefetch: Prefetched | None = None
+        self.measured: list[Measured] = []
         self.waiting: Waiting | None = None
         self.end: RunEnded | None = None
         self.formed = False
@@ -214,6 +240,8 @@ class _Folding:
                 self._stepped(event)
             case Prefetched():
                 self.prefetch = event
+            case Measured():
+                self.measured.append(event)
             case Evaluated():
                 self.evaluations[event.step] = event
                 self.evaluation_s += event.seconds
@@ -250,6 +278,8 @@ class _Folding:
         if event.fresh:
             self.__dict__.update(_Folding().__dict__)
         self._close_start()
+        if event.plan != self.start.plan:
+            self.measured.clear()
         self.start, self.end, self.waiting, self.cause, self.formed = event, None, None, None, False
         self.processes.clear()
         self.sessions.append(Session(token=event.token, started_s=event.time_s, ended_s=event.time_s))
@@ -337,6 +367,7 @@ class _Folding:
             processes=tuple(self.processes[worker] for worker in sorted(self.processes)),
             sessions=tuple(self.sessions),
             prefetch=self.prefetch,
+            measured=tuple(self.measured),
             waiting=self.waiting,
             error=self.end.error if self.end else "",
             steps_lost=self.steps_lost,

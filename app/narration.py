@@ -17,6 +17,7 @@ from trainwright.core.events import (
     Formed,
     Kept,
     Leaving,
+    Measured,
     Noted,
     Placed,
     Prefetched,
@@ -29,7 +30,7 @@ from trainwright.core.events import (
     Straggling,
     Waiting,
 )
-from trainwright.history import epoch_of
+from trainwright.history import epoch_of, noise_of
 
 Tone = Literal["plain", "good", "warning", "bad"]
 _RECENT = 50  # steps over which throughput and loss are averaged
@@ -88,7 +89,7 @@ class Narrator:
         self._start = RunStarted()
         self._pids: dict[int, int] = {}
         self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT)
-        self._formed = self._told_waiting = False
+        self._formed = self._told_waiting = self._told_noise = False
         self._step = self._done = 0
         self._stepping_since_s = self._stepping_s = 0.0
         self._waited_for = self._activity = ""
@@ -132,6 +133,8 @@ class Narrator:
                 return self._tell_formed(event)
             case Steps():
                 return self._count(event)
+            case Measured():
+                return self._tell_measured(event)
             case Evaluated():
                 return [Line(text=evaluation_text(event, self._start.steps_per_epoch))]
             case Checkpointed():
@@ -194,6 +197,12 @@ class Narrator:
             self._stepping_since_s = event.time_s
         return []
 
+    def _tell_measured(self, event: Measured) -> list[Line]:
+        """The noise scale, once it is known."""
+        first = bool(event.noise) and not self._told_noise
+        self._told_noise = self._told_noise or first
+        return [Line(text=measured_text(event))] if first or self._verbose else []
+
     def _tell_failure(self, event: Failed) -> list[Line]:
         self._activity = "recovering"
         # The whole traceback comes with the error if the run ends; a failure that is recovered from is worth a line.
@@ -245,6 +254,14 @@ def prefetch_text(event: Prefetched) -> str:
     chunks = f"{words.count(event.chunks, 'chunk')} of {words.count(event.chunk_steps, 'step')}"
     held = words.size(event.chunks * event.chunk_bytes)
     return f"data is read up to {event.chunks * event.chunk_steps:,} steps ahead ({chunks}, {held} at most)"
+
+
+def measured_text(event: Measured) -> str:
+    """`a step takes forward 3.1 ms, backward 6.2 ms, ...; gradient noise scale 310 samples, 250 to 400`."""
+    parts = {**event.phases, "waiting for data": event.data_s}
+    took = ", ".join(f"{name.replace('+', ' + ')} {words.duration(seconds)}" for name, seconds in parts.items())
+    noise = noise_of(event)
+    return f"a step takes {took}" + (f"; gradient noise scale {noise.text}" if noise else "")
 
 
 def failure_text(event: Failed, pids: dict[int, int] | None = None) -> str:
@@ -321,6 +338,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")
         case Prefetched():
             return Line(text=prefetch_text(event))
+        case Measured():
+            return Line(text=measured_text(event))
         case Failed():
             return Line(text=failure_text(event), tone="bad", detail=event.detail)
         case Stacks():

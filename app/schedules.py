@@ -2,8 +2,8 @@
 
 `step` counts from 0 and `total` is the number of steps of the whole run, so that a schedule means the same after a
 resume and on any number of workers. Each function serves as it is, `Job(schedule=tw.schedules.one_cycle)`; set its
-keywords with `functools.partial`, `Job(schedule=partial(tw.schedules.cosine, warmup=0.1))`. Steps outside the run get
-the factor of its nearest end.
+keywords with `functools.partial`, `Job(schedule=partial(tw.schedules.cosine, warmup=0.1))`. A keyword `batch_size` that
+is not set gets the job's. Steps outside the run get the factor of its nearest end.
 """
 
 from __future__ import annotations
@@ -81,6 +81,36 @@ def inverse_sqrt(step: int, total: int, *, warmup: float = 0.05) -> float:
     """Warms up, then falls with the square root of the step (Vaswani et al. 2017), in units of the warm-up."""
     steps = max(_part("warmup", warmup, total), 1)
     return min((max(step, 0) + 1) / steps, math.sqrt(steps / (max(step, 0) + 1)))
+
+
+def linear_scaling(
+    step: int, total: int, *, batch_size: int, reference: int, warmup_steps: int, then: Schedule = constant
+) -> float:
+    """The learning rate that suits another batch size, reached in a straight line; then another schedule.
+
+    The rate of the optimizer is the one that was found for batches of `reference` samples. It is multiplied by
+    batch_size / reference (Goyal et al. 2017, "Accurate, Large Minibatch SGD"; for SGD: Adam's is often scaled by the
+    square root instead).
+
+    Args:
+        batch_size: in samples; `Job` gives its own.
+        reference: batch size, in samples, for which the optimizer's own rate was chosen.
+        warmup_steps: from the optimizer's own rate to the scaled one; a rate that is scaled down holds from the start.
+        then: schedule of the rest, which sees its own steps from 0 and its own total; its factors are multiplied too.
+
+    Raises:
+        ValueError: a batch size is not positive, or the warm-up is negative or longer than the run.
+    """
+    if batch_size < 1 or reference < 1:
+        raise ValueError(f"batch_size={batch_size!r} and reference={reference!r} are samples: use 1 or more")
+    if not 0 <= warmup_steps <= total:
+        raise ValueError(f"warmup_steps={warmup_steps!r} of a run of {total} steps: use 0 to {total}")
+    factor = batch_size / reference
+    start = min(1.0, factor)
+    done = max(step, 0) + 1
+    if done <= warmup_steps:
+        return start + (factor - start) * done / warmup_steps
+    return factor * then(step - warmup_steps, total - warmup_steps)
 
 
 def _part(name: str, share: float, total: int) -> int:

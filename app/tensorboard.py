@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, RunEnded, RunStarted, Steps
+from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, Measured, RunEnded, RunStarted, Steps
 
 
 class Target(Protocol):
@@ -62,6 +62,8 @@ class TensorBoard:
             case Steps():
                 for step, scalars in _scalars(event):
                     self._add(scalar_event(step, event.time_s, scalars))
+            case Measured() if event.noise:
+                self._add(scalar_event(event.step, event.time_s, {"train/gradient_noise_scale": event.noise["scale"]}))
             case Evaluated():
                 scalars = {f"evaluation/{name}": value for name, value in event.metrics.items()}
                 self._add(scalar_event(event.step, event.time_s, scalars))

@@ -8,7 +8,8 @@ Times are seconds since the epoch, sizes bytes, durations seconds; what is not k
 `show`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s, wait_share,
 plan, plan_line, others, cluster, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
 worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
-data, start, recovery, checkpoint, evaluation, other}, waiting, notes, report, changed_s}.
+data, start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}],
+noise_scale: {step, scale, low, high, batch, count}, noise, waiting, notes, report, changed_s}.
 
 `logs`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
 """
@@ -28,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright import words
+from trainwright.comparison import Row, noise_text, step_parts
 from trainwright.core.errors import StorageError, nearest
 from trainwright.core.events import Event, RunStarted
 from trainwright.history import History, State, epoch_of, read_history
@@ -184,6 +186,9 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
         "goodput": _known(history.totals.goodput),
         "steps_lost": history.steps_lost,
         "seconds": {name.removesuffix("_s"): value for name, value in asdict(history.totals).items()},
+        "step_parts": [asdict(row) for row in step_parts(history, plan)],
+        "noise_scale": {"step": history.noise[0], **asdict(history.noise[1])} if history.noise else None,
+        "noise": noise_text(history, plan),
         "waiting": waiting_text(history.waiting) if history.waiting and history.state == "running" else "",
         "notes": [note.text for note in history.notes],
         "report": store.uri_of(report) if store.exists(report) else None,
@@ -233,6 +238,8 @@ def _show_page(data: dict[str, Any], history: History) -> RenderableType:
     if data["error"] and data["state"] == "failed":
         parts.append(Padding(Text(data["error"], style="red"), (1, 0, 0, 2)))
     parts.append(Padding(_pairs(_facts(data)), (1, 0, 0, 2)))
+    if data["step_parts"]:
+        parts += [Text("\nStep: predicted and measured", style="bold"), Padding(_step_table(data), (0, 0, 0, 2))]
     for title, lines in _lists(data, history):
         if lines:
             parts += [Text(f"\n{title}", style="bold"), *(Text(f"  {line}") for line in lines)]
@@ -251,6 +258,7 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("metrics", _metrics(data["metrics"])),
         ("speed", _speed(data)),
         ("time", f"{words.duration(seconds['wall'])}: {spent}" if spent else ""),
+        ("noise scale", data["noise"]),
         ("recoveries", f"{len(data['recoveries'])}, {words.count(data['steps_lost'], 'step')} lost"),
         ("folder", data["uri"]),
         ("report", data["report"] or ""),
@@ -270,6 +278,15 @@ def _lists(data: dict[str, Any], history: History) -> list[tuple[str, list[str]]
         ("Notes", data["notes"]),
         ("Plans not chosen", [f"{name} ({verdict}): {why}" for name, verdict, why in other_rows(data["others"])]),
     ]
+
+
+def _step_table(data: dict[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for name in ("part", "predicted", "measured", "ratio", ""):
+        table.add_column(name, justify="right" if name in ("predicted", "measured", "ratio") else "left")
+    for part in data["step_parts"]:
+        table.add_row(*map(Text, Row(**part).cells()))
+    return table
 
 
 def _pairs(rows: list[tuple[str, str]]) -> Table:

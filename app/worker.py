@@ -31,6 +31,7 @@ from trainwright.datasets.sources import Index
 from trainwright.datasets.stream import Feeds, Fetcher, Stream
 from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
 from trainwright.keeper import Fetch, Shelf, ShelfReader, no_fetch
+from trainwright.meter import Meter
 from trainwright.quarantine import Quarantine
 from trainwright.records import StepRecords
 from trainwright.stacks import stacks
@@ -85,7 +86,7 @@ class Worker:
         self._evaluate_quarantine = Quarantine(self._store, order.run, "evaluate")
         with suppress(StoreDown):  # an outage passes; credentials that this node lacks are told now, not at an upload
             self._store.exists(f"{order.run}/log/HINT")
-        self._records = StepRecords()
+        self._records, self._meter = StepRecords(), Meter()
         self._wish = threading.Event()
         self._built = False
         self._seat = (-1, 0)  # rank and world size that the streams are for
@@ -198,11 +199,12 @@ class Worker:
         self._feeds = self._stream.feeds(heal.step)
         self._step = heal.step
         self._records.begin(self._generation, heal.step)
+        self._meter.begin()
         return replace(tag, step=heal.step)
 
     def run(self, until: int) -> SegmentReport:
         """Step until that many steps are complete, or a wish to stop has reached every rank."""
-        assert self._feeds is not None, "heal comes before run"
+        assert self._feeds is not None and self._stream is not None, "heal comes before run"
         stopped = finished = False
         while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
@@ -210,8 +212,11 @@ class Worker:
             fed = time.perf_counter()
             report = self._stepped(replace(feed, wish=True) if self._wish.is_set() else feed)
             self._step, stopped, finished = report.step, report.wish, report.finished
-            self._records.add(report, samples=feed.rows, step_s=time.perf_counter() - begun, wait_s=fed - begun)
+            times = {"step_s": time.perf_counter() - begun, "wait_s": fed - begun}
+            self._records.add(report, samples=feed.rows, **times)
+            self._meter.add(report, **times)
         self._wish.clear()
+        over = stopped or finished or self._step >= self._stream.total_steps
         return SegmentReport(
             step=self._step,
             stopped=stopped,
@@ -221,6 +226,9 @@ class Worker:
             passed=len(self._passed),
             prefetch=self._feeds.prefetch,
             own_s=self._records.own_s,
+            phases=self._meter.phases(last=over),
+            sampled=self._meter.sampled,
+            noise=self._meter.noise,
         )
 
     def _stepped(self, feed: Feed) -> StepReport:

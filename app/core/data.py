@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.core.noise import Scatter
+
 Columns = Mapping[str, npt.NDArray[Any]]
 
 
@@ -78,6 +80,9 @@ class StepReport:
         wish: some rank wished to stop.
         finished: nothing is left to train, though steps may be left, as a callback of Keras' may decide.
         own_s: what this rank took before it waited for others; None where the engine cannot tell.
+        phases: seconds of a late step, this one or one shortly before, by phase (see `trainwright.core.phases`); None
+            where none was measured.
+        scatter: of the gradients of such a step; None where none was sampled.
     """
 
     step: int
@@ -88,6 +93,8 @@ class StepReport:
     wish: bool = False
     finished: bool = False
     own_s: float | None = field(default=None, compare=False)
+    phases: Mapping[str, float] | None = field(default=None, compare=False)
+    scatter: Scatter | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,6 +185,28 @@ class Prefetched(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured(Event):
+    """What the last `steps` timed steps up to `step` took, in medians, and what is known of their gradient's noise.
+
+    Attributes:
+        workers: the world size that it was measured with.
+        phases: seconds by phase of the rank that the others wait for; see `core.phases`.
+        data_s: that it waited for data.
+        sampled: steps whose gradients were looked at for their noise.
+        noise: the noise scale, fields of `core.noise.Noise`; empty while it cannot be trusted.
+    """
+
+    kind = "measured"
+    step: int = 0
+    steps: int = 0
+    workers: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    data_s: float = 0.0
+    sampled: int = 0
+    noise: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """Metrics over the whole evaluation set."""
 
@@ -273,8 +295,8 @@ class RunEnded(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        RunStarted, Waiting, Placed, Promoted, Leaving, Straggling, Resized, Formed, Steps, Prefetched, Evaluated,
-        Checkpointed, Kept, CheckpointSkipped, Failed, Stacks, Noted, RunEnded,
+        RunStarted, Waiting, Placed, Promoted, Leaving, Straggling, Resized, Formed, Steps, Prefetched, Measured,
+        Evaluated, Checkpointed, Kept, CheckpointSkipped, Failed, Stacks, Noted, RunEnded,
     )
 }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,7 +79,8 @@ class Job(BaseModel):
         callbacks: () -> list of keras.callbacks.Callback, for `run="fit"`; one that sets `model.stop_training` ends it.
         accumulation: micro-batches of a worker in one step; by default as few as fit its memory.
         clip_norm: largest global gradient norm.
-        schedule: (step, total_steps) -> factor on the optimizer's own learning rate; see `tw.schedules`.
+        schedule: (step, total_steps) -> factor on the optimizer's own learning rate; see `tw.schedules`. One that wants
+            a keyword `batch_size` is given the job's.
         shuffle: whether the training order changes with each epoch.
         shuffle_window: rows that are permuted together, larger for a better shuffle and more memory; by default as many
             as fit a reader's memory. `trainwright data inspect` measures what that gives.
@@ -276,7 +279,7 @@ class Job(BaseModel):
             collation=self.collation,
             compile=self.compile,
             metrics=dict(self.metrics),
-            schedule=self.schedule,
+            schedule=_scheduled(self),
             clip_norm=self.clip_norm,
             guard=self.on_nonfinite == "skip",
             seed=self.seed,
@@ -303,6 +306,19 @@ class Job(BaseModel):
 def _names(given: str | Names) -> Names:
     """One name or several as several."""
     return (given,) if isinstance(given, str) else given
+
+
+def _scheduled(job: Job) -> Callable[[int, int], float] | None:
+    """The schedule, given the batch size where it wants it, so that it follows the job's when that is changed."""
+    schedule: Callable[..., float] | None = job.schedule
+    if schedule is None:
+        return None
+    try:
+        wanted = inspect.signature(schedule).parameters.get("batch_size")
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return schedule
+    open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
+    return functools.partial(schedule, batch_size=job.batch_size) if open_keyword else schedule
 
 
 def _bounds_problems(job: Job) -> list[str]:

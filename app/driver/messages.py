@@ -29,6 +29,8 @@ from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.data import Prefetch
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Generation, Move, StateTag
+from trainwright.core.noise import Noise
+from trainwright.core.phases import Phases
 
 Verb = Literal[
     "reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
@@ -105,6 +107,9 @@ class SegmentReport:
         passed: steps that changed nothing so far, because their loss was not finite.
         prefetch: how far it reads ahead by now.
         own_s: median over its last steps of what it does before it waits for others; None where that is not known.
+        phases: what its last steps took; None where too few were timed since it was told last.
+        sampled: steps whose gradients were looked at for their noise.
+        noise: the gradient noise scale; None while it cannot be trusted.
     """
 
     step: int
@@ -115,6 +120,9 @@ class SegmentReport:
     prefetch: Prefetch | None = None
     own_s: float | None = None
     finished: bool = False
+    phases: Phases | None = None
+    sampled: int = 0
+    noise: Noise | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

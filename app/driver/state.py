@@ -269,6 +269,7 @@ class State:
         skipped: samples in the quarantines of the workers, as last told.
         passed: steps whose loss was not finite and which changed nothing, as last told.
         prefetch: how far the ranks read ahead, as last told.
+        advised: whether it was said that the batch is too large.
         timers: numbers of the timers that run, by name.
         clock: number of the last timer set.
     """
@@ -335,6 +336,7 @@ class State:
     skipped: int = 0
     passed: int = 0
     prefetch: Prefetch | None = None
+    advised: bool = False
     outcome: Outcome = "failed"
     error: Exception | None = None
     timers: Mapping[str, int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Literal
 from trainwright.core.data import Prefetch, Sums
 from trainwright.core.errors import StorageError, StoreDown
 from trainwright.core.events import Evaluated, Noted, Prefetched, Waiting
-from trainwright.driver import leaving, spikes, straggling
+from trainwright.driver import leaving, measuring, spikes, straggling
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_checkpoint
 from trainwright.driver.ending import close
@@ -112,6 +112,7 @@ def segment_ended(turn: Turn) -> None:
     _finish_early(turn, reports)
     straggling.compare(turn, {rank: report.own_s for rank, report in answers.items()})
     _tell_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
+    measuring.tell(turn, reports)
 
 
 def _finish_early(turn: Turn, reports: Sequence[m.SegmentReport]) -> None:

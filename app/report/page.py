@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from xml.etree import ElementTree
 
 from trainwright import words
+from trainwright.comparison import noise_text, step_parts
 from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
 from trainwright.history import History, epoch_of, read_history
@@ -86,6 +87,9 @@ def render(history: History, facts: Facts) -> str:
         cluster=history.start.cluster,
         timeline=_drawing(history.start.timeline),
         bars=step_bars(history, plan),
+        comparison=[row.cells() for row in step_parts(history, plan)],
+        timed=_timed(history),
+        noise=noise_text(history, plan),
         others=other_rows(history.start.rejected),
         time_parts=time_parts(history),
         prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
@@ -234,6 +238,12 @@ def step_bars(history: History, plan: Plan | None) -> list[tuple[str, float, lis
         Part("waiting for data", data_s, 100 * data_s / longest, "series-4"),
     ]
     return [("predicted", plan.estimate.step_s, predicted), ("measured, median", median_s, measured)]
+
+
+def _timed(history: History) -> str:
+    """How many steps the medians of phases are over, and with how many workers."""
+    steps = words.count(history.phases.steps if history.phases else 0, "timed step")
+    return f"{steps} with {words.count(history.measured[-1].workers, 'worker')}" if history.measured else steps
 
 
 def incidents(history: History) -> list[Incident]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import ClassVar
 
 from trainwright.core.data import Feed, StepReport
@@ -74,9 +77,15 @@ class Reference(Replicated):
         """
         with self._acting():
             self._expect(feed)
-            total = self.star.sum(self._shares(feed))
+            times = [time.perf_counter()]
+            shares = self._shares(feed)
+            times.append(time.perf_counter())
+            total = self.star.sum(shares)
+            times.append(time.perf_counter())
             self._state, report = advance(self.program, self.state, feed, total)
-        return report
+            times.append(time.perf_counter())
+        spent = [after - before for before, after in pairwise(times)]
+        return replace(report, phases=dict(zip(("forward+backward", "wait", "optimizer"), spent, strict=True)))
 
 
 class NewProcess(Reference):

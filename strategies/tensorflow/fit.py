@@ -11,6 +11,7 @@ An update is applied before its loss is known: after a loss that is not finite t
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import tensorflow as tf
 from trainwright.core.data import Batch, Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss
+from trainwright.core.phases import COMPILED
 from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.base import TensorFlowEngine
@@ -152,12 +154,14 @@ class Fit:
         """One step, and what belongs to the ends of epochs and of the training. Raises NonFiniteLoss when applied."""
         compiled, model = self._compiled, self._model
         epoch, batch = divmod(feed.step, self._epoch_steps)
+        begun = time.perf_counter()
         data = compiled.dealt(feed)
         self._begin(epoch, batch)
         before = self._seen()
         with user_code("train_step()", compiled.caller.where):
             logs = model.train_function(data)
         loss = self._loss_of(logs, before)
+        phases = {COMPILED: time.perf_counter() - begun}
         compiled.step = feed.step + 1
         if not math.isfinite(loss):
             compiled.sound = False
@@ -179,7 +183,7 @@ class Fit:
         rate = float(keras.ops.convert_to_numpy(compiled.optimizer.learning_rate))
         return StepReport(
             step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=rate, wish=feed.wish,
-            finished=finished,
+            finished=finished, phases=phases,
         )  # fmt: skip
 
     def evaluate(self, feed: Feed) -> Sums:

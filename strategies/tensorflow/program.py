@@ -8,7 +8,9 @@ Randomness is counted: every seed generator of the model gets its state from (se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -17,6 +19,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from trainwright.core.data import Batch, Feed, StepReport, fold
+from trainwright.core.noise import Scatter, due
+from trainwright.core.phases import COMPILED
 from trainwright.strategies.failures import non_finite, shown
 from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.objective import Caller
@@ -46,11 +50,13 @@ class Share(NamedTuple):
         micros: its micro-batches.
         rows: () real samples in the global batch.
         wish: () 1 where this worker wishes to stop.
+        sampled: () whether the noise of this step's gradients is looked at.
     """
 
     micros: tuple[Micro, ...]
     rows: Any
     wish: Any
+    sampled: Any
 
 
 class Found(NamedTuple):
@@ -58,8 +64,9 @@ class Found(NamedTuple):
 
     Attributes:
         gradients: summed over all replicas, in the order of the trained variables.
-        carry: (4,) sums of weights, of weighted losses and of wishes over all replicas, and the norm of the gradients
-            where it is wanted, else 0.
+        carry: (8,) sums of weights, of weighted losses and of wishes over all replicas; parts, samples and shares of
+            `core.noise.Scatter` where the step is sampled, else 0; the norm of the gradients where it is wanted, else
+            0; and the scatter's whole.
         state: new values of the model's state that is not trained, averaged over all replicas.
         losses: of this replica's micro-batches.
     """
@@ -116,14 +123,18 @@ class Program:
         """One step. All ranks apply it, or none does. Raises NonFiniteLoss with nothing applied."""
         replica = self._replica
         rate = replica.set_rate(feed.step)
+        begun = time.perf_counter()
         outcome = self.run(feed)
-        weight, loss, wish, norm = (float(value) for value in outcome.carry.numpy())
+        weight, loss, wish, parts, samples, shares, norm, whole = (float(value) for value in outcome.carry.numpy())
+        phases = {COMPILED: time.perf_counter() - begun}
         self._check(feed, weight, loss, norm, outcome)
         replica.step = feed.step + 1
-        wanted = self._wants_norm and weight
+        wanted, sampled = self._wants_norm and weight, bool(samples and weight)
         return StepReport(
             step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=rate,
             gradient_norm=norm * feed.rows / weight if wanted else None, wish=wish > 0.5,
+            phases=None if sampled else phases,
+            scatter=Scatter(samples=samples, shares=shares, parts=parts, whole=whole) if sampled else None,
         )  # fmt: skip
 
     def _share(self, feed: Feed, part: Sequence[Batch], rank: int, muted: bool) -> Share:
@@ -136,15 +147,17 @@ class Program:
             )
             for micro, batch in enumerate(part)
         )
-        wish = feed.wish and rank == feed.data_ranks[0]
-        return Share(micros, tf.constant(feed.rows, tf.float64), tf.constant(float(wish), self._kind))
+        wish, sampled = feed.wish and rank == feed.data_ranks[0], due(feed.step, feed.total * len(part))
+        return Share(
+            micros, tf.constant(feed.rows, tf.float64), tf.constant(float(wish), self._kind), tf.constant(sampled)
+        )
 
     def _stepped(self, share: Any) -> Outcome:
         found: Found = self._strategy.run(self._found_here, args=(share,))
         gradients = [tensor for each in found.gradients for tensor in self._own(each)]
         with tf.control_dependencies(gradients):  # no variable changes before the last collective is over
             carry = tf.identity(self._own(found.carry)[0])
-        weight, loss, _, norm = tf.unstack(tf.cast(carry, tf.float64))
+        weight, loss, _, _, _, _, norm, _ = tf.unstack(tf.cast(carry, tf.float64))
         sums = tf.reduce_all(tf.math.is_finite(tf.stack((weight, loss, norm))))
 
         def apply() -> Any:
@@ -165,7 +178,7 @@ class Program:
         """In one replica: forward and backward of its micro-batches, then the reduction."""
         kind, replica = self._kind, self._replica
         gradients: list[Any] = []
-        weight, loss = tf.zeros((), kind), tf.zeros((), kind)
+        weight, loss, told = tf.zeros((), kind), tf.zeros((), kind), tf.zeros(3, kind)
         state = [tf.convert_to_tensor(variable.value) for variable in replica.state]
         losses = []
         for micro in share.micros:
@@ -174,7 +187,27 @@ class Program:
             weight += tf.cast(tf.reduce_sum(weights), kind)
             loss += tf.cast(tf.reduce_sum(values * weights), kind)
             losses.append(values)
-        return self._reduced(gradients, tf.stack((weight, loss, share.wish)), state, losses)
+            told += self._where_sampled(share, partial(self._told, own, micro, share.rows), 3)
+        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), told), 0), state, losses)
+        whole = self._where_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
+        return found._replace(carry=tf.concat((found.carry, whole), 0))
+
+    def _where_sampled(self, share: Share, told: Callable[[], Any], size: int) -> Any:
+        """What is told of the gradients' noise, or as many zeros. One share in all tells nothing."""
+        nothing = tf.zeros(size, self._kind)
+        if self._strategy.num_replicas_in_sync * len(share.micros) == 1:
+            return nothing
+        return tf.cond(share.sampled, told, lambda: nothing)
+
+    def _told(self, gradients: list[Any], micro: Micro, rows: Any) -> Any:
+        """(3,) a micro-batch's part of a scatter: parts, samples and shares."""
+        samples = tf.cast(tf.math.count_nonzero(micro.weights), self._kind)
+        parts = tf.math.divide_no_nan(self._square(gradients, rows), samples)
+        return tf.stack((parts, samples, tf.minimum(samples, 1)))
+
+    def _square(self, gradients: list[Any], rows: Any) -> Any:
+        """Squared norm of the sum of samples' gradients; each is divided by `rows` as it is."""
+        return tf.square(tf.cast(tf.linalg.global_norm(gradients), self._kind) * tf.cast(rows, self._kind))
 
     def _micro(self, micro: Micro, rows: Any, state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
         """Forward and backward of one micro-batch: losses, their weights, gradients, and the model's state after it."""

@@ -17,6 +17,7 @@ from trainwright.strategies.failures import peer_lost
 from trainwright.strategies.torch import dynamo, evaluation, files, state, step
 from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.failures import let_go, user_code
+from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Caller, Objective, Share
 from trainwright.strategies.torch.replica import Replica
 from trainwright.strategies.torch.step import Runner
@@ -163,10 +164,14 @@ class TorchEngine:
 
     def _warmed(self, feed: Feed) -> Runner:
         """A runner that has run once."""
-        objective = Objective(self._built.model, self._caller(), world=1)
-        runner = Runner(objective=objective, reduced=objective)
+        runner = self._alone(world=1)
         self._throwaway(runner, feed)
         return runner
+
+    def _alone(self, world: int) -> Runner:
+        """A runner that reduces nothing."""
+        objective = Objective(self._built.model, self._caller(), world=world)
+        return Runner(objective=objective, reduced=objective, probe=Probe(objective, self._built.trainable))
 
     def _throwaway(self, runner: Runner, feed: Feed) -> bool:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
@@ -175,7 +180,8 @@ class TorchEngine:
         devices = [self._device] if self._device.type == "cuda" else []
         with replica.attempt(), torch.random.fork_rng(devices=devices):
             replica.reseed(0)
-            step.run(runner, share)
+            with replica.finding_last():
+                step.run(runner, share)
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         runner.objective.carry.grad = None
         runner.objective.tallies.clear()

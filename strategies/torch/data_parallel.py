@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import distributed
@@ -14,7 +15,6 @@ from trainwright.core.group import Address, Generation, Group, Move, Role, State
 from trainwright.strategies.torch import state
 from trainwright.strategies.torch.base import TorchEngine
 from trainwright.strategies.torch.group import Membership
-from trainwright.strategies.torch.objective import Objective
 from trainwright.strategies.torch.step import Runner
 
 
@@ -59,19 +59,18 @@ class DataParallel(TorchEngine):
     def _warmed(self, feed: Feed) -> Runner:
         """DDP around the objective, with its buckets fixed."""
         assert self._group is not None, "form() comes first"
-        objective = Objective(self._built.model, self._caller(), world=self._group.size)
-        replica = self._built
+        alone, replica = self._alone(world=self._group.size), self._built
         if replica.every_used is None:
-            replica.every_used = self._throwaway(Runner(objective=objective, reduced=objective), feed)
+            replica.every_used = self._throwaway(alone, feed)
         every_used = self._agree(replica.every_used)
         parallel = DistributedDataParallel(
-            objective,
+            alone.objective,
             init_sync=False,
             forward_sync_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=not every_used,
         )
-        runner = Runner(objective=objective, reduced=parallel, local=parallel.no_sync, every_used=every_used)
+        runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used)
         if self._group.size != 2:
             self._throwaway(runner, feed)
         return runner

@@ -6,7 +6,8 @@ already right where all weights are 1 (W = rows); otherwise one pass scales the 
 
 W, the sum of losses and the wish to stop must be summed over the ranks too, before anything is applied. They travel in
 DDP's own reduction: `carry` is one more parameter, and backward is told that its gradient is those sums. DDP averages,
-so they are multiplied by the world size first: W comes out as a plain sum.
+so they are multiplied by the world size first: W comes out as a plain sum. Beside them travels what a step before has
+told of its gradient's noise (see `noise`), or zeros, so that the reduction is the same in each step.
 """
 
 from __future__ import annotations
@@ -198,8 +199,9 @@ class Objective(nn.Module):
         world: ranks over which the gradients are averaged.
 
     Attributes:
-        carry: always zero; its gradient is (sum of weights, sum of weighted losses, wish to stop).
+        carry: always zero; its gradient is (sum of weights, sum of weighted losses, wish to stop, news).
         tallies: the step's micro-batches so far with their losses.
+        news: three numbers that the next micro-batch adds to the sums, once.
     """
 
     def __init__(self, model: nn.Module, caller: Caller, world: int) -> None:
@@ -208,8 +210,10 @@ class Objective(nn.Module):
         self.caller = caller
         self.world = world
         kind = _carried_type(model)
-        self.carry = nn.Parameter(torch.zeros(3, dtype=kind, device=caller.device))
+        self.carry = nn.Parameter(torch.zeros(6, dtype=kind, device=caller.device))
         self.tallies: list[tuple[Share, Tensor]] = []
+        self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
+        self.news: tuple[Tensor, ...] = self._no_news
         self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
 
     def forward(self, share: Share) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,7 +238,8 @@ class Objective(nn.Module):
         self.tallies.append((share, losses))
         kind = self.carry.dtype
         weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
-        sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish])).mul_(self.world)
+        news, self.news = self.news, self._no_news
+        sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news)).mul_(self.world)
         factor = 0.0 if share.muted else self.world / max(share.rows, 1)
         return Pull(values=values, slopes=weights * factor, carry=carry, sums=sums)
 

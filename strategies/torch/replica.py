@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.core.data import fold
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch.failures import user_code
+from trainwright.strategies.torch.laps import Laps
 
 
 class Attempt:
@@ -40,7 +42,7 @@ class Replica:
         initial: each parameter group's settings as the job made them.
         step: completed steps; None before the first step or load.
         sound: False while, and after a failure in which, the optimizer changed only a part.
-        own_done_s: when this rank had done its own part of the last step, on the clock of `time.perf_counter`.
+        laps: what the phases of its steps take.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
 
     Raises:
@@ -65,14 +67,22 @@ class Replica:
             self.optimizer = spec.optimizer(list(self.trainable))
         _check_optimizer(self.optimizer, self.names, where)
         self.initial = [settings(group) for group in self.optimizer.param_groups]
-        self.own_done_s = 0.0
-        if device.type == "cpu" and self.trainable:
-            self.trainable[0].register_hook(self.note_own)  # its gradient is among the last, as a rule
+        self.laps = Laps(device)
+        self._last: Any = None  # the hook of the parameter whose gradient comes last
         self._places = [(module, key) for module in self.model.modules() for key in module._buffers]
 
-    def note_own(self, _gradient: Tensor | None = None) -> None:
-        """This rank's own part of the step has come so far."""
-        self.own_done_s = time.perf_counter()
+    @contextmanager
+    def finding_last(self) -> Iterator[None]:
+        """Of the gradients of a backward within, find which comes last; `laps` is told of it from then on."""
+        seen: list[nn.Parameter] = []
+        handles = [hooked(item, partial(lambda item, _: seen.append(item), item)) for item in self.trainable]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if seen and self._last is None:
+            self._last = hooked(seen[-1], lambda _: self.laps.own())
 
     def move(self, device: torch.device) -> None:
         """Live on another device from now on. Only a replica that was never trained: the optimizer holds no state yet.
@@ -82,7 +92,7 @@ class Replica:
         if device != self.device:
             assert self.step is None, "a trained replica stays where it is"
             self.model.to(device)
-            self.device = device
+            self.device, self.laps = device, Laps(device)
 
     def reseed(self, seed: int) -> None:
         """Make what torch draws next a function of `seed` alone, on the CPU and on the replica's device."""
@@ -132,6 +142,12 @@ class Replica:
             self.optimizer.step()
         self.step = step + 1
         self.sound = True
+
+
+def hooked(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call a function with the gradient of a parameter whenever a backward has computed it, before DDP sees it."""
+    handle: RemovableHandle = parameter.register_hook(told)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from trainwright.core.data import Feed, StepReport, fold
 from trainwright.core.errors import JobError
 from trainwright.strategies.failures import non_finite, shown
 from trainwright.strategies.torch.failures import user_code
+from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective, Share
 from trainwright.strategies.torch.replica import Replica
 
@@ -27,12 +27,14 @@ class Runner:
     Attributes:
         objective: the objective itself.
         reduced: the objective, or DDP around it.
+        probe: samples the noise of its gradients.
         local: a context in which backward does not reduce.
         every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
     """
 
     objective: Objective
     reduced: nn.Module
+    probe: Probe
     local: Callable[[], AbstractContextManager[Any]] = nullcontext
     every_used: bool = False
 
@@ -44,11 +46,17 @@ class Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over the whole global batch; `norm` is that of the averaged gradient, where it is wanted."""
+    """Sums over the whole global batch.
+
+    Attributes:
+        told: what travelled beside them.
+        norm: of the averaged gradient, where it is wanted.
+    """
 
     weight: float
     loss: float
     wish: bool
+    told: tuple[float, ...]
     norm: float | None
 
 
@@ -59,20 +67,31 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         NonFiniteLoss: on every rank, with nothing applied.
         PeerLost, UserCodeError, JobError: with nothing applied, unless the optimizer itself raised.
     """
-    begun = time.perf_counter()
+    laps, probe, spec = replica.laps, runner.probe, replica.spec
+    laps.begin(feed.step)
+    sampled = probe.due(feed)
     with replica.attempt() as attempt:
-        accumulate(replica, runner, feed)
+        probe.send()
+        with probe.watching() if sampled else nullcontext():
+            accumulate(replica, runner, feed, sampled=sampled)
         gradients = _gradients(replica, runner)
-        wants_norm = replica.spec.clip_norm is not None or replica.spec.guard
-        totals = _totals(runner, gradients, wants_norm=wants_norm)
+        wants_norm = spec.clip_norm is not None or spec.guard
+        totals = _totals(runner, gradients, wants_norm=wants_norm or sampled)
+        length, scatter = totals.norm, probe.heard(totals.told)
+        if not wants_norm:
+            totals = replace(totals, norm=None)
         _check_finite(runner, totals, feed)
         rate = replica.set_rates(feed.step, runner.where)
         norm = None
         if totals.weight:
-            norm = _scale(runner, gradients, totals, rows=feed.rows, largest=replica.spec.clip_norm)
+            norm = _scale(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
             replica.apply(feed.step, runner.where)
             attempt.applied = True
+            laps.optimizer()
+            if sampled and length is not None:
+                probe.keep(length, feed.rows)
     replica.step = feed.step + 1
+    phases = laps.ended()
     return StepReport(
         step=replica.step,
         loss=totals.loss / totals.weight if totals.weight else 0.0,
@@ -80,11 +99,13 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         learning_rate=rate,
         gradient_norm=norm,
         wish=totals.wish,
-        own_s=replica.own_done_s - begun if replica.device.type == "cpu" else None,  # a host's clock sees no kernels
+        own_s=laps.own_s,
+        phases=None if sampled else phases,
+        scatter=scatter,
     )
 
 
-def accumulate(replica: Replica, runner: Runner, feed: Feed) -> None:
+def accumulate(replica: Replica, runner: Runner, feed: Feed, *, sampled: bool) -> None:
     """Forward and backward of every micro-batch; the last backward reduces what all of them gave."""
     shares = _shares(feed)
     runner.objective.carry.grad = None
@@ -93,7 +114,10 @@ def accumulate(replica: Replica, runner: Runner, feed: Feed) -> None:
         replica.reseed(fold(replica.spec.seed, feed.step, micro, share.data_rank, 0))
         last = number == len(shares) - 1
         with nullcontext() if last else runner.local():
-            run(runner, share, replica.note_own)
+            run(runner, share, replica.laps.forward)
+        replica.laps.backward(reduced=last and runner.reduced is not runner.objective)
+        if sampled:
+            runner.probe.count(share)
 
 
 def run(runner: Runner, share: Share, forward_done: Callable[[], None] = lambda: None) -> None:
@@ -142,11 +166,11 @@ def _totals(runner: Runner, gradients: list[Tensor], *, wants_norm: bool) -> Tot
     carried = runner.objective.carry.grad
     assert carried is not None, "carry is part of every objective"
     if not wants_norm:
-        weight, loss, wish = carried.tolist()
-        return Totals(weight=weight, loss=loss, wish=wish > 0.5, norm=None)
+        weight, loss, wish, *told = carried.tolist()
+        return Totals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=None)
     norm = torch.nn.utils.get_total_norm(gradients)
-    weight, loss, wish, norm_value = torch.cat((carried, norm.reshape(1).to(carried.dtype))).tolist()
-    return Totals(weight=weight, loss=loss, wish=wish > 0.5, norm=norm_value)
+    weight, loss, wish, *told, length = torch.cat((carried, norm.reshape(1).to(carried.dtype))).tolist()
+    return Totals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=length)
 
 
 def _scale(

@@ -15,7 +15,7 @@ import trainwright.driver.decide as decide
 
 MODULES = (
     "turn", "agree", "milestones", "keeping", "checkpointing", "ending", "loops", "staffing", "leaving", "spikes",
-    "straggling", "recovering", "forming", "training", "decide",
+    "straggling", "recovering", "forming", "measuring", "training", "decide",
 )  # fmt: skip
 
 

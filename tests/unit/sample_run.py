@@ -22,7 +22,7 @@ PLAN = Plan(
         step_s=0.014,
         low_s=0.005,
         high_s=0.042,
-        terms={"compute": 0.012, "all_reduce": 0.002},
+        terms={"compute": 0.012, "gradients": 0.002},
         stage_memory_bytes=(4096,),
     ),
     notes=("batch norm is local to each worker",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,13 @@ def test_a_compiled_model_needs_neither_loss_nor_optimizer() -> None:
         job(optimizer=None)
     with pytest.raises(JobError, match='callbacks= are for run="fit"'):
         job(callbacks=list)
+
+
+def test_a_schedule_that_wants_the_batch_size_is_given_the_jobs() -> None:
+    scaled = partial(tw.schedules.linear_scaling, reference=256, warmup_steps=10)
+    spec = job(batch_size=2048, schedule=scaled).replace(batch_size=512).model_spec(100)
+    assert spec.schedule is not None and spec.schedule(50, 100) == 2.0
+    own = partial(scaled, batch_size=1024)
+    assert job(batch_size=2048, schedule=own).model_spec(100).schedule is own
+    assert job(schedule=max).model_spec(100).schedule is max
+    assert job().model_spec(100).schedule is None

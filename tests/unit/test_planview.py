@@ -40,7 +40,7 @@ def test_table_names_the_chosen_plan_its_cost_and_the_others() -> None:
     text = plan_text(DECISION, width=150)
     for said in (
         plan_line(PLAN), "1,000 parameters (3.91 KiB), torch", "1 node, 2 CPUs", "data 2", "0.5 CPU for each worker",
-        "14 ms (5 ms to 42 ms)", "4 KiB", "all reduce", "batch norm is local",
+        "14 ms (5 ms to 42 ms)", "4 KiB", "gradients", "batch norm is local",
         "rejected", "predicted 1.71 times the step time", "not possible", "no stages; give it as a sequence",
     ):  # fmt: skip
         assert said in text

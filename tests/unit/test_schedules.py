@@ -81,3 +81,38 @@ def test_inverse_sqrt_peaks_at_the_end_of_the_warm_up() -> None:
 def test_a_share_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="warmup=5 is a share of the run: use a number from 0 to 1"):
         schedules.cosine(0, 10, warmup=5)
+
+
+@given(
+    reference=st.integers(1, 512),
+    times=st.integers(1, 64),
+    warmup_steps=st.integers(0, 50),
+    step=st.integers(-3, 200),
+    total=st.integers(50, 150),
+)
+def test_linear_scaling_reaches_the_ratio_of_the_batches_in_a_straight_line(
+    reference: int, times: int, warmup_steps: int, step: int, total: int
+) -> None:
+    factor = schedules.linear_scaling(
+        step, total, batch_size=reference * times, reference=reference, warmup_steps=warmup_steps
+    )
+    done = min(max(step, 0) + 1, warmup_steps) / warmup_steps if warmup_steps else 1.0
+    assert factor == pytest.approx(1.0 + (times - 1.0) * done)
+
+
+def test_linear_scaling_then_another_and_downwards() -> None:
+    up = partial(
+        schedules.linear_scaling, batch_size=2048, reference=256, warmup_steps=4, then=partial(schedules.linear, end=0)
+    )
+    assert [up(step, 8) for step in (0, 3, 4, 7)] == pytest.approx([1 + 7 / 4, 8.0, 8.0, 0.0])
+    down = partial(schedules.linear_scaling, batch_size=64, reference=256, warmup_steps=4)
+    assert [down(step, 8) for step in (0, 3, 7)] == pytest.approx([0.25] * 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"reference": 0}, "reference=0"), ({"warmup_steps": -1}, "warmup_steps=-1"), ({"warmup_steps": 11}, "0 to 10")],
+)
+def test_linear_scaling_refuses_nonsense(given: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        schedules.linear_scaling(0, 10, **{"batch_size": 8, "reference": 4, "warmup_steps": 2, **given})
