@@ -49,7 +49,15 @@ def layer_seconds(work: Work) -> Vector:
     """Forward and backward of each distinct layer with the default efficiencies, for dividing layers into stages."""
     rates = DEFAULT.efficiencies
     forward, backward = _compute(work, rates)
-    found: Vector = forward + backward + 2 * _tensor(work, rates)
+    reduced = _tensor(work, rates)
+    found: Vector = forward + backward + 2 * reduced + work.again * (forward + reduced)
+    return found
+
+
+def send_seconds(work: Work, sent_bytes: Vector) -> Vector:
+    """Activations of one micro-batch of so many bytes, and their gradients, between two stages; likewise."""
+    rates = DEFAULT.efficiencies
+    found: Vector = 2 * (sent_bytes / _link(work, rates) + rates["send_s"])
     return found
 
 
@@ -94,9 +102,14 @@ def _transfers(work: Work, rates: Rates) -> float:
     stages = work.mesh.pipeline
     if stages == 1:
         return 0.0
-    link = work.machine.network_bytes_per_s if work.remote else work.machine.device.link_bytes_per_s
-    one = work.sent_bytes / (link * rates["send"]) + rates["send_s"]
+    one = work.sent_bytes / _link(work, rates) + rates["send_s"]
     return 2 * one * ((stages - 1) + (work.micro_batches - 1) * work.chunks)
+
+
+def _link(work: Work, rates: Rates) -> float:
+    """Bytes a second to the next stage."""
+    link = work.machine.network_bytes_per_s if work.remote else work.machine.device.link_bytes_per_s
+    return link * rates["send"]
 
 
 def _gathered(work: Work, rates: Rates, compute_s: float) -> float:

@@ -35,7 +35,7 @@ class Accelerator:
 
     name: str
     memory_bytes: int
-    flops_per_s: Mapping[str, float]
+    flops_per_s: Mapping[str, float] = field(hash=False)
     memory_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
