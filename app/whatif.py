@@ -200,6 +200,9 @@ def _facts(answer: WhatIf, best: Plan, estimate: Estimate) -> list[tuple[str, st
     if answer.dollars_an_hour is not None:
         total = answer.dollars_an_hour * answer.total_s / 3600
         rows.append(("cost", f"${answer.dollars_an_hour:,.2f} an hour ({answer.price}, list), ${total:,.2f} in all"))
+    if answer.profile.untraced:
+        stopped = f"tracing the model raised {answer.profile.untraced}"
+        rows.append(("note", f"{stopped}: activations are not counted, operations are two a parameter and token"))
     if not best.engine:
         rows.append(("note", "trainwright has no engine for this plan yet"))
     return rows

@@ -286,6 +286,8 @@ def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int
     if mesh.data_ranks > batch_size:
         hint = f"use batch_size={mesh.data_ranks} or fewer data ranks"
         return f"batch_size={batch_size} is smaller than the {mesh.data_ranks} data ranks", hint
+    if mesh.pipeline > 1 and profile.untraced:
+        return f"its layers cannot be put into stages: tracing the model raised {profile.untraced}", "use pp=1"
     if mesh.pipeline > len(profile.layers):
         return f"{mesh.pipeline} stages for {len(profile.layers)} layers", f"use pp={len(profile.layers)} or fewer"
     if plan.stages and (sum(plan.stages) != len(profile.layers) or len(plan.stages) != mesh.pipeline):

@@ -57,6 +57,7 @@ class ModelProfile:
         keras_backend: that of a Keras model.
         heads: attention heads, which tensor parallelism divides; 0 where there are none.
         tokens: of one sample; 1 where a sample is one thing.
+        untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
     """
 
     framework: str
@@ -65,6 +66,7 @@ class ModelProfile:
     keras_backend: str = ""
     heads: int = 0
     tokens: int = 1
+    untraced: str = ""
 
     def __hash__(self) -> int:
         return self._hash
