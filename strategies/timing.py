@@ -36,7 +36,7 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
     back = float((work.counts @ (backward + again))[slowest])
     found |= {
         "bubble": bubble,
-        "transfers": _transfers(work, rates),
+        "transfers": _transfers(work, rates, float(whole[slowest])),
         "parameters": _gathered(work, rates, float(whole[slowest])) * count,
         "gradients": _gradients(work, rates, back),
         "optimizer": float(work.update_s) / rates["update"],
@@ -97,13 +97,18 @@ def _messages(group: Group, rates: Rates) -> float:
     return rates["message_s"] * (1 + np.log2(group.size)) if group.size > 1 else 0.0
 
 
-def _transfers(work: Work, rates: Rates) -> float:
-    """Activations and their gradients from stage to stage: of each micro-batch, and once through all stages."""
+def _transfers(work: Work, rates: Rates, compute_s: float) -> float:
+    """Activations and their gradients from stage to stage: of each micro-batch, and once through all stages.
+
+    GPipe sends one micro-batch while it computes the next; the other schedules wait for what comes back.
+    """
     stages = work.mesh.pipeline
     if stages == 1:
         return 0.0
-    one = work.sent_bytes / _link(work, rates) + rates["send_s"]
-    return 2 * one * ((stages - 1) + (work.micro_batches - 1) * work.chunks)
+    cuts = 2 * (work.sent_bytes / _link(work, rates) + rates["send_s"])
+    slowest = float(cuts.max())
+    each = _exposed(slowest, compute_s) if work.schedule == "gpipe" else slowest
+    return float(cuts.sum()) + each * (work.micro_batches - 1) * work.chunks
 
 
 def _link(work: Work, rates: Rates) -> float:

@@ -117,7 +117,7 @@ class Work:
         parameters: of each stage, on one rank.
         gradient_bytes: of each stage, on one rank.
         update_s: of the optimizer at the memory's full bandwidth, slowest stage.
-        sent_bytes: between stages, of one micro-batch.
+        sent_bytes: over each cut between stages, of one micro-batch.
         micro_batches: of a data rank.
         schedule: of the pipeline.
         chunks: of each stage.
@@ -142,7 +142,7 @@ class Work:
     parameters: Vector
     gradient_bytes: Vector
     update_s: float
-    sent_bytes: float
+    sent_bytes: Vector
     micro_batches: int
     schedule: str
     chunks: int
@@ -206,10 +206,10 @@ class Layers:
         found[self.last] = 0.0
         return found
 
-    def sent(self, stages: Sequence[int]) -> float:
-        """The most numbers that a stage sends on, of one sample."""
-        ends = np.cumsum(stages)[:-1]
-        return float(self.output_numbers[self.order[ends - 1]].max()) if len(ends) else 0.0
+    def sent(self, stages: Sequence[int]) -> Vector:
+        """Numbers that each stage but the last sends on, of one sample."""
+        found: Vector = self.output_numbers[self.order[np.cumsum(stages)[:-1] - 1]]
+        return found
 
 
 @lru_cache(maxsize=64)
