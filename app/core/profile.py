@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 
@@ -89,6 +90,36 @@ class ModelProfile:
     def flops(self) -> float:
         """Floating-point operations of one forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)
+
+
+def folded(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
+    """Layers without parameters and products, such as activations, as part of the layer before them."""
+    layers: list[LayerCost] = []
+    for cost in costs:
+        if cost.parameters or cost.flops:
+            layers.append(cost)
+        elif layers and cost.launches:
+            before = layers[-1]
+            layers[-1] = replace(
+                before,
+                output_numbers=cost.output_numbers,
+                kept_numbers=before.kept_numbers + cost.kept_numbers,
+                traffic_numbers=before.traffic_numbers + cost.traffic_numbers,
+                scores_numbers=before.scores_numbers + cost.scores_numbers,
+                launches=before.launches + cost.launches,
+            )
+    return tuple(layers)
+
+
+def with_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost, ...]:
+    """With a loss behind the last one, as `transformer_profile` has it: it keeps what it is given and passes over it.
+
+    Args:
+        outputs: numbers of the model's output for one sample.
+    """
+    *others, last = layers
+    kept, traffic = last.kept_numbers + outputs, last.traffic_numbers + 16.0 * outputs
+    return *others, replace(last, kept_numbers=kept, traffic_numbers=traffic, launches=last.launches + 2)
 
 
 def transformer_profile(

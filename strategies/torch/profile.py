@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.core.profile import LayerCost, ModelProfile, folded, with_loss
 from trainwright.strategies.torch import batches, dynamo
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
@@ -68,7 +68,7 @@ def profile_model(
     rows = max((len(value) for value in tensors.values()), default=1)
     layers = _costs(built, held, trace, rows)
     if inputs:
-        layers = (*layers[:-1], _with_loss(layers[-1], trace.calls[built].output / rows))
+        layers = with_loss(layers, trace.calls[built].output / rows)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
 
 
@@ -150,36 +150,7 @@ def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> tuple[Laye
                 launches=call.launches,
             )
         )
-    return tuple(_folded(costs))
-
-
-def _with_loss(last: LayerCost, outputs: float) -> LayerCost:
-    """With a loss behind it that keeps as much as it is given and passes over it as `transformer_profile` has it."""
-    return replace(
-        last,
-        kept_numbers=last.kept_numbers + outputs,
-        traffic_numbers=last.traffic_numbers + 16 * outputs,
-        launches=last.launches + 2,
-    )
-
-
-def _folded(costs: list[LayerCost]) -> list[LayerCost]:
-    """Modules without parameters and products, such as activations, as part of the layer before them."""
-    layers: list[LayerCost] = []
-    for cost in costs:
-        if cost.parameters or cost.flops:
-            layers.append(cost)
-        elif layers and cost.launches:
-            before = layers[-1]
-            layers[-1] = replace(
-                before,
-                output_numbers=cost.output_numbers,
-                kept_numbers=before.kept_numbers + cost.kept_numbers,
-                traffic_numbers=before.traffic_numbers + cost.traffic_numbers,
-                scores_numbers=before.scores_numbers + cost.scores_numbers,
-                launches=before.launches + cost.launches,
-            )
-    return layers
+    return folded(costs)
 
 
 def _counted(model: nn.Module, held: Sizes, tokens: int) -> tuple[LayerCost, ...]:
