@@ -148,8 +148,8 @@ def _cost(layer: Any) -> LayerCost:
 
 
 def _bytes(weight: Any) -> int:
-    size: int = np.dtype(_plain(weight.dtype)).itemsize
-    return math.prod(weight.shape) * size
+    size: int = math.prod(weight.shape) * np.dtype(_plain(weight.dtype)).itemsize
+    return size
 
 
 def _output(layer: Any) -> tuple[int, ...]:
