@@ -71,7 +71,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     working = layers.kept(mesh.tensor, "none") if plan.recompute == "full" else np.zeros_like(kept)
     degree = mesh.shard if mesh.shard > 1 else mesh.data
     each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision)
-    states = each * layers.held(mesh.pipeline) / mesh.tensor
+    states = each * layers.held(mesh.pipeline) / layers.over(mesh.tensor)
     flight = in_flight(plan, micro_batches)
     return LayerMemory(states=states, kept=rows * width * kept, working=rows * width * working, flight=flight)
 

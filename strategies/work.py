@@ -237,7 +237,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     counts = layers.counts(stages)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
     rate, memory = machine.device.rate(precision) * machine.device.sustained, machine.device.memory_bytes_per_s
-    parameters = counts @ layers.held(mesh.pipeline) / mesh.tensor
+    parameters = counts @ (layers.held(mesh.pipeline) / over)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
     update_bytes = UPDATE_BYTES[width] * parameters.max() / (sharded if plan.zero else 1)
     shared = layers.shared_traffic

@@ -99,16 +99,31 @@ def folded(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
         if cost.parameters or cost.flops:
             layers.append(cost)
         elif layers and cost.launches:
-            before = layers[-1]
-            layers[-1] = replace(
-                before,
-                output_numbers=cost.output_numbers,
-                kept_numbers=before.kept_numbers + cost.kept_numbers,
-                traffic_numbers=before.traffic_numbers + cost.traffic_numbers,
-                scores_numbers=before.scores_numbers + cost.scores_numbers,
-                launches=before.launches + cost.launches,
-            )
+            layers[-1] = _joined(layers[-1], cost)
     return tuple(layers)
+
+
+def _joined(one: LayerCost, other: LayerCost) -> LayerCost:
+    """A layer and what follows it as part of it."""
+    own = other.splits  # what is not divided is whole on every tensor rank
+    return replace(
+        one,
+        output_numbers=other.output_numbers,
+        kept_numbers=one.kept_numbers + other.kept_numbers,
+        traffic_numbers=one.traffic_numbers + other.traffic_numbers,
+        scores_numbers=one.scores_numbers + other.scores_numbers,
+        launches=one.launches + other.launches,
+        shared_kept=_mean(one, other, "kept_numbers", (one.shared_kept, other.shared_kept if own else 1.0)),
+        shared_traffic=_mean(one, other, "traffic_numbers", (one.shared_traffic, other.shared_traffic if own else 1.0)),
+    )
+
+
+def _mean(one: LayerCost, other: LayerCost, weight: str, shares: tuple[float, float]) -> float:
+    """Of two shares; none of a layer that is not divided."""
+    weights = getattr(one, weight), getattr(other, weight)
+    if not one.splits or not sum(weights):
+        return 0.0
+    return float((weights[0] * shares[0] + weights[1] * shares[1]) / sum(weights))
 
 
 def with_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost, ...]:
@@ -118,8 +133,10 @@ def with_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost,
         outputs: numbers of the model's output for one sample.
     """
     *others, last = layers
-    kept, traffic = last.kept_numbers + outputs, last.traffic_numbers + 16.0 * outputs
-    return *others, replace(last, kept_numbers=kept, traffic_numbers=traffic, launches=last.launches + 2)
+    loss = replace(last, kept_numbers=outputs, traffic_numbers=16.0 * outputs, scores_numbers=0.0, launches=2)
+    return *others, _joined(
+        last, replace(loss, output_numbers=last.output_numbers, shared_kept=0.0, shared_traffic=0.0)
+    )
 
 
 def transformer_profile(

@@ -118,7 +118,8 @@ def _traced(
     on = {name: value.to("meta") for name, value in tensors.items()}
     rows = max((len(value) for value in tensors.values()), default=1)
     held = {storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
-    tracer = Tracer(held, Values([(on[name], value) for name, value in tensors.items()]), rows)
+    parameters = {storage(each) for each in model.parameters()}
+    tracer = Tracer(held, parameters, Values([(on[name], value) for name, value in tensors.items()]), rows)
     with tracer.watching(model):
         if keywords:
             model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
@@ -148,6 +149,10 @@ def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> tuple[Laye
                 scores_numbers=call.scores / rows,
                 matmuls=call.matmuls,
                 launches=call.launches,
+                splits=call.splits,
+                shared_kept=1.0 - call.split_kept / call.kept if call.splits and call.kept else 0.0,
+                shared_traffic=1.0 - call.split_traffic / call.traffic if call.splits and call.traffic else 0.0,
+                reductions=call.reductions,
             )
         )
     return folded(costs)

@@ -67,6 +67,10 @@ class Scores:
             if isinstance(each, Tensor) and each.numel() == made.numel():
                 self._chains[_key(each)] = each, chain
 
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether it comes from a batch of products, number by number."""
+        return self._chain(tensor) is not None
+
     def among(self, tensor: Tensor) -> bool:
         """Whether a tensor shares its memory with scores."""
         chain = self._chain(tensor)

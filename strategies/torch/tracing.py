@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from trainwright.strategies.torch.division import Division, Share, Tags
 from trainwright.strategies.torch.scores import Scores
 from trainwright.strategies.torch.values import Values
 
@@ -25,7 +26,14 @@ FUSED = 1.5  # times the operations of two products: it computes scores twice an
 
 @dataclass(kw_only=True)
 class Call:
-    """What the calls of one module came to, those of the modules it calls left out."""
+    """What the calls of one module came to, those of the modules it calls left out.
+
+    Attributes:
+        splits: whether tensor parallelism divides its products.
+        split_kept, split_traffic: what of `kept` and `traffic` it divides.
+        reductions: all-reduces of its output if it does.
+        share: what that follows from.
+    """
 
     flops: float = 0.0
     matmuls: int = 0
@@ -34,6 +42,11 @@ class Call:
     kept: float = 0.0
     scores: float = 0.0
     output: int = 0
+    splits: bool = False
+    split_kept: float = 0.0
+    split_traffic: float = 0.0
+    reductions: int = 0
+    share: Share = field(default_factory=Share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +69,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         held: storages that are there anyway, such as parameters'.
+        parameters: storages of these.
         values: of the inputs.
         rows: samples of the batch.
     """
 
-    def __init__(self, held: set[int], values: Values, rows: int) -> None:
+    def __init__(self, held: set[int], parameters: set[int], values: Values, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: dict[nn.Module, Call] = {}
         self._open: list[nn.Module] = []
@@ -68,6 +82,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held = held
         self._values = values
         self._scores = Scores(rows)
+        self._division = Division(parameters)
         self._paused = False
 
     @contextmanager
@@ -85,20 +100,27 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def found(self) -> Trace:
         """What was counted."""
+        divided = self._division.settled(self._scores.heads)
         for tensor, call in self._saved.values():
             size = _size(tensor)
-            call.kept += size
             if self._scores.among(tensor):
-                call.kept -= size
                 call.scores += size
                 call.traffic -= min(size, call.traffic)
+                continue
+            call.kept += size
+            if _all_of(self._division.of(tensor), divided):
+                call.split_kept += size
+        tables = [call.share.table for call in self._calls.values()]
+        for call in self._calls.values():
+            _settle(call, divided, max(tables))
         self._saved.clear()
         return Trace(calls=self._calls, heads=self._scores.heads, tokens=self._scores.tokens)
 
-    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """A fused kernel: two products, and scores that are never written."""
         self._scores.attended(query, key)
         if self._open:
+            self._division.attended((query, key, value), output, self._calls[self._open[-1]].share)
             call = self._calls[self._open[-1]]
             call.launches += 1
             call.matmuls += 2
@@ -120,6 +142,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, module: nn.Module, _inputs: Any, outputs: Any) -> None:
         self._open.pop()
         self._calls[module].output = numbers(outputs)
+        if not self._open:
+            self._division.ends(outputs)
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Called by autograd for what it saves; each storage counts once, where it was saved first."""
@@ -135,13 +159,35 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = self._calls[self._open[-1]]
             call.launches += 1
             self._scores.see(packet, args, outputs)
+            scores = isinstance(outputs, Tensor) and self._scores.follows(outputs)
+            self._division.see(func, args, outputs, call.share, scores=scores)
             count = flop_registry.get(packet)
             if count is None:
-                call.traffic += numbers(outputs) + numbers(outputs if packet in _GATHERS else args)
+                moved = numbers(outputs) + numbers(outputs if packet in _GATHERS else args)
+                call.traffic += moved
+                if isinstance(outputs, Tensor):
+                    call.share.traffic.append((moved, self._division.of(outputs)))
             else:
                 call.matmuls += 1
                 call.flops += count(*args, **(kwargs or {}), out_val=outputs)
         return outputs
+
+
+def _settle(call: Call, divided: Tags, table: int) -> None:
+    """What tensor parallelism does to a call, given the linear layers that it can divide."""
+    share = call.share
+    if share.table and share.table == table and divided:
+        call.splits, call.reductions = True, 1  # each rank looks up its part, the sum is whole
+        return
+    call.split_traffic = min(sum(size for size, tags in share.traffic if _all_of(tags, divided)), call.traffic)
+    call.splits = bool(share.products or call.split_traffic) and all(
+        tags is not None and _all_of(tags, divided) for tags in share.products
+    )
+    call.reductions = len(share.reductions) if call.splits else 0
+
+
+def _all_of(tags: Tags, divided: Tags) -> bool:
+    return bool(tags) and tags <= divided
 
 
 class _Fused(TorchFunctionMode):
@@ -172,7 +218,7 @@ class _Fused(TorchFunctionMode):
                 shape = nn.functional.scaled_dot_product_attention(query, key, value, *rest, **options).shape
             mask = rest[0] if rest else options.get("attn_mask")
             output: Tensor = _Attention.apply(query, key, value, mask, shape)  # type: ignore[no-untyped-call]
-        self._tracer.attended(query, key, value)
+        self._tracer.attended(query, key, value, output)
         return output
 
 

@@ -204,3 +204,64 @@ def test_a_model_that_cannot_be_traced_has_plans_that_need_no_more_than_its_para
     plans = tw.rank(profile, tw.Cluster.parse("8xA100-80GB"), batch_size=64, precision="bf16")
     strategies = {plan.strategy for plan in plans}
     assert {"one_device", "data_parallel", "sharded"} == strategies
+
+
+def split_layers(module: nn.Module, name: str = "x") -> tuple[ModelProfile, set[str]]:
+    """The profile, and the names of the layers that tensor parallelism divides."""
+    profile = profile_model(module, {name: np.zeros((2, 64, 256), np.float32)}, (name,))
+    assert not profile.untraced
+    return profile, {layer.name for layer in profile.layers if layer.splits}
+
+
+class Stack(nn.Module):
+    """Attention and an MLP with something in the middle of it."""
+
+    def __init__(self, middle: nn.Module, *, norm: bool = False) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(256, 8, batch_first=True)
+        self.up, self.middle, self.down = nn.Linear(256, 1024), middle, nn.Linear(1024, 256)
+        self.norm = nn.LayerNorm(1024) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.down(self.norm(self.middle(self.up(x))))
+
+
+def test_tensor_parallelism_divides_what_goes_from_one_linear_layer_to_another_number_by_number() -> None:
+    profile, split = split_layers(Stack(nn.GELU()))
+    assert split == {"attention", "up", "down"} and profile.heads == 8
+    named = {layer.name: layer for layer in profile.layers}
+    assert [named[name].reductions for name in ("attention", "up", "down")] == [1, 0, 1]
+    assert named["up"].shared_kept == pytest.approx(1 / 5), (
+        "its input is whole, and its output, four times as wide, not"
+    )
+    assert split_layers(Stack(nn.GELU(), norm=True))[1] == {"attention"}, "a norm looks at all numbers of a token"
+
+
+def test_and_not_what_is_used_whole() -> None:
+    class Kept(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.up(x)
+            return super().forward(x) + self.down(wide.relu()) + wide.mean(-1, keepdim=True)
+
+    assert split_layers(Kept(nn.GELU()))[1] == {"attention"}
+    plain = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    profile = profile_model(plain, {"x": np.zeros((2, 256), np.float32)}, ("x",))
+    assert not profile.heads and not any(layer.splits for layer in profile.layers), "only beside attention"
+
+
+def test_a_traced_transformer_is_divided_as_one_from_numbers() -> None:
+    profile = profile_model(Transformer, {"tokens": np.zeros((1, TOKENS), np.int64)}, ("tokens",))
+    known = tw.transformer_profile(
+        hidden=WIDTH, layers=LAYERS, heads=HEADS, sequence=TOKENS, vocabulary=WORDS, fused_attention=True
+    )
+    assert total(profile, "reductions") == total(known, "reductions")
+    whole = sum(layer.parameters for layer in profile.layers if not layer.splits)
+    assert whole < 0.001 * profile.parameters, "norms"
+    node = tw.Cluster.parse("8xA100-80GB")
+    for text in ("tp=8,micro_batch=16", "pp=2,tp=4,micro_batch=16"):  # where launches do not decide
+        one, other = (
+            tw.estimate(each, node, tw.Plan.parse(text), batch_size=32, precision="bf16") for each in (profile, known)
+        )
+        assert one.step_s == pytest.approx(other.step_s, rel=0.15), text
+        assert max(one.stage_memory_bytes) == pytest.approx(max(other.stage_memory_bytes), rel=0.15), text
