@@ -132,6 +132,8 @@ def with_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost,
     Args:
         outputs: numbers of the model's output for one sample.
     """
+    if not layers:
+        return layers
     *others, last = layers
     loss = replace(last, kept_numbers=outputs, traffic_numbers=16.0 * outputs, scores_numbers=0.0, launches=2)
     return *others, _joined(

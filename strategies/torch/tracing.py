@@ -110,9 +110,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.kept += size
             if _all_of(self._division.of(tensor), divided):
                 call.split_kept += size
-        tables = [call.share.table for call in self._calls.values()]
+        table = max((call.share.table for call in self._calls.values()), default=0)
         for call in self._calls.values():
-            _settle(call, divided, max(tables))
+            _settle(call, divided, table)
         self._saved.clear()
         return Trace(calls=self._calls, heads=self._scores.heads, tokens=self._scores.tokens)
 

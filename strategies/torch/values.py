@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+_log = logging.getLogger(__name__)
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 LARGEST = 2**22  # elements of a tensor whose values are followed
 
@@ -40,14 +42,23 @@ class Values:
             args = (args[0], self._places(args[1]), *args[2:])
         outputs = func(*args, **kwargs)
         made = [each for each in tree_flatten(outputs)[0] if isinstance(each, Tensor)]
-        if not known or any(each.numel() > LARGEST for each in made) or (not given and not made):
-            for each in made:
+        small = all(each.numel() <= LARGEST for each in made)
+        real = self._tried(func, args, kwargs) if known and made and small else None
+        for number, each in enumerate(made):
+            if real is None:
                 self._known.pop(each, None)  # one that was known and was written to
-            return outputs
-        real = [each for each in tree_flatten(self._real(func, args, kwargs))[0] if isinstance(each, Tensor)]
-        for each, value in zip(made, real, strict=True):
-            self._known[each] = value
+            else:
+                self._known[each] = real[number]
         return outputs
+
+    def _tried(self, func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """Values of the tensors that it makes; None where the CPU cannot do what is asked."""
+        try:
+            found = self._real(func, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            _log.debug("the values that %s makes are not followed: %s", func, error)
+            return None
+        return [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
 
     def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*tree_map(self._value, args), **tree_map(self._value, kwargs))

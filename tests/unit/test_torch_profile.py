@@ -265,3 +265,8 @@ def test_a_traced_transformer_is_divided_as_one_from_numbers() -> None:
         )
         assert one.step_s == pytest.approx(other.step_s, rel=0.15), text
         assert max(one.stage_memory_bytes) == pytest.approx(max(other.stage_memory_bytes), rel=0.15), text
+
+
+def test_a_model_without_parameters_has_no_layers() -> None:
+    profile = profile_model(nn.Identity(), {"x": np.zeros((1, 4), np.float32)}, ("x",))
+    assert not profile.layers and not profile.untraced
