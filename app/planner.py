@@ -71,7 +71,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         raise _nothing(question, found, names)
     chosen = simplest(eligible)
     job.check_plan(chosen)
-    notes = (*unknown, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
+    notes = (*_untraced(profile), *unknown, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
     planned = {plan.strategy for plan in found.plans}
     return Decision(
@@ -82,6 +82,12 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         cluster=cluster,
         used=allowed,
     )
+
+
+def _untraced(profile: ModelProfile) -> tuple[str, ...]:
+    """That the model's operations are not known."""
+    what = f"tracing the model raised {profile.untraced}: activations are not counted, operations are guessed"
+    return (what,) if profile.untraced else ()
 
 
 def _names(job: Job, framework: str) -> Collection[str]:

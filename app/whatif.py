@@ -164,6 +164,9 @@ def fact_rows(answer: WhatIf) -> list[tuple[str, str]]:
     if chosen.dollars_an_hour is not None:
         source = f"{wishes.price}, list" if isinstance(wishes.price, str) else "as given"
         rows.append(("cost", f"${chosen.dollars_an_hour:,.2f} an hour ({source}), {_dollars(chosen)} in all"))
+    if answer.profile.untraced:
+        stopped = f"tracing the model raised {answer.profile.untraced}"
+        rows.append(("note", f"{stopped}: activations are not counted, operations are two a parameter and token"))
     if not chosen.plan.engine:
         rows.append(("note", "trainwright has no engine for this plan yet"))
     return rows

@@ -7,10 +7,13 @@ Korthikanti et al. (2022).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
+from trainwright.strategies.calibration import Vector
 from trainwright.strategies.work import NUMBER_BYTES, even, gathered
 
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
@@ -32,30 +35,59 @@ def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: s
 
 def stage_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> tuple[int, ...]:
     """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with."""
+    counts = gathered(profile).counts(plan.stages or even(profile, plan.mesh.pipeline))
+    layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
+    return tuple(int(each) for each in layers.of_stages(counts))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMemory:
+    """Bytes of each distinct layer on one device.
+
+    Attributes:
+        states: of the model.
+        kept: of one micro-batch.
+        working: what the layer works with, of which a stage needs the most of its layers.
+        flight: micro-batches that each stage keeps at once; none keeps more than the one before it.
+    """
+
+    states: Vector
+    kept: Vector
+    working: Vector
+    flight: Vector
+
+    def of_stages(self, counts: Vector) -> Vector:
+        """Of each stage, given how many of each layer stand on it (stages, layers)."""
+        most = np.where(counts > 0, self.working, 0.0).max(axis=1)
+        found: Vector = counts @ self.states + self.flight * (counts @ self.kept) + most
+        return found
+
+
+def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> LayerMemory:
+    """What the layers ask of a stage that holds them."""
     mesh, width = plan.mesh, NUMBER_BYTES.get(precision, 4)
-    micro_batches, rows = plan.micro_batches(batch_size)
-    layers = gathered(profile)
-    counts, parameters = layers.placed(plan.stages or even(profile, mesh.pipeline))
+    (micro_batches, rows), layers = plan.micro_batches(batch_size), gathered(profile)
     kept = layers.kept(mesh.tensor, plan.recompute)
     working = layers.kept(mesh.tensor, "none") if plan.recompute == "full" else np.zeros_like(kept)
     served = _STATES[width][2] if plan.servers else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
     each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision) - served
-    states = each * parameters / mesh.tensor
-    flight = np.array([in_flight(plan, stage, micro_batches) for stage in range(mesh.pipeline)])
-    most = np.where(counts > 0, working, 0.0).max(axis=1)
-    return tuple(int(each) for each in states + rows * width * (flight * (counts @ kept) + most))
+    states = each * layers.held(mesh.pipeline) / layers.over(mesh.tensor)
+    flight = in_flight(plan, micro_batches)
+    return LayerMemory(states=states, kept=rows * width * kept, working=rows * width * working, flight=flight)
 
 
-def in_flight(plan: Plan, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once, in the order of `orders.order`.
+def in_flight(plan: Plan, micro_batches: int) -> Vector:
+    """Micro-batches whose activations each stage holds at once, in the order of `orders.order`.
 
     ZB-H1 keeps them until the gradients of weights are made, which later stages put off for longer.
     """
     stages, chunks = plan.mesh.pipeline, plan.chunks
     if stages == 1:
-        return 1.0
+        return np.ones(1)
+    after = stages - 1.0 - np.arange(stages)
     if plan.schedule == "interleaved":
-        return min(micro_batches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1) / chunks
-    most = {"": 1, "gpipe": micro_batches, "zero_bubble": stages}.get(plan.schedule, stages - stage)
-    return float(min(micro_batches, most))
+        held: Vector = np.minimum(micro_batches * chunks, 2 * after + (chunks - 1) * stages + 1) / chunks
+        return held
+    most = {"": 1.0, "gpipe": float(micro_batches), "zero_bubble": float(stages)}.get(plan.schedule, after + 1)
+    return np.minimum(float(micro_batches), most) * np.ones(stages)

@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypedDict
 
 from trainwright.core.cluster import Cluster
-from trainwright.core.plan import Estimate, Infeasible, Mesh, Plan
+from trainwright.core.plan import Estimate, Infeasible, Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import DEFAULT, Calibration
+from trainwright.strategies.cuts import cuts
 from trainwright.strategies.estimating import estimate, expected
 from trainwright.strategies.memory import stage_memory
-from trainwright.strategies.partition import divided
 from trainwright.strategies.question import Question
-from trainwright.strategies.timing import layer_seconds
-from trainwright.strategies.work import Machine, gathered, refusal, work_of
+from trainwright.strategies.work import Machine, refusal, work_of
 
 USABLE = 0.92  # of a device's memory: the rest is the framework's, and lost between blocks
 SURE = 20  # plans that get an interval, beside the best of each strategy
@@ -126,6 +126,13 @@ def _proposals(question: Question) -> Iterator[Plan | Infeasible]:
             yield from strategy.propose(question)
 
 
+class Numbers(TypedDict):
+    """What every estimate is asked with."""
+
+    batch_size: int
+    precision: str
+
+
 class _Sized:
     """A question whose plans are measured against time and memory; what several of them share is found once."""
 
@@ -133,34 +140,25 @@ class _Sized:
         self.question, self.calibration = question, calibration
         of_cpus = not question.cluster.accelerators
         self._machine = cache(lambda ranks: Machine.of(question.cluster, ranks if of_cpus else None))
-        self._stages = cache(self._cut)
-        self._numbers = {"batch_size": question.batch_size, "precision": question.precision}
+        self._numbers: Numbers = {"batch_size": question.batch_size, "precision": question.precision}
 
     def machine(self, plan: Plan) -> Machine:
         """That the plan's ranks run on."""
         return self._machine(plan.mesh.size)
 
-    def stages(self, plan: Plan) -> tuple[int, ...]:
-        """Contiguous stages of which the slowest is as quick as can be."""
-        return self._stages(plan.mesh.pipeline, plan.mesh.tensor, plan.mesh.size)
-
-    def _cut(self, stages: int, tensor: int, ranks: int) -> tuple[int, ...]:
-        profile, machine = self.question.profile, self._machine(ranks)
-        alone = replace(Plan.parse(""), mesh=Mesh(tensor=tensor))
-        work = work_of(profile, machine, alone, batch_size=1, precision=self.question.precision)
-        return divided(layer_seconds(work)[gathered(profile).order].tolist(), stages)
-
     def sized(self, plan: Plan) -> Plan | Infeasible:
         """The plan with its estimate, or why it cannot be."""
-        question, machine = self.question, self.machine(plan)
-        reason = refusal(question.profile, machine, plan, question.batch_size)
+        profile, machine = self.question.profile, self.machine(plan)
+        reason = refusal(profile, machine, plan, self.question.batch_size)
         if reason is not None:
             return Infeasible(strategy=plan.strategy, reason=reason[0], hint=reason[1], plan=plan)
-        memory = stage_memory(question.profile, plan, batch_size=question.batch_size, precision=question.precision)
         room = USABLE * machine.device.memory_bytes or math.inf
+        if plan.mesh.pipeline > 1:
+            plan = replace(plan, stages=cuts(profile, machine, plan, room_bytes=room, **self._numbers))
+        memory = stage_memory(profile, plan, **self._numbers)
         if max(memory) > room:
             return _too_large(plan, memory, room)
-        work = work_of(question.profile, machine, plan, batch_size=question.batch_size, precision=question.precision)
+        work = work_of(profile, machine, plan, **self._numbers)
         terms = expected(work, self.calibration)
         step_s = sum(terms.values())
         found = Estimate(
@@ -172,10 +170,7 @@ class _Sized:
     def sure(self, plan: Plan) -> Plan:
         """The plan with the interval of its estimate."""
         question = self.question
-        found = estimate(
-            question.profile, question.cluster, plan,
-            batch_size=question.batch_size, precision=question.precision, calibration=self.calibration,
-        )  # fmt: skip
+        found = estimate(question.profile, question.cluster, plan, calibration=self.calibration, **self._numbers)
         return replace(plan, estimate=found)
 
 
@@ -185,8 +180,6 @@ def _variants(sized: _Sized, plan: Plan) -> Iterator[Plan | Infeasible]:
     Without a pipeline fewer micro-batches are never slower, so that the fewest which fit are enough.
     """
     selective = any(layer.scores_numbers for layer in sized.question.profile.layers)
-    if plan.mesh.pipeline > 1 and refusal(sized.question.profile, sized.machine(plan), plan, plan.batch_size) is None:
-        plan = replace(plan, stages=sized.stages(plan))
     for recompute in ("none", "selective", "full") if selective else ("none", "full"):
         engine = plan.engine if recompute == "none" else ""  # none computes activations again yet
         found: Plan | Infeasible | None = None

@@ -25,6 +25,7 @@ SpanKind = Literal[
 BUCKETS = round(1 / LAST)  # of gradients: the last of them is what `timing` never hides
 WEIGHTS = 0.5  # of backward, where it is halved: gradients of parameters (Qi et al., 2023: as long as those of inputs)
 FORWARD_GATHERS = 1 / 3  # ZeRO-3 gathers for forward, gathers for backward, and scatters gradients
+BESIDE = "gpipe"  # whose messages go while the next micro-batch is computed, see `timing`
 
 
 class Span(NamedTuple):
@@ -119,7 +120,8 @@ def _lanes(work: Work, made: Pieces) -> list[list[Span]]:
             for kind, seconds in parts(stage, operation.kind, operation.chunk):
                 begin_s, now_s = now_s, now_s + seconds
                 lane.append(Span(stage, kind, operation.micro_batch, operation.chunk, begin_s, now_s))
-            come_s[stage, operation] = now_s
+            late_s = _message_s(made, stages, stage, operation.kind) if work.schedule == BESIDE else 0.0
+            come_s[stage, operation] = now_s + late_s
             if (stage, operation) in waiting:
                 able.append(waiting.pop((stage, operation)))
     assert not any(todo), "an order in which stages wait for each other in a ring"
@@ -127,7 +129,7 @@ def _lanes(work: Work, made: Pieces) -> list[list[Span]]:
 
 
 def _parts(work: Work, made: Pieces, stage: int, kind: Kind, chunk: int) -> Iterator[tuple[SpanKind, float]]:
-    """What an operation of a stage takes, one after the other; sending keeps the sender."""
+    """What an operation of a stage takes, one after the other; sending keeps the sender, but for GPipe's."""
     last = (work.mesh.pipeline - 1, work.chunks - 1)
     share = 1 / work.chunks
     if made.gather and kind != "weights":
@@ -139,8 +141,15 @@ def _parts(work: Work, made: Pieces, stage: int, kind: Kind, chunk: int) -> Iter
     else:
         halved = {"inputs": 1 - WEIGHTS, "weights": WEIGHTS}
         yield kind, float(made.backward[stage]) * share * halved.get(kind, 1.0)
-    if kind != "weights" and (stage, chunk) != (last if kind == "forward" else (0, 0)):
-        yield "send", made.send
+    sends = work.mesh.pipeline > 1 and work.schedule != BESIDE
+    if sends and kind != "weights" and (stage, chunk) != (last if kind == "forward" else (0, 0)):
+        yield "send", _message_s(made, work.mesh.pipeline, stage, kind)
+
+
+def _message_s(made: Pieces, stages: int, stage: int, kind: Kind) -> float:
+    """Of a stage's activations to the next one, or of their gradients back; from end to beginning as long as any."""
+    cut = stage if kind == "forward" else stage - 1
+    return float(made.send[cut] if 0 <= cut < stages - 1 else made.send.max(initial=0.0))
 
 
 def _reductions(lane: list[Span], spent_s: float, hidden_s: float) -> list[Span]:

@@ -38,7 +38,7 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
     back = float((work.counts @ (backward + again))[slowest])
     found |= {
         "bubble": bubble,
-        "transfers": _transfers(work, rates),
+        "transfers": _transfers(work, rates, float(whole[slowest])),
         "parameters": _gathered(work, rates, float(whole[slowest])) * count,
         "gradients": _gradients(work, rates, back),
         "optimizer": float(work.update_s) / rates["update"],
@@ -54,7 +54,7 @@ class Pieces:
     Attributes:
         forward, backward: with tensor parallelism's reductions.
         recompute: of forward, in backward.
-        send: of one message to another stage.
+        send: of one message over each cut between stages.
         gather: of ZeRO-3's parameters and their gradients, beyond what a micro-batch's compute hides.
         reduction: of gradients over the data ranks, once a step.
         optimizer: once a step.
@@ -64,7 +64,7 @@ class Pieces:
     forward: Vector
     backward: Vector
     recompute: Vector
-    send: float
+    send: Vector
     gather: float
     reduction: Vector
     optimizer: Vector
@@ -85,7 +85,7 @@ def pieces(work: Work, rates: Rates) -> Pieces:
         forward=ahead,
         backward=back,
         recompute=again,
-        send=_send(work, rates),
+        send=_sent(work, work.sent_bytes, rates),
         gather=_gathered(work, rates, float((ahead + back + again).max())),
         reduction=_reduction(work, rates, work.gradient_bytes),
         optimizer=work.update_s / rates["update"] * work.parameters / work.parameters.max(),
@@ -97,7 +97,14 @@ def layer_seconds(work: Work) -> Vector:
     """Forward and backward of each distinct layer with the default efficiencies, for dividing layers into stages."""
     rates = DEFAULT.efficiencies
     forward, backward = _compute(work, rates)
-    found: Vector = forward + backward + 2 * _tensor(work, rates)
+    reduced = _tensor(work, rates)
+    found: Vector = forward + backward + 2 * reduced + work.again * (forward + reduced)
+    return found
+
+
+def send_seconds(work: Work, sent_bytes: Vector) -> Vector:
+    """There and back over a cut, with the default efficiencies, for dividing layers into stages."""
+    found: Vector = 2 * _sent(work, sent_bytes, DEFAULT.efficiencies)
     return found
 
 
@@ -137,16 +144,24 @@ def _messages(group: Group, rates: Rates) -> float:
     return rates["message_s"] * (1 + np.log2(group.size)) if group.size > 1 else 0.0
 
 
-def _transfers(work: Work, rates: Rates) -> float:
-    """Activations and their gradients from stage to stage: of each micro-batch, and once through all stages."""
-    hops = (work.mesh.pipeline - 1) + (work.micro_batches - 1) * work.chunks
-    return 2 * _send(work, rates) * hops if work.mesh.pipeline > 1 else 0.0
+def _transfers(work: Work, rates: Rates, compute_s: float) -> float:
+    """Activations and their gradients from stage to stage: of each micro-batch, and once through all stages.
+
+    GPipe sends one micro-batch while it computes the next; the other schedules wait for what comes back.
+    """
+    if work.mesh.pipeline == 1:
+        return 0.0
+    cuts = 2 * _sent(work, work.sent_bytes, rates)
+    slowest = float(cuts.max())
+    each = _exposed(slowest, compute_s) if work.schedule == "gpipe" else slowest
+    return float(cuts.sum()) + each * (work.micro_batches - 1) * work.chunks
 
 
-def _send(work: Work, rates: Rates) -> float:
-    """One micro-batch's activations, or their gradients, to the next stage."""
+def _sent(work: Work, sent_bytes: Vector, rates: Rates) -> Vector:
+    """Messages of so many bytes to the next stage."""
     link = work.machine.network_bytes_per_s if work.remote else work.machine.device.link_bytes_per_s
-    return work.sent_bytes / (link * rates["send"]) + rates["send_s"]
+    found: Vector = sent_bytes / (link * rates["send"]) + rates["send_s"]
+    return found
 
 
 def _gathered(work: Work, rates: Rates, compute_s: float) -> float:

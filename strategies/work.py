@@ -155,7 +155,7 @@ class Work:
         parameters: of each stage, on one rank.
         gradient_bytes: of each stage, on one rank.
         update_s: of the optimizer at the memory's full bandwidth, slowest stage.
-        sent_bytes: between stages, of one micro-batch.
+        sent_bytes: over each cut between stages, of one micro-batch.
         micro_batches: of a data rank.
         schedule: of the pipeline.
         chunks: of each stage.
@@ -181,7 +181,7 @@ class Work:
     parameters: Vector
     gradient_bytes: Vector
     update_s: float
-    sent_bytes: float
+    sent_bytes: Vector
     micro_batches: int
     schedule: str
     chunks: int
@@ -219,13 +219,16 @@ class Layers:
         """By how much tensor parallelism divides each."""
         return np.where(self.splits > 0, float(tensor), 1.0)
 
-    def placed(self, stages: Sequence[int]) -> tuple[Vector, Vector]:
-        """How many of each layer stand on each stage (stages, layers), and each stage's parameters."""
+    def counts(self, stages: Sequence[int]) -> Vector:
+        """How many of each layer stand on each stage (stages, layers)."""
         stage = np.repeat(np.arange(len(stages)), stages)
         counts = np.zeros((len(stages), len(self.flops)))
         np.add.at(counts, (stage, self.order), 1.0)
-        held = self.parameters + (self.tied_parameters if len(stages) > 1 else 0.0)
-        return counts, counts @ held
+        return counts
+
+    def held(self, stages: int) -> Vector:
+        """Parameters that each needs where it stands."""
+        return self.parameters + (self.tied_parameters if stages > 1 else 0.0)
 
     def kept(self, tensor: int, recompute: str) -> Vector:
         """Numbers that backward needs of one sample; if all is recomputed a layer's input, as large as its output."""
@@ -243,10 +246,10 @@ class Layers:
         found[self.last] = 0.0
         return found
 
-    def sent(self, stages: Sequence[int]) -> float:
-        """The most numbers that a stage sends on, of one sample."""
-        ends = np.cumsum(stages)[:-1]
-        return float(self.output_numbers[self.order[ends - 1]].max()) if len(ends) else 0.0
+    def sent(self, stages: Sequence[int]) -> Vector:
+        """Numbers that each stage but the last sends on, of one sample."""
+        found: Vector = self.output_numbers[self.order[np.cumsum(stages)[:-1] - 1]]
+        return found
 
 
 @lru_cache(maxsize=64)
@@ -271,10 +274,10 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     check(profile, machine, plan, batch_size)
     layers = gathered(profile)
     stages = plan.stages or even(profile, mesh.pipeline)
-    counts, held = layers.placed(stages)
+    counts = layers.counts(stages)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
     rate, memory = machine.device.rate(precision) * machine.device.sustained, machine.device.memory_bytes_per_s
-    parameters = held / mesh.tensor
+    parameters = counts @ (layers.held(mesh.pipeline) / over)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
     update_bytes = UPDATE_BYTES[width] * parameters.max() / (sharded if plan.zero else 1)
     shared = layers.shared_traffic
@@ -303,7 +306,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         tensor=group(machine, mesh.tensor, 1),
         data=group(machine, mesh.data, mesh.tensor * mesh.shard),
         shard=group(machine, mesh.shard, mesh.tensor),
-        remote=mesh.tensor * mesh.shard * mesh.data >= machine.per_node,
+        remote=leaves_node(machine, mesh),
         shape=_shape(profile, mesh, rows, micro_batches),
         kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}",
     )
@@ -324,6 +327,8 @@ def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int
     if mesh.data_ranks > batch_size:
         hint = f"use batch_size={mesh.data_ranks} or fewer data ranks"
         return f"batch_size={batch_size} is smaller than the {mesh.data_ranks} data ranks", hint
+    if mesh.pipeline > 1 and profile.untraced:
+        return f"its layers cannot be put into stages: tracing the model raised {profile.untraced}", "use pp=1"
     if mesh.pipeline > len(profile.layers):
         return f"{mesh.pipeline} stages for {len(profile.layers)} layers", f"use pp={len(profile.layers)} or fewer"
     if plan.stages and (sum(plan.stages) != len(profile.layers) or len(plan.stages) != mesh.pipeline):
@@ -336,6 +341,11 @@ def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int
     if plan.schedule == "interleaved" and micro_batches % mesh.pipeline:
         return f"{micro_batches} micro-batches are no multiple of the {mesh.pipeline} stages", "use schedule=1f1b"
     return None
+
+
+def leaves_node(machine: Machine, mesh: Mesh) -> bool:
+    """Whether the next stage is on another node."""
+    return mesh.tensor * mesh.shard * mesh.data >= machine.per_node
 
 
 def group(machine: Machine, size: int, stride: int) -> Group:

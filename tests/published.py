@@ -6,7 +6,7 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -180,6 +180,71 @@ def _mosaicml(row: dict[str, str]) -> tw.Measurement:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How much quicker than the first row of its table a plan is."""
+
+    name: str
+    predicted: float
+    published: float
+
+    @property
+    def off(self) -> float:
+        """Of the prediction."""
+        return self.predicted / self.published - 1
+
+
+def gpipe() -> tuple[Speed, ...]:
+    """Table 2 of Huang et al. (2019): a transformer of 48 layers on TPUs, 32 micro-batches, against 2 partitions."""
+    profile = tw.transformer_profile(hidden=2048, layers=48, heads=32, sequence=1024, vocabulary=32_000)
+    rows = [row for row in table("gpipe_table2_throughput") if row["model"] == "Transformer-48"]
+    found = []
+    for row in rows:
+        if row["M_microbatches"] == "32":
+            partitions = int(row["K_partitions"])
+            plan = tw.Plan.parse(f"pp={partitions},micro_batch=1,schedule=gpipe,recompute=full")
+            cluster = _cluster(f"{partitions}xTPU-V3")
+            step_s = tw.estimate(profile, cluster, plan, batch_size=32, precision="bf16").step_s
+            found.append((f"K={partitions}", 32 / step_s, float(row["normalized_throughput"])))
+    return _speeds(found)
+
+
+def torchgpipe(name: str) -> tuple[Speed, ...]:
+    """One of torchgpipe's networks on up to 8 P40, with its balances, micro-batches and batches."""
+    from tests import networks
+
+    builders = {"resnet101": networks.resnet101, "unet": networks.unet, "amoebanetd": networks.amoebanet}
+    profile = networks.layered(builders[name], 192 if name == "unet" else 224)
+    found = []
+    for row in table(f"torchgpipe_{name}_speed"):
+        row = {key.partition("(")[0]: value for key, value in row.items()}
+        stages = tuple(map(int, row["balance"].split(",")))
+        count, batch = int(row.get("chunks") or row["m_microbatches"]), int(row["batch"])
+        named = row.get("experiment") or f"n={len(stages)}, m={count}"
+        step_s = _torchgpipe_s(profile, stages, count, batch, plain=named == "baseline")
+        found.append((f"{name} {named}", batch / step_s, float(row["samples_per_s"])))
+    return _speeds(found)
+
+
+def _torchgpipe_s(profile: tw.ModelProfile, stages: tuple[int, ...], count: int, batch: int, *, plain: bool) -> float:
+    """A step in which all micro-batches but the last are computed again, or the only one; none where it is plain."""
+    text = f"pp={len(stages)},micro_batch={-(-batch // count)},schedule=gpipe"
+    plan = replace(tw.Plan.parse(text), stages=stages if len(stages) > 1 else ())
+    again = 0.0 if plain else max(count - 1, 1) / count
+    none, full = (
+        tw.estimate(
+            profile, _cluster("8xP40-24GB"), replace(plan, recompute=name), batch_size=batch, precision="fp32"
+        ).step_s
+        for name in ("none", "full")
+    )
+    return (1 - again) * none + again * full
+
+
+def _speeds(rows: Sequence[tuple[str, float, float]]) -> tuple[Speed, ...]:
+    _, predicted, published = rows[0]
+    return tuple(Speed(name=name, predicted=one / predicted, published=other / published) for name, one, other in rows)
+
+
 def main() -> None:
     """Print how far the estimate is off, and how well it chooses, on each set: the figures of the README."""
     small, large = vtrain(VTRAIN_SMALL), vtrain(VTRAIN_LARGE)
@@ -199,6 +264,8 @@ def main() -> None:
     for name in ("data", "tensor", "pipeline"):
         merit = [-getattr(one.plan.mesh, name) for one in small]
         print(f"always the most {name} parallel, with the best micro-batch: regret {chosen_regret(small, merit):.1%}")
+    for speed in (*gpipe(), *torchgpipe("resnet101"), *torchgpipe("unet"), *torchgpipe("amoebanetd")):
+        print(f"{speed.name}: {speed.predicted:.2f} times, published {speed.published:.2f} ({speed.off:+.1%})")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Accelerator:
 
     name: str
     memory_bytes: int
-    flops_per_s: Mapping[str, float]
+    flops_per_s: Mapping[str, float] = field(hash=False)
     memory_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
@@ -113,15 +113,15 @@ def _tpu(
 _AMPERE = {"fp16": 312, "bf16": 312, "tf32": 156, "fp32": 19.5}
 _HOPPER = {"fp16": 989, "bf16": 989, "tf32": 494, "fp32": 67}
 _LISTED = (
-    _nvidia("P40-24GB", 24, {"fp32": 11.8}, 346, 12, 1.25, node=8),
+    _nvidia("P40-24GB", 24, {"fp32": 11.8}, 346, 16, 1.25, node=8),
     _nvidia("P100-16GB", 16, {"fp16": 21.2, "fp32": 10.6}, 732, 80, 1.25, aliases=("P100",)),
     _nvidia("V100-16GB", 16, {"fp16": 125, "fp32": 15.7}, 900, 150, 0.39, price=(3.06, 0.92), aliases=("V100",)),
     _nvidia("V100-32GB", 32, {"fp16": 125, "fp32": 15.7}, 900, 150, 1.56, price=(3.90, 1.17)),
-    _nvidia("T4-16GB", 16, {"fp16": 65, "fp32": 8.1}, 320, 12, 1.5, node=4, price=(0.98, 0.33), aliases=("T4",)),
-    _nvidia("A10G-24GB", 24, {"fp16": 70, "bf16": 70, "tf32": 35, "fp32": 31.2}, 600, 24, 1.56, price=(2.04, 0.82)),
-    _nvidia("L4-24GB", 24, {"fp16": 121, "bf16": 121, "tf32": 60, "fp32": 30.3}, 300, 24, 1.56, price=(1.67, 0.66)),
-    _nvidia("L40S-48GB", 48, {"fp16": 362, "bf16": 362, "tf32": 183, "fp32": 91.6}, 864, 24, 6.25, price=(3.77, 1.51)),
-    _nvidia("RTX4090-24GB", 24, {"fp16": 165, "bf16": 165, "tf32": 82.6, "fp32": 82.6}, 1008, 24, 1.25, node=4),
+    _nvidia("T4-16GB", 16, {"fp16": 65, "fp32": 8.1}, 320, 16, 1.5, node=4, price=(0.98, 0.33), aliases=("T4",)),
+    _nvidia("A10G-24GB", 24, {"fp16": 70, "bf16": 70, "tf32": 35, "fp32": 31.2}, 600, 32, 1.56, price=(2.04, 0.82)),
+    _nvidia("L4-24GB", 24, {"fp16": 121, "bf16": 121, "tf32": 60, "fp32": 30.3}, 300, 32, 1.56, price=(1.67, 0.66)),
+    _nvidia("L40S-48GB", 48, {"fp16": 362, "bf16": 362, "tf32": 183, "fp32": 91.6}, 864, 32, 6.25, price=(3.77, 1.51)),
+    _nvidia("RTX4090-24GB", 24, {"fp16": 165, "bf16": 165, "tf32": 82.6, "fp32": 82.6}, 1008, 32, 1.25, node=4),
     _nvidia(
         "A100-40GB", 40, _AMPERE, 1555, 300, 6.25, price=(2.74, 1.10), aliases=("A100-PCIE-40GB", "A100-SXM4-40GB")
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 
@@ -57,6 +58,7 @@ class ModelProfile:
         keras_backend: that of a Keras model.
         heads: attention heads, which tensor parallelism divides; 0 where there are none.
         tokens: of one sample; 1 where a sample is one thing.
+        untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
     """
 
     framework: str
@@ -65,6 +67,7 @@ class ModelProfile:
     keras_backend: str = ""
     heads: int = 0
     tokens: int = 1
+    untraced: str = ""
 
     def __hash__(self) -> int:
         return self._hash
@@ -87,6 +90,55 @@ class ModelProfile:
     def flops(self) -> float:
         """Floating-point operations of one forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)
+
+
+def folded(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
+    """Layers without parameters and products, such as activations, as part of the layer before them."""
+    layers: list[LayerCost] = []
+    for cost in costs:
+        if cost.parameters or cost.flops:
+            layers.append(cost)
+        elif layers and cost.launches:
+            layers[-1] = _joined(layers[-1], cost)
+    return tuple(layers)
+
+
+def _joined(one: LayerCost, other: LayerCost) -> LayerCost:
+    """A layer and what follows it as part of it."""
+    own = other.splits  # what is not divided is whole on every tensor rank
+    return replace(
+        one,
+        output_numbers=other.output_numbers,
+        kept_numbers=one.kept_numbers + other.kept_numbers,
+        traffic_numbers=one.traffic_numbers + other.traffic_numbers,
+        scores_numbers=one.scores_numbers + other.scores_numbers,
+        launches=one.launches + other.launches,
+        shared_kept=_mean(one, other, "kept_numbers", (one.shared_kept, other.shared_kept if own else 1.0)),
+        shared_traffic=_mean(one, other, "traffic_numbers", (one.shared_traffic, other.shared_traffic if own else 1.0)),
+    )
+
+
+def _mean(one: LayerCost, other: LayerCost, weight: str, shares: tuple[float, float]) -> float:
+    """Of two shares; none of a layer that is not divided."""
+    weights = getattr(one, weight), getattr(other, weight)
+    if not one.splits or not sum(weights):
+        return 0.0
+    return float((weights[0] * shares[0] + weights[1] * shares[1]) / sum(weights))
+
+
+def with_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost, ...]:
+    """With a loss behind the last one, as `transformer_profile` has it: it keeps what it is given and passes over it.
+
+    Args:
+        outputs: numbers of the model's output for one sample.
+    """
+    if not layers:
+        return layers
+    *others, last = layers
+    loss = replace(last, kept_numbers=outputs, traffic_numbers=16.0 * outputs, scores_numbers=0.0, launches=2)
+    return *others, _joined(
+        last, replace(loss, output_numbers=last.output_numbers, shared_kept=0.0, shared_traffic=0.0)
+    )
 
 
 def transformer_profile(

@@ -1,27 +1,29 @@
-"""What a Keras model costs, layer by layer, from shapes alone: nothing is computed.
-
-Operations of a layer are two for each weight of its kernel, at each position of its output: exact for dense and
-convolutional layers, an estimate for others.
-"""
+"""What a Keras model costs, layer by layer, read off its graph: nothing is computed."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
 from trainwright.core.errors import JobError
-from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.core.profile import LayerCost, ModelProfile, folded, with_loss
 from trainwright.strategies.tensorflow.failures import user_code
 from trainwright.strategies.tensorflow.files import export, take_weights
 from trainwright.strategies.tensorflow.replica import batch_norms
+from trainwright.strategies.tensorflow.tracing import Call, Trace, traced
 
 __all__ = ["export", "profile_model", "take_weights"]
 
+_log = logging.getLogger(__name__)
+REASON = 300  # letters of an error that is shown
 Sample = Mapping[str, npt.NDArray[Any]]
 
 
@@ -33,14 +35,17 @@ def profile_model(
     keywords: tuple[str, ...] = (),
     step: Any = None,
 ) -> ModelProfile:
-    """Cost of each layer with weights, in order.
+    """Cost of each layer with weights or products of its own, in the order in which they run.
+
+    Where the model cannot be made into a graph, operations are two for each weight of a layer at each position of its
+    output, what backward keeps is not known, and `untraced` says why.
 
     Args:
         model: () -> keras.Model; or a model.
         sample: columns of one or a few rows, collated.
         inputs: columns given to the model.
         keywords: the model's argument that each of `inputs` is given as.
-        step: (model, batch) -> losses; such a model is not called.
+        step: (model, batch) -> losses, traced instead of the model's call where there are no inputs.
 
     Raises:
         UserCodeError: `model()` raised, or the model when it was called to learn its shapes.
@@ -54,9 +59,55 @@ def profile_model(
                 built(**dict(zip(keywords, given.values(), strict=True)))
             else:
                 built(*given.values())
-    layers = tuple(_cost(layer) for layer in _leaves(built) if layer.weights)
     inexact = ("batch_norm",) if batch_norms(built) else ()
-    return ModelProfile(framework="tensorflow", layers=layers, inexact=inexact, keras_backend="tensorflow")
+    known = ModelProfile(framework="tensorflow", layers=(), inexact=inexact, keras_backend="tensorflow")
+    rows = max((len(array) for array in sample.values()), default=1)
+    try:
+        trace = _traced(built, sample, inputs, keywords, step)
+        layers = folded(_counted(layer, trace.calls.get(layer, Call()), rows) for layer in _ran(built, trace))
+        if inputs:
+            layers = with_loss(layers, trace.calls[built].output / rows)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}"
+        _log.info("operations are estimated from weights: tracing raised %s", reason)
+        return replace(known, layers=tuple(_cost(layer) for layer in _leaves(built) if layer.weights), untraced=reason)
+    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
+
+
+def _traced(model: keras.Model, sample: Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any) -> Trace:
+    """Forward and backward, as a training step has them."""
+    names = inputs or tuple(sample)
+    given = {name: tf.TensorSpec(sample[name].shape, tf.as_dtype(sample[name].dtype)) for name in names}
+
+    def call(columns: Any) -> Any:
+        if not inputs:
+            return step(model, columns)
+        if keywords:
+            return model(**dict(zip(keywords, (columns[name] for name in inputs), strict=True)), training=True)
+        return model(*[columns[name] for name in inputs], training=True)
+
+    return traced(model, given, call)
+
+
+def _ran(model: keras.Model, trace: Trace) -> list[Any]:
+    """The layers in the order in which they ran; those that did not come last."""
+    return [*trace.calls, *(layer for layer in _leaves(model) if layer not in trace.calls)]
+
+
+def _counted(layer: Any, call: Call, rows: int) -> LayerCost:
+    own = _own(layer)
+    return LayerCost(
+        name=layer.path,
+        parameters=sum(math.prod(weight.shape) for weight in own),
+        parameter_bytes=sum(_bytes(weight) for weight in own),
+        flops=call.flops / rows,
+        output_numbers=call.output / rows,
+        kept_numbers=call.kept / rows,
+        traffic_numbers=call.traffic / rows,
+        scores_numbers=call.scores / rows,
+        matmuls=call.matmuls,
+        launches=call.launches,
+    )
 
 
 def _built(build: Callable[[], Any]) -> keras.Model:
@@ -77,21 +128,28 @@ def _leaves(layer: Any) -> Iterator[Any]:
         yield from _leaves(part)
 
 
+def _own(layer: Any) -> list[Any]:
+    """The weights of a layer itself that training may change, be it frozen or not."""
+    return list(layer._trainable_variables)
+
+
 def _cost(layer: Any) -> LayerCost:
-    inner = {id(weight) for part in layer._layers for weight in part.weights}
-    own = [weight for weight in layer.weights if id(weight) not in inner]
-    parameters = sum(math.prod(weight.shape) for weight in own)
-    shape = _output(layer)
+    """From weights alone."""
+    own = _own(layer)
+    parameters, shape = sum(math.prod(weight.shape) for weight in own), _output(layer)
     positions = math.prod(shape[:-1]) if len(shape) > 1 else 1
     return LayerCost(
         name=layer.path,
         parameters=parameters,
-        parameter_bytes=sum(math.prod(weight.shape) * np.dtype(_plain(weight.dtype)).itemsize for weight in own),
+        parameter_bytes=sum(map(_bytes, own)),
         flops=2.0 * parameters * positions,
         output_numbers=math.prod(shape),
-        kept_numbers=math.prod(shape),
-        traffic_numbers=2.0 * math.prod(shape),
     )
+
+
+def _bytes(weight: Any) -> int:
+    size: int = math.prod(weight.shape) * np.dtype(_plain(weight.dtype)).itemsize
+    return size
 
 
 def _output(layer: Any) -> tuple[int, ...]:

@@ -4,83 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from trainwright.core.errors import JobError
-from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.core.profile import LayerCost, ModelProfile, folded, with_loss
 from trainwright.strategies.torch import batches, dynamo
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.replica import batch_norms
+from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
+from trainwright.strategies.torch.values import Values
 
 __all__ = ["export", "profile_model", "take_weights"]
 
 _log = logging.getLogger(__name__)
 dynamo.postpone()
+REASON = 300  # letters of an error that is shown
 Sample = Mapping[str, npt.NDArray[Any]]
-
-
-@dataclass(kw_only=True)
-class _Call:
-    """What the calls of one module came to, those of the modules it calls left out."""
-
-    flops: float = 0.0
-    matmuls: int = 0
-    launches: int = 0
-    traffic: int = 0
-    kept: int = 0
-    output: int = 0
-
-
-class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up each module's own operations, and what autograd saves for backward.
-
-    Args:
-        held: storages that are there anyway, such as parameters'.
-    """
-
-    def __init__(self, held: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: dict[nn.Module, _Call] = {}
-        self._open: list[nn.Module] = []
-        self._saved: dict[int, Tensor] = {}  # by storage; kept alive, so that no other takes its place
-        self._held = held
-
-    def enter(self, module: nn.Module, _inputs: Any) -> None:
-        self.calls.setdefault(module, _Call())
-        self._open.append(module)
-
-    def leave(self, module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        self._open.pop()
-        self.calls[module].output = _numbers(outputs)
-
-    def save(self, tensor: Tensor) -> Tensor:
-        """Called by autograd for what it saves; each storage counts once, where it was saved first."""
-        storage = _storage(tensor)
-        if self._open and storage not in self._held and storage not in self._saved:
-            self._saved[storage] = tensor
-            self.calls[self._open[-1]].kept += tensor.numel()
-        return tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        if self._open and not func.is_view:
-            call = self.calls[self._open[-1]]
-            call.launches += 1
-            count = flop_registry.get(func._overloadpacket)
-            if count is None:
-                call.traffic += _numbers(outputs) + _numbers(args)
-            else:
-                call.matmuls += 1
-                call.flops += count(*args, **(kwargs or {}), out_val=outputs)
-        return outputs
+Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, how many bytes
 
 
 def profile_model(
@@ -94,7 +40,7 @@ def profile_model(
     """Cost of each module with parameters or operations of its own, in the order in which they run.
 
     Where the model cannot be traced without data (its flow depends on values, or it loads weights as it is built),
-    a log line says so and operations are estimated as two for each parameter and sample.
+    operations are estimated as two for each parameter and sample, activations are not known, and `untraced` says why.
 
     Args:
         model: () -> torch.nn.Module, called once or twice; or a module, which is moved to the meta device.
@@ -112,14 +58,18 @@ def profile_model(
     norms = ("batch_norm",) if batch_norms(built) else ()
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
-    held = frozenset(name for name, _ in built.named_parameters())
-    try:
-        layers = _traced(built.to("meta"), held, tensors, (inputs, keywords), step)
-    except Exception as error:
-        _log.info("operations are estimated from parameters: tracing raised %s: %s", type(error).__name__, error)
-        layers = _counted(built, held)
+    held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
     backend = "torch" if any(kind.__module__.startswith("keras.") for kind in type(built).__mro__) else ""
-    return ModelProfile(framework="torch", layers=layers, inexact=norms, keras_backend=backend)
+    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=backend)
+    trace = _first_traced(built.to("meta"), tensors, (inputs, keywords), step)
+    if isinstance(trace, str):
+        _log.info("operations are estimated from parameters: tracing raised %s", trace)
+        return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
+    rows = max((len(value) for value in tensors.values()), default=1)
+    layers = _costs(built, held, trace, rows)
+    if inputs:
+        layers = with_loss(layers, trace.calls[built].output / rows)
+    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
 
 
 def _built(build: Callable[[], Any]) -> nn.Module:
@@ -136,117 +86,97 @@ def _built(build: Callable[[], Any]) -> nn.Module:
     return model
 
 
+def _first_traced(
+    model: nn.Module, tensors: batches.Tensors, call: tuple[tuple[str, ...], tuple[str, ...]], step: Any
+) -> Trace | str:
+    """A trace in the model's own types, or in bfloat16 where a kernel takes nothing else; or what stopped the first."""
+    stopped = []
+    for dtype in (None, torch.bfloat16):
+        given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
+        try:
+            return _traced(model.to(dtype), given, call, step)
+        except Exception as error:
+            stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
+    return stopped[0]
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _tokens(tensors: batches.Tensors) -> int:
+    """Numbers of a sample that are no measurements but names: each meets all parameters once."""
+    named = [value for value in tensors.values() if len(value) and not value.is_floating_point()]
+    return max((value[0].numel() for value in named), default=1)
+
+
 def _traced(
-    model: nn.Module,
-    held: frozenset[str],
-    tensors: batches.Tensors,
-    call: tuple[tuple[str, ...], tuple[str, ...]],
-    step: Any,
-) -> tuple[LayerCost, ...]:
+    model: nn.Module, tensors: batches.Tensors, call: tuple[tuple[str, ...], tuple[str, ...]], step: Any
+) -> Trace:
     """One forward pass on the meta device; `call` is (inputs, keywords)."""
     inputs, keywords = call
     on = {name: value.to("meta") for name, value in tensors.items()}
     rows = max((len(value) for value in tensors.values()), default=1)
-    tracer = _Tracer({_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())})
-    hooks = [module.register_forward_pre_hook(tracer.enter) for module in model.modules()]
-    hooks += [module.register_forward_hook(tracer.leave) for module in model.modules()]
-    try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(tracer.save, lambda saved: saved), tracer:
-            if keywords:
-                model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
-            elif inputs or step is None:
-                model(*[on[name] for name in inputs])
-            else:
-                step(model, on)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    held = {storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
+    parameters = {storage(each) for each in model.parameters()}
+    tracer = Tracer(held, parameters, Values([(on[name], value) for name, value in tensors.items()]), rows)
+    with tracer.watching(model):
+        if keywords:
+            model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
+        elif inputs or step is None:
+            model(*[on[name] for name in inputs])
+        else:
+            step(model, on)
+    return tracer.found()
+
+
+def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> tuple[LayerCost, ...]:
+    """Of each module, in the order in which they ran; those that did not come last."""
     names = {module: name for name, module in model.named_modules()}
-    modules = [*tracer.calls, *(module for module in model.modules() if module not in tracer.calls)]
-    costs = _costs(model, held, [(names[module], module, tracer.calls.get(module, _Call())) for module in modules])
-    return tuple(
-        replace(
-            cost,
-            flops=cost.flops / rows,
-            output_numbers=cost.output_numbers / rows,
-            kept_numbers=cost.kept_numbers / rows,
-            traffic_numbers=cost.traffic_numbers / rows,
-        )
-        for cost in _folded(costs)
-    )
-
-
-def _folded(costs: list[LayerCost]) -> list[LayerCost]:
-    """Modules without parameters and products, such as activations, as part of the layer before them."""
-    layers: list[LayerCost] = []
-    for cost in costs:
-        if cost.parameters or cost.flops:
-            layers.append(cost)
-        elif layers and cost.launches:
-            before = layers[-1]
-            layers[-1] = replace(
-                before,
-                output_numbers=cost.output_numbers,
-                kept_numbers=before.kept_numbers + cost.kept_numbers,
-                traffic_numbers=before.traffic_numbers + cost.traffic_numbers,
-                launches=before.launches + cost.launches,
-            )
-    return layers
-
-
-def _counted(model: nn.Module, held: frozenset[str]) -> tuple[LayerCost, ...]:
-    """Costs from parameters alone: a multiplication and an addition each."""
-    costs = _costs(model, held, [(name, module, _Call()) for name, module in model.named_modules()])
-    return tuple(
-        LayerCost(
-            name=cost.name,
-            parameters=cost.parameters,
-            parameter_bytes=cost.parameter_bytes,
-            flops=2.0 * cost.parameters,
-        )
-        for cost in costs
-        if cost.parameters
-    )
-
-
-def _costs(model: nn.Module, held: frozenset[str], calls: list[tuple[str, nn.Module, _Call]]) -> list[LayerCost]:
-    """Costs with each module's own parameters; one that several modules share is counted once.
-
-    Args:
-        held: full names of the parameters, each once: on the meta device those that were shared are no longer the same.
-    """
+    modules = [*trace.calls, *(module for module in model.modules() if module not in trace.calls)]
     costs = []
-    for name, module, call in calls:
-        path = f"{name}." if name else ""
-        own = [parameter for key, parameter in module.named_parameters(recurse=False) if path + key in held]
+    for module in modules:
+        call, (count, size) = trace.calls.get(module, Call()), _own(module, names[module], held)
         costs.append(
             LayerCost(
-                name=name or type(model).__name__,
-                parameters=sum(parameter.numel() for parameter in own),
-                parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in own),
-                flops=call.flops,
-                output_numbers=call.output,
-                kept_numbers=call.kept,
-                traffic_numbers=call.traffic,
+                name=names[module] or type(model).__name__,
+                parameters=count,
+                parameter_bytes=size,
+                flops=call.flops / rows,
+                output_numbers=call.output / rows,
+                kept_numbers=call.kept / rows,
+                traffic_numbers=call.traffic / rows,
+                scores_numbers=call.scores / rows,
                 matmuls=call.matmuls,
                 launches=call.launches,
+                splits=call.splits,
+                shared_kept=1.0 - call.split_kept / call.kept if call.splits and call.kept else 0.0,
+                shared_traffic=1.0 - call.split_traffic / call.traffic if call.splits and call.traffic else 0.0,
+                reductions=call.reductions,
             )
         )
-    return costs
+    return folded(costs)
 
 
-def _storage(tensor: Tensor) -> int:
-    """What tensors that share memory have in common, on the meta device too."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+def _counted(model: nn.Module, held: Sizes, tokens: int) -> tuple[LayerCost, ...]:
+    """Costs from parameters alone: two operations with each for each token, none with what is looked up."""
+    layers = []
+    for name, module in model.named_modules():
+        count, size = _own(module, name, held)
+        flops = 0.0 if isinstance(module, nn.Embedding) else 2.0 * count * tokens
+        if count:
+            layers.append(
+                LayerCost(name=name or type(model).__name__, parameters=count, parameter_bytes=size, flops=flops)
+            )
+    return tuple(layers)
 
 
-def _numbers(outputs: Any) -> int:
-    """Elements of tensors, however they are nested."""
-    if isinstance(outputs, Tensor):
-        return outputs.numel()
-    if isinstance(outputs, Mapping):
-        return sum(_numbers(value) for value in outputs.values())
-    if isinstance(outputs, tuple | list):
-        return sum(_numbers(value) for value in outputs)
-    return 0
+def _own(module: nn.Module, name: str, held: Sizes) -> tuple[int, int]:
+    """Number and bytes of the parameters of a module itself; one that several share is the first one's.
+
+    Args:
+        held: by full name: on the meta device those that were shared are no longer the same.
+    """
+    path = f"{name}." if name else ""
+    own = [held[path + key] for key, _ in module.named_parameters(recurse=False) if path + key in held]
+    return sum(count for count, _ in own), sum(size for _, size in own)

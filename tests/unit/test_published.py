@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 
 import trainwright as tw
+from tests.networks import amoebanet, layered, resnet101, unet
 from tests.published import (
     VTRAIN_LARGE,
     VTRAIN_SMALL,
     chosen_regret,
     error,
     estimated,
+    gpipe,
     mosaicml,
     pipedream,
     regret,
     split,
     table,
+    torchgpipe,
     vtrain,
 )
 from trainwright.strategies.memory import model_state_bytes
@@ -74,6 +77,35 @@ def test_nine_of_ten_steps_lie_in_the_interval() -> None:
         calibration = tw.calibrate(known)
         found = [(estimated(one, calibration), one.step_s) for one in rest]
         assert np.mean([one.low_s <= step_s <= one.high_s for one, step_s in found]) >= 0.85
+
+
+def test_gpipes_partitions() -> None:
+    speeds = gpipe()
+    assert [speed.name for speed in speeds] == ["K=2", "K=4", "K=8"]
+    assert all(abs(speed.off) <= 0.15 for speed in speeds), speeds
+
+
+def test_torchgpipes_balances() -> None:
+    """Every row but three within 15%: those three are still within 25%."""
+    speeds = [speed for name in ("resnet101", "unet", "amoebanetd") for speed in torchgpipe(name)]
+    assert len(speeds) == 19
+    far = {speed.name for speed in speeds if abs(speed.off) > 0.15}
+    assert far <= {"unet pipeline-4", "amoebanetd n=4, m=4", "amoebanetd n=8, m=1"}, speeds
+    assert max(abs(speed.off) for speed in speeds) <= 0.25
+    assert np.mean([abs(speed.off) for speed in speeds]) <= 0.09
+
+
+def test_torchgpipes_networks_are_what_they_say() -> None:
+    """Layers as its balances count them; parameters of He et al. (2016), and as GPipe's table 1 has them for 208."""
+    for build, pixels, layers, millions in (
+        (resnet101, 224, 370, 44.5),
+        (unet, 192, 241, None),
+        (amoebanet, 224, 24, 124),
+    ):
+        profile = layered(build, pixels)
+        assert len(profile.layers) == layers
+        if millions:
+            assert profile.parameters / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_pipedreams_shapes() -> None:

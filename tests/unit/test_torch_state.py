@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.torch_jobs import Chosen, Files, Net, batch_normed, double, feed, one_device, saved, spec
+from tests.unit.torch_jobs import Chosen, Files, Net, Weighing, batch_normed, double, feed, one_device, saved, spec
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch import batches
@@ -157,8 +157,9 @@ def test_a_profile_counts_each_layer_for_one_sample() -> None:
     assert (first.matmuls, first.launches, first.traffic_numbers) == (1, 2, 16), (
         "the product and tanh, which is its part"
     )
-    assert (first.kept_numbers, second.kept_numbers) == (8, 0), "tanh keeps its output, which the next layer needs too"
-    assert (second.matmuls, second.launches, second.traffic_numbers) == (1, 1, 0)
+    assert first.kept_numbers == 8, "tanh keeps its output, which the next layer needs too"
+    loss = (3, 2, 16 * 3)  # what it keeps, its operations, what it reads and writes
+    assert (second.kept_numbers, second.launches - 1, second.traffic_numbers) == loss and second.matmuls == 1
     assert profile.inexact == ()
     assert profile_model(batch_normed, {"x": np.zeros((2, 4), np.float32)}, ("x",)).inexact == ("batch_norm",)
 
@@ -178,9 +179,15 @@ def test_a_profile_gives_operations_outside_layers_to_the_module_that_does_them(
 
 def test_a_model_that_cannot_be_traced_is_estimated(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="trainwright.strategies.torch.profile"):
-        profile = profile_model(Chosen, {"x": np.zeros((1, 4), np.float32)}, ("x",))
+        profile = profile_model(Weighing, {"x": np.zeros((1, 4), np.float32)}, ("x",))
     assert profile.flops == 2.0 * profile.parameters == 2.0 * 67
-    assert "operations are estimated from parameters" in caplog.text
+    assert "operations are estimated from parameters" in caplog.text and "item()" in profile.untraced
+
+
+def test_a_flow_that_depends_on_the_inputs_alone_is_followed() -> None:
+    whole, half = (profile_model(Chosen, {"x": np.full((1, 4), x, np.float32)}, ("x",)) for x in (0.0, 60.0))
+    assert not whole.untraced and not half.untraced
+    assert (whole.flops, half.flops) == (2.0 * (4 * 8 + 8 * 3), 2.0 * 4 * 8)
 
 
 def test_importing_the_engines_imports_neither_ray_nor_tensorflow() -> None:

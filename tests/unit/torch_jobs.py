@@ -122,5 +122,12 @@ class Chosen(Net):
         return self.second(self.first(x)) if bool((x[0, 0] < 50).item()) else self.first(x)[:, :3]
 
 
+class Weighing(Net):
+    """Uses its second layer if its first one's parameters say so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.first.weight.sum().item() < 50 else self.first(x)[:, :3]
+
+
 def crash(*_: Any) -> Any:
     raise LookupError("crashed on purpose")

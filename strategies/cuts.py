@@ -1,0 +1,126 @@
+"""Where a pipeline is cut: the slowest stage as quick as can be, and none over its memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from trainwright.core.plan import Plan
+from trainwright.core.profile import ModelProfile
+from trainwright.strategies.calibration import Vector
+from trainwright.strategies.memory import LayerMemory, layer_memory
+from trainwright.strategies.partition import Room, fitted
+from trainwright.strategies.timing import layer_seconds, send_seconds
+from trainwright.strategies.work import NUMBER_BYTES, Indices, Machine, gathered, leaves_node, work_of
+
+Sizes = tuple[int, ...]
+
+
+def cuts(
+    profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: int, precision: str, room_bytes: float
+) -> Sizes:
+    """Layers of each stage of a plan.
+
+    A micro-batch's time on the slowest stage, with what is computed again, and its way over the slowest cut are as
+    little as can be together; of the divisions whose stages all fit `room_bytes`, if there are any. Else it is the
+    quickest of all: `stage_memory` says by how much it does not fit, and where.
+
+    Args:
+        profile, batch_size, precision: as for `estimate`.
+        machine: that the plan runs on.
+        plan: whose own `stages` are not looked at.
+        room_bytes: of each device.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+        PlanError: the plan cannot be.
+    """
+    stages, (_, rows) = plan.mesh.pipeline, plan.micro_batches(batch_size)
+    if stages == 1:
+        return (len(profile.layers),)
+    remote = leaves_node(machine, plan.mesh)
+    step = _Step(tensor=plan.mesh.tensor, rows=rows, recompute=plan.recompute, precision=precision, remote=remote)
+    quickest = _quickest(profile, machine, step, stages)
+    layers = gathered(profile)
+    memory = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
+    room = _Room(memory=memory, order=layers.order, room_bytes=room_bytes)
+    if not room.may_do(stages) or memory.of_stages(layers.counts(quickest)).max() <= room_bytes:
+        return quickest
+    return _best(*_times(profile, machine, step), stages, room) or quickest
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What the time of a micro-batch depends on, beside the model and the machine."""
+
+    tensor: int
+    rows: int
+    recompute: str
+    precision: str
+    remote: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Room:
+    """What memory allows, layer by layer."""
+
+    memory: LayerMemory
+    order: Indices
+    room_bytes: float
+
+    def may_do(self, stages: int) -> bool:
+        """Whether an average stage fits: most plans that are too large are told by this."""
+        least = self.memory.states + self.memory.flight[-1] * self.memory.kept
+        return bool(least[self.order].sum() <= stages * self.room_bytes)
+
+    def of(self, begins: Indices) -> Room:
+        """For runs of layers, given where each begins."""
+        return Room(
+            fixed_bytes=np.add.reduceat(self.memory.states[self.order], begins).tolist(),
+            kept_bytes=np.add.reduceat(self.memory.kept[self.order], begins).tolist(),
+            working_bytes=np.maximum.reduceat(self.memory.working[self.order], begins).tolist(),
+            in_flight=self.memory.flight.tolist(),
+            room_bytes=self.room_bytes,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _quickest(profile: ModelProfile, machine: Machine, step: _Step, stages: int) -> Sizes:
+    """Whatever memory says."""
+    found = _best(*_times(profile, machine, step), stages, None)
+    assert found is not None  # only memory can forbid every division
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _times(profile: ModelProfile, machine: Machine, step: _Step) -> tuple[Vector, Vector]:
+    """Seconds of a micro-batch in each layer, and over a cut behind it."""
+    alone = replace(Plan.parse(f"tp={step.tensor}"), micro_batch=step.rows, recompute=step.recompute)
+    work = replace(work_of(profile, machine, alone, batch_size=step.rows, precision=step.precision), remote=step.remote)
+    layers = gathered(profile)
+    sent = step.rows * NUMBER_BYTES.get(step.precision, 4) * layers.output_numbers / step.tensor
+    return layer_seconds(work)[layers.order], send_seconds(work, sent)[layers.order]
+
+
+def _best(seconds: Vector, cut_s: Vector, stages: int, room: _Room | None) -> Sizes | None:
+    """The least sum of the slowest stage and the slowest cut; cuts that are slower than one after the other allowed."""
+    best, least = None, math.inf
+    bound = max(float(seconds.max()), float(seconds.sum()) / stages)
+    for slowest in np.unique(cut_s[:-1]):
+        if slowest + bound >= least:
+            break
+        begins = np.concatenate(([0], np.flatnonzero(cut_s[:-1] <= slowest) + 1))
+        if len(begins) < stages:
+            continue
+        costs = np.add.reduceat(seconds, begins)
+        sizes = fitted(costs.tolist(), stages, room.of(begins) if room else None)
+        if sizes is None:
+            continue
+        firsts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+        spent = float(np.add.reduceat(costs, firsts).max() + slowest)
+        if spent < least:
+            best, least = np.diff([*begins[firsts], len(seconds)]), spent
+    return None if best is None else tuple(best.tolist())
