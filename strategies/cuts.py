@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,8 +24,9 @@ def cuts(
     """Layers of each stage of a plan.
 
     A micro-batch's time on the slowest stage, with what is computed again, and its way over the slowest cut are as
-    little as can be together; of the divisions whose stages all fit `room_bytes`, if there are any. Else it is the
-    quickest of all: `stage_memory` says by how much it does not fit, and where.
+    little as can be together. Where that does not fit `room_bytes`, the slowest stage is as quick as can be among the
+    divisions that do, by cuts that are no slower if that is possible. Where none does it is the quickest of all:
+    `stage_memory` says by how much it does not fit, and where.
 
     Args:
         profile, batch_size, precision: as for `estimate`.
@@ -43,13 +43,18 @@ def cuts(
         return (len(profile.layers),)
     remote = leaves_node(machine, plan.mesh)
     step = _Step(tensor=plan.mesh.tensor, rows=rows, recompute=plan.recompute, precision=precision, remote=remote)
-    quickest = _quickest(profile, machine, step, stages)
+    quickest, limit = _quickest(profile, machine, step, stages)
     layers = gathered(profile)
     memory = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     room = _Room(memory=memory, order=layers.order, room_bytes=room_bytes)
     if not room.may_do(stages) or memory.of_stages(layers.counts(quickest)).max() <= room_bytes:
         return quickest
-    return _best(*_times(profile, machine, step), stages, room) or quickest
+    seconds, cut_s = _times(profile, machine, step)
+    for most in (limit, float(cut_s.max())):
+        found = _within(seconds, cut_s, stages, most, room)
+        if found is not None:
+            return found[0]
+    return quickest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +93,23 @@ class _Room:
 
 
 @lru_cache(maxsize=4096)
-def _quickest(profile: ModelProfile, machine: Machine, step: _Step, stages: int) -> Sizes:
-    """Whatever memory says."""
-    found = _best(*_times(profile, machine, step), stages, None)
-    assert found is not None  # only memory can forbid every division
-    return found
+def _quickest(profile: ModelProfile, machine: Machine, step: _Step, stages: int) -> tuple[Sizes, float]:
+    """Whatever memory says: the least sum of the slowest stage and the slowest cut, and how long a cut may take for it.
+
+    Cuts that are slower than one after the other are allowed, until even the quickest stages could not make up for it.
+    """
+    seconds, cut_s = _times(profile, machine, step)
+    *limits, widest = np.unique(cut_s[:-1]).tolist()
+    floor = _within(seconds, cut_s, stages, widest, None)
+    assert floor is not None  # only memory can forbid every division
+    best, most, least = floor[0], widest, floor[1] + widest
+    for limit in limits:
+        if limit + floor[1] >= least:
+            break
+        found = _within(seconds, cut_s, stages, limit, None)
+        if found is not None and found[1] + limit < least:
+            best, most, least = found[0], limit, found[1] + limit
+    return best, most
 
 
 @lru_cache(maxsize=1024)
@@ -101,26 +118,21 @@ def _times(profile: ModelProfile, machine: Machine, step: _Step) -> tuple[Vector
     alone = replace(Plan.parse(f"tp={step.tensor}"), micro_batch=step.rows, recompute=step.recompute)
     work = replace(work_of(profile, machine, alone, batch_size=step.rows, precision=step.precision), remote=step.remote)
     layers = gathered(profile)
-    sent = step.rows * NUMBER_BYTES.get(step.precision, 4) * layers.output_numbers / step.tensor
+    sent = step.rows * NUMBER_BYTES.get(step.precision, 4) * layers.over_cuts() / step.tensor
     return layer_seconds(work)[layers.order], send_seconds(work, sent)[layers.order]
 
 
-def _best(seconds: Vector, cut_s: Vector, stages: int, room: _Room | None) -> Sizes | None:
-    """The least sum of the slowest stage and the slowest cut; cuts that are slower than one after the other allowed."""
-    best, least = None, math.inf
-    bound = max(float(seconds.max()), float(seconds.sum()) / stages)
-    for slowest in np.unique(cut_s[:-1]):
-        if slowest + bound >= least:
-            break
-        begins = np.concatenate(([0], np.flatnonzero(cut_s[:-1] <= slowest) + 1))
-        if len(begins) < stages:
-            continue
-        costs = np.add.reduceat(seconds, begins)
-        sizes = fitted(costs.tolist(), stages, room.of(begins) if room else None)
-        if sizes is None:
-            continue
-        firsts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-        spent = float(np.add.reduceat(costs, firsts).max() + slowest)
-        if spent < least:
-            best, least = np.diff([*begins[firsts], len(seconds)]), spent
-    return None if best is None else tuple(best.tolist())
+def _within(
+    seconds: Vector, cut_s: Vector, stages: int, limit: float, room: _Room | None
+) -> tuple[Sizes, float] | None:
+    """The best division of which no cut takes longer than a limit, and its slowest stage; None where there is none."""
+    begins = np.concatenate(([0], np.flatnonzero(cut_s[:-1] <= limit) + 1))
+    if len(begins) < stages:
+        return None
+    costs = np.add.reduceat(seconds, begins)
+    sizes = fitted(costs.tolist(), stages, room.of(begins) if room else None)
+    if sizes is None:
+        return None
+    firsts = np.cumsum((0, *sizes[:-1]))
+    found = np.diff(np.append(begins[firsts], len(seconds)))
+    return tuple(found.tolist()), float(np.add.reduceat(costs, firsts).max())

@@ -207,6 +207,7 @@ class Layers:
     parameters: Vector
     tied_parameters: Vector
     output_numbers: Vector
+    cut_numbers: Vector
     kept_numbers: Vector
     traffic_numbers: Vector
     scores_numbers: Vector
@@ -248,8 +249,12 @@ class Layers:
 
     def sent(self, stages: Sequence[int]) -> Vector:
         """Numbers that each stage but the last sends on, of one sample."""
-        found: Vector = self.output_numbers[self.order[np.cumsum(stages)[:-1] - 1]]
+        found: Vector = self.over_cuts()[self.order[np.cumsum(stages)[:-1] - 1]]
         return found
+
+    def over_cuts(self) -> Vector:
+        """Numbers that each layer's cut sends on, of one sample."""
+        return np.where(self.cut_numbers > 0, self.cut_numbers, self.output_numbers)
 
 
 @lru_cache(maxsize=64)

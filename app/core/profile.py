@@ -16,7 +16,9 @@ class LayerCost:
         parameters: number of parameters.
         parameter_bytes: their size as stored.
         flops: floating-point operations of one forward pass of one sample.
-        output_numbers: size of its output for one sample: what travels to the next pipeline stage.
+        output_numbers: size of its output for one sample.
+        cut_numbers: what travels to the next pipeline stage if the cut is behind it, for one sample: all that layers
+            before it make and others need; 0 where that is its output.
         kept_numbers: what backward needs of one sample, the output included.
         traffic_numbers: read and written by operations other than matrix products.
         scores_numbers: of these and of what is kept, attention's own that a fused kernel never writes; they are not
@@ -35,6 +37,7 @@ class LayerCost:
     parameter_bytes: int
     flops: float
     output_numbers: float = 0.0
+    cut_numbers: float = 0.0
     kept_numbers: float = 0.0
     traffic_numbers: float = 0.0
     scores_numbers: float = 0.0
@@ -109,6 +112,7 @@ def _joined(one: LayerCost, other: LayerCost) -> LayerCost:
     return replace(
         one,
         output_numbers=other.output_numbers,
+        cut_numbers=other.cut_numbers,
         kept_numbers=one.kept_numbers + other.kept_numbers,
         traffic_numbers=one.traffic_numbers + other.traffic_numbers,
         scores_numbers=one.scores_numbers + other.scores_numbers,

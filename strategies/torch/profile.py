@@ -144,6 +144,7 @@ def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> tuple[Laye
                 parameter_bytes=size,
                 flops=call.flops / rows,
                 output_numbers=call.output / rows,
+                cut_numbers=call.cut / rows,
                 kept_numbers=call.kept / rows,
                 traffic_numbers=call.traffic / rows,
                 scores_numbers=call.scores / rows,

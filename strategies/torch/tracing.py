@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import FunctionType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainwright.strategies.torch.division import Division, Share, Tags
@@ -29,6 +31,8 @@ class Call:
     """What the calls of one module came to, those of the modules it calls left out.
 
     Attributes:
+        place: among all calls, in the order in which they began.
+        cut: numbers that calls up to this one and calls after it pass to each other.
         splits: whether tensor parallelism divides its products.
         split_kept, split_traffic: what of `kept` and `traffic` it divides.
         reductions: all-reduces of its output if it does.
@@ -42,6 +46,8 @@ class Call:
     kept: float = 0.0
     scores: float = 0.0
     output: int = 0
+    place: int = 0
+    cut: float = 0.0
     splits: bool = False
     split_kept: float = 0.0
     split_traffic: float = 0.0
@@ -80,6 +86,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open: list[nn.Module] = []
         self._saved: dict[int, tuple[Tensor, Call]] = {}  # by storage; kept alive, so that no other takes its place
         self._held = held
+        self._spans: dict[int, tuple[Tensor, int, int]] = {}  # first and last place of all that make or read each
         self._values = values
         self._scores = Scores(rows)
         self._division = Division(parameters)
@@ -110,6 +117,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.kept += size
             if _all_of(self._division.of(tensor), divided):
                 call.split_kept += size
+        calls = list(self._calls.values())
+        ends = [0.0] * (len(calls) + 1)
+        for tensor, first, last in self._spans.values():
+            ends[first] += _size(tensor)
+            ends[last] -= _size(tensor)
+        for call, crossing in zip(calls, accumulate(ends), strict=False):
+            call.cut = crossing
         table = max((call.share.table for call in self._calls.values()), default=0)
         for call in self._calls.values():
             _settle(call, divided, table)
@@ -136,7 +150,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = False
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        self._calls.setdefault(module, Call())
+        self._calls.setdefault(module, Call(place=len(self._calls)))
         self._open.append(module)
 
     def _leave(self, module: nn.Module, _inputs: Any, outputs: Any) -> None:
@@ -152,9 +166,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._saved[key] = tensor, self._calls[self._open[-1]]
         return tensor
 
+    def _span(self, tensors: Any) -> None:
+        """Notes that a call makes or reads these."""
+        place = self._calls[self._open[-1]].place
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and (key := storage(tensor)) not in self._held:
+                _, first, last = self._spans.get(key, (tensor, place, place))
+                self._spans[key] = tensor, min(first, place), max(last, place)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = self._values.run(func, args, kwargs or {})
         packet = func._overloadpacket
+        if self._open:
+            self._span(args)
+            self._span(outputs)
         if self._open and not self._paused and not func.is_view and packet not in _FREE:
             call = self._calls[self._open[-1]]
             call.launches += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.strategies.cuts import cuts
 from trainwright.strategies.torch.profile import profile_model
+from trainwright.strategies.work import Machine
 
 WIDTH, LAYERS, HEADS, TOKENS, WORDS = 2048, 24, 16, 512, 50_257
 
@@ -270,3 +273,30 @@ def test_a_traced_transformer_is_divided_as_one_from_numbers() -> None:
 def test_a_model_without_parameters_has_no_layers() -> None:
     profile = profile_model(nn.Identity(), {"x": np.zeros((1, 4), np.float32)}, ("x",))
     assert not profile.layers and not profile.untraced
+
+
+def test_a_cut_carries_all_that_is_needed_behind_it() -> None:
+    named = {layer.name: layer for layer in split_layers(Stack(nn.GELU()))[0].layers}
+    width = 64 * 256
+    assert named["up"].cut_numbers == (4 + 1) * width, "the wide numbers, and those that go round them"
+    assert named["up"].output_numbers == 4 * width
+
+    class Round(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.layers[0](x)
+            return self.layers[3](self.layers[2](self.layers[1](first))) + first
+
+    sizes = [layer.cut_numbers / width for layer in split_layers(Round())[0].layers if "layers" in layer.name]
+    assert sizes[:3] == [2, 2, 2], "what goes on, and what goes round"
+
+
+def test_a_transformer_is_cut_between_its_blocks_where_the_network_is_slow() -> None:
+    profile = profile_model(Transformer, {"tokens": np.zeros((1, TOKENS), np.int64)}, ("tokens",))
+    plan, machine = tw.Plan.parse("pp=4,micro_batch=4"), Machine.of(tw.Cluster.parse("4x1xL4@5Gb"))
+    sizes = cuts(profile, machine, plan, batch_size=32, precision="bf16", room_bytes=1e12)
+    ends = [profile.layers[end - 1] for end in accumulate(sizes)][:-1]
+    assert all(layer.name.endswith("mlp.2") and layer.cut_numbers == TOKENS * WIDTH for layer in ends)
