@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypedDict
@@ -126,6 +126,9 @@ def _proposals(question: Question) -> Iterator[Plan | Infeasible]:
             yield from strategy.propose(question)
 
 
+Choices = tuple[str, ...]  # of recomputation, from the quickest on
+
+
 class Numbers(TypedDict):
     """What every estimate is asked with."""
 
@@ -175,22 +178,59 @@ class _Sized:
 
 
 def _variants(sized: _Sized, plan: Plan) -> Iterator[Plan | Infeasible]:
-    """A proposal with every sensible number of micro-batches and recomputation.
+    """A proposal with every number of micro-batches and recomputation that may be best.
 
-    Without a pipeline fewer micro-batches are never slower, so that the fewest which fit are enough.
+    Computing again is never quicker, so it is looked at only where without it memory does not do.
     """
-    selective = any(layer.scores_numbers for layer in sized.question.profile.layers)
-    for recompute in ("none", "selective", "full") if selective else ("none", "full"):
-        engine = plan.engine if recompute == "none" else ""  # none computes activations again yet
-        found: Plan | Infeasible | None = None
-        for count in _micro_batches(sized.question, plan):
-            found = sized.sized(replace(plan, accumulation=count, recompute=recompute, engine=engine))
-            if plan.mesh.pipeline > 1:
-                yield found
-            elif isinstance(found, Plan):
-                break
-        if found is not None and plan.mesh.pipeline == 1:
+    counts, choices = _micro_batches(sized.question, plan), _recomputations(sized.question)
+    return _staged(sized, plan, counts, choices) if plan.mesh.pipeline > 1 else _plain(sized, plan, counts, choices)
+
+
+def _plain(sized: _Sized, plan: Plan, counts: Sequence[int], choices: Choices) -> Iterator[Plan | Infeasible]:
+    """Without a pipeline fewer micro-batches are never slower, so that the fewest which fit are enough."""
+    for recompute in choices:
+        found = _first_fitting(sized, (_variant(plan, count, recompute) for count in counts))
+        if found is not None:
             yield found
+        if isinstance(found, Plan):
+            counts = counts[: counts.index(found.accumulation)]
+
+
+def _staged(sized: _Sized, plan: Plan, counts: Sequence[int], choices: Choices) -> Iterator[Plan | Infeasible]:
+    """Larger micro-batches never hold less: what does not fit is not asked for again."""
+    fits = False
+    for count in reversed(counts):
+        tried = (_variant(plan, count, recompute) for recompute in choices)
+        found = _first_fitting(sized, tried)
+        if isinstance(found, Plan):
+            choices, fits = choices[choices.index(found.recompute) :], True
+        if isinstance(found, Plan) or (found is not None and not fits):
+            yield found
+        if isinstance(found, Infeasible) and found.missing_bytes:
+            return
+
+
+def _variant(plan: Plan, count: int, recompute: str) -> Plan:
+    engine = plan.engine if recompute == "none" else ""  # none computes activations again yet
+    return replace(plan, accumulation=count, recompute=recompute, engine=engine)
+
+
+def _first_fitting(sized: _Sized, plans: Iterable[Plan]) -> Plan | Infeasible | None:
+    """The first that fits, else why the last does not; None where there is none."""
+    found: Plan | Infeasible | None = None
+    for plan in plans:
+        found = sized.sized(plan)
+        if isinstance(found, Plan):
+            return found
+    return found
+
+
+def _recomputations(question: Question) -> Choices:
+    """Attention's scores alone only where there are any."""
+    if "recompute" in question.pins.choices:
+        return (question.pins.choices["recompute"],)
+    selective = any(layer.scores_numbers for layer in question.profile.layers)
+    return ("none", "selective", "full") if selective else ("none", "full")
 
 
 def _micro_batches(question: Question, plan: Plan) -> list[int]:
