@@ -143,10 +143,11 @@ def _not_the_best(question: Question, job: Job, chosen: Plan) -> tuple[str, ...]
     if not given or question.elastic or question.devices:
         return ()
     free = [plan for plan in answer(question.free).plans if plan.engine]
-    ratio = estimate_of(chosen).step_s / estimate_of(free[0]).step_s if free else 1.0
+    best = simplest(free) if free else chosen
+    ratio = estimate_of(chosen).step_s / estimate_of(best).step_s
     if ratio < WORTH_SAYING:
         return ()
-    return (f"without {given}, {free[0].strategy} on {free[0].workers} workers is predicted {ratio:.1f} times as fast",)
+    return (f"without {given}, {best.strategy} on {best.workers} workers is predicted {ratio:.1f} times as fast",)
 
 
 def _better_alone(question: Question, chosen: Plan) -> tuple[str, ...]:
@@ -157,7 +158,7 @@ def _better_alone(question: Question, chosen: Plan) -> tuple[str, ...]:
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
         alone = [plan for plan in answer(replace(question, cluster=Cluster(nodes=nodes))).plans if plan.engine]
         if alone:
-            steps[kind] = estimate_of(alone[0]).step_s
+            steps[kind] = estimate_of(simplest(alone)).step_s
     best = min(steps, key=steps.__getitem__, default="")
     if not best or WORTH_SAYING * steps[best] > estimate_of(chosen).step_s:
         return ()
@@ -200,4 +201,6 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rej
     reason = f"predicted {ratio:.2f} times the step time of {chosen.strategy}"
     if plan.topology == "independent":
         reason += "; its updates use parameters that are old: how many more samples that takes is not known"
+    if plan.zero and plan.engine and not chosen.zero:
+        reason += "; a model is divided where it does not fit otherwise, since that takes longer than is predicted"
     return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")

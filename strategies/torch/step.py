@@ -21,6 +21,16 @@ from trainwright.strategies.torch.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over the whole global batch; `norm` is that of the averaged gradient, where it is wanted."""
+
+    weight: float
+    loss: float
+    wish: bool
+    norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Runner:
     """How a micro-batch is run.
 
@@ -29,27 +39,24 @@ class Runner:
         reduced: the objective, or DDP around it.
         local: a context in which backward does not reduce.
         every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
+        tells_own: what a rank does by itself can be told from what it waits for.
     """
 
     objective: Objective
     reduced: nn.Module
     local: Callable[[], AbstractContextManager[Any]] = nullcontext
     every_used: bool = False
+    tells_own: bool = True
 
     @property
     def where(self) -> str:
         """The rank, for errors."""
         return self.objective.caller.where
 
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Sums over the whole global batch; `norm` is that of the averaged gradient, where it is wanted."""
-
-    weight: float
-    loss: float
-    wish: bool
-    norm: float | None
+    def settle(self, replica: Replica, *, wants_norm: bool) -> tuple[list[Tensor], Totals]:
+        """The averaged gradients and the sums over all ranks. Raises JobError where DDP could not average one."""
+        gradients = _gradients(replica, self)
+        return gradients, _totals(self, gradients, wants_norm=wants_norm)
 
 
 def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
@@ -62,9 +69,8 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
     begun = time.perf_counter()
     with replica.attempt() as attempt:
         accumulate(replica, runner, feed)
-        gradients = _gradients(replica, runner)
         wants_norm = replica.spec.clip_norm is not None or replica.spec.guard
-        totals = _totals(runner, gradients, wants_norm=wants_norm)
+        gradients, totals = runner.settle(replica, wants_norm=wants_norm)
         _check_finite(runner, totals, feed)
         rate = replica.set_rates(feed.step, runner.where)
         norm = None
@@ -73,6 +79,7 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
             replica.apply(feed.step, runner.where)
             attempt.applied = True
     replica.step = feed.step + 1
+    own = runner.tells_own and replica.device.type == "cpu"  # a host's clock sees no kernels
     return StepReport(
         step=replica.step,
         loss=totals.loss / totals.weight if totals.weight else 0.0,
@@ -80,7 +87,7 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         learning_rate=rate,
         gradient_norm=norm,
         wish=totals.wish,
-        own_s=replica.own_done_s - begun if replica.device.type == "cpu" else None,  # a host's clock sees no kernels
+        own_s=replica.own_done_s - begun if own else None,
     )
 
 
