@@ -15,7 +15,7 @@ from trainwright.core.profile import ModelProfile
 from trainwright.planview import plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.question import Question, room_of
-from trainwright.strategies.ranking import Ranking, answer, estimate_of, simplest
+from trainwright.strategies.ranking import Ranking, answer, estimate_of, simplest, undivided
 from trainwright.strategies.remedies import remedies
 
 NO_ENGINE = "trainwright has no engine for it yet"
@@ -53,7 +53,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     eligible = [plan for plan in found.plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
         raise _nothing(question, found, names)
-    chosen = simplest(eligible)
+    chosen = simplest(undivided(eligible))
     job.check_plan(chosen)
     notes = (*unknown, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
@@ -143,7 +143,7 @@ def _not_the_best(question: Question, job: Job, chosen: Plan) -> tuple[str, ...]
     if not given or question.elastic or question.devices:
         return ()
     free = [plan for plan in answer(question.free).plans if plan.engine]
-    best = simplest(free) if free else chosen
+    best = simplest(undivided(free)) if free else chosen
     ratio = estimate_of(chosen).step_s / estimate_of(best).step_s
     if ratio < WORTH_SAYING:
         return ()
@@ -158,7 +158,7 @@ def _better_alone(question: Question, chosen: Plan) -> tuple[str, ...]:
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
         alone = [plan for plan in answer(replace(question, cluster=Cluster(nodes=nodes))).plans if plan.engine]
         if alone:
-            steps[kind] = estimate_of(simplest(alone)).step_s
+            steps[kind] = estimate_of(simplest(undivided(alone))).step_s
     best = min(steps, key=steps.__getitem__, default="")
     if not best or WORTH_SAYING * steps[best] > estimate_of(chosen).step_s:
         return ()

@@ -87,16 +87,22 @@ def answer(question: Question, calibration: Calibration | None = None) -> Rankin
 
 
 def simplest(plans: Iterable[Plan]) -> Plan:
-    """Of plans, best first, the simplest of those that are as good as the first.
-
-    A model is divided (ZeRO) only where no plan that holds it whole is among them. Gathering it costs more than its
-    bytes, which the estimate does not know: with FSDP2 on CPUs 1.3 to 7 times DDP's step.
-    """
-    every = list(plans)
-    found = [plan for plan in every if not plan.zero] or every
+    """Of plans, best first, the simplest of those that are as good as the first."""
+    found = list(plans)
     limit = TIE * estimate_of(found[0]).step_s
     tied = [plan for plan in found if plan.topology == found[0].topology and estimate_of(plan).step_s <= limit]
     return min(tied, key=_complexity)
+
+
+def undivided(plans: Iterable[Plan]) -> list[Plan]:
+    """Without those that divide a model (ZeRO) which as many ranks could hold whole.
+
+    Gathering it costs more than its bytes, which the estimate does not know: FSDP2's steps on CPUs take 1.3 to 7 times
+    DDP's.
+    """
+    found = list(plans)
+    whole = {plan.mesh.size for plan in found if not plan.zero}
+    return [plan for plan in found if not plan.zero or plan.mesh.size not in whole]
 
 
 def estimate_of(plan: Plan) -> Estimate:

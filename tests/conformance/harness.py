@@ -138,6 +138,10 @@ class World:
         self._tags: list[StateTag] = tags
         return tags
 
+    def built(self, number: int) -> None:
+        """This rank has built, in a group of its own."""
+        self._built[number] = True
+
     def form_without(self, absent: int, deadline_s: float) -> list[Outcome]:
         """What becomes of the others when a rank dies before it has joined; a new process takes its place."""
         groups = self._groups(deadline_s)

@@ -20,7 +20,7 @@ from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.core.group import Move
+from trainwright.core.group import Generation, Group, Move, Peer
 from trainwright.core.plan import Plan
 from trainwright.driver.agree import agree
 
@@ -51,6 +51,24 @@ def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool) -> None:
         assert {tag.step for tag in world.every("transfer", lambda rank: (agreement.moves,))} == {PART}
         world.warm(feeds[PART])
         world.train(feeds[PART:])
+        assert_same(unbroken, state_of(case, world))
+
+
+def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool) -> None:
+    workers, case = LAYOUTS["two"]
+    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    with case.world(pool, PROBLEM, workers) as world:
+        spare, rehearsal = world.ranks[1], Generation(token=0, number=0)
+        peer = Peer(rank=0, address=spare.call("reserve", rehearsal, "worker"))
+        spare.call("form", Group(generation=rehearsal, rank=0, peers=(peer,)))
+        assert spare.call("build", world.spec, world.plan).whole == {"shard-0"}
+        spare.call("warm", feeds[0][1])
+        spare.call("leave")
+        world.built(1)
+        tags = world.form()
+        assert [(tag.step, *tag.pieces) for tag in tags] == [(None, "shard-0"), (None, "shard-1")]
+        world.settle(0, feeds[0])
+        world.train(feeds)
         assert_same(unbroken, state_of(case, world))
 
 
