@@ -27,6 +27,13 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
         return
     for zero in (1, 2, 3):
         yield question.plan("sharded", engine if zero > 1 else "", Mesh(shard=ranks), zero=zero)
-    nodes, rest = divmod(ranks, question.per_node)
-    if nodes > 1 and question.per_node > 1 and not rest:
-        yield question.plan("sharded", engine, Mesh(data=nodes, shard=question.per_node), zero=3)
+    for mesh in _hybrid(question):
+        yield question.plan("sharded", engine, mesh, zero=3)
+
+
+def _hybrid(question: Question) -> Iterator[Mesh]:
+    """The mesh that the job pins, or with the parts inside a node."""
+    pinned, inside = question.pins.mesh, question.per_node
+    mesh = pinned or Mesh(data=question.ranks // inside, shard=inside)
+    if mesh.data > 1 and mesh.shard > 1 and mesh.size == mesh.data_ranks == question.ranks:
+        yield mesh

@@ -192,6 +192,7 @@ def test_a_model_is_divided_only_where_it_does_not_fit_otherwise() -> None:
     (why,) = [item.reason for item in decision.rejected if item.plan.strategy == "sharded"]
     assert decision.chosen.strategy == "data_parallel" and "takes longer than is predicted" in why
     assert decide(profile=fat, plan="dp=2,zero=2").chosen.zero == 2
+    assert decide(profile=fat, plan="dp=2,fsdp=3").chosen.mesh == Mesh(data=2, shard=3)
     with pytest.raises(PlanError, match="sharded: trainwright has no engine for it yet"):
         decide(profile=fat, plan="dp=2,zero=1")
     with pytest.raises(PlanError, match="as many workers as there were"):
