@@ -19,7 +19,7 @@ from tests.conformance.problems import PROBLEMS
 from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_whole, state_of
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.group import Generation, Group, Move, Peer
 from trainwright.core.plan import Plan
 from trainwright.driver.agree import agree
@@ -202,6 +202,22 @@ def test_ranks_that_run_blocks_in_another_order_are_told_before_anything_is_appl
         assert all(isinstance(one.error, JobError) for one in outcomes), outcomes
         assert all("different blocks" in str(one.error) for one in outcomes)
         assert_same(before, torch_case.parameters(world.files()))
+
+
+def of_the_head(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """A step that does not call the model itself."""
+    outputs: Tensor = model.head(batch["x"][:, :5])
+    return torch_case.cross_entropy(outputs, batch["y"])
+
+
+def test_a_parameter_that_is_used_while_it_is_divided_is_told(pool: Pool) -> None:
+    workers, case = LAYOUTS["two"]
+    feeds = case.feeds(PROBLEMS["dividing"], workers, range(1))
+    job = replace(spec(Blocks), loss=None, step=of_the_head)
+    with World(pool, "torch", case.plan(PROBLEMS["dividing"], workers), job) as world:
+        world.form()
+        with pytest.raises(UserCodeError, match="call the model itself"):
+            world.warm(feeds[0])
 
 
 def reversed_rows(batch: Any) -> Any:
