@@ -16,7 +16,7 @@ from trainwright.pictures import timeline_svg
 from trainwright.planview import STALE, plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.question import Question, room_of
-from trainwright.strategies.ranking import Ranking, answer, estimate_of, simplest
+from trainwright.strategies.ranking import Ranking, answer, estimate_of, simplest, undivided
 from trainwright.strategies.remedies import remedies
 
 NO_ENGINE = "trainwright has no engine for it yet"
@@ -69,7 +69,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     eligible = [plan for plan in found.plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
         raise _nothing(question, found, names)
-    chosen = simplest(eligible)
+    chosen = simplest(undivided(eligible))
     job.check_plan(chosen)
     notes = (*_untraced(profile), *unknown, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
@@ -166,10 +166,11 @@ def _not_the_best(question: Question, job: Job, chosen: Plan) -> tuple[str, ...]
     if not given or question.elastic or question.devices:
         return ()
     free = [plan for plan in answer(question.free).plans if plan.engine]
-    ratio = estimate_of(chosen).step_s / estimate_of(free[0]).step_s if free else 1.0
+    best = simplest(undivided(free)) if free else chosen
+    ratio = estimate_of(chosen).step_s / estimate_of(best).step_s
     if ratio < WORTH_SAYING:
         return ()
-    return (f"without {given}, {free[0].strategy} on {free[0].workers} workers is predicted {ratio:.1f} times as fast",)
+    return (f"without {given}, {best.strategy} on {best.workers} workers is predicted {ratio:.1f} times as fast",)
 
 
 def _better_alone(question: Question, chosen: Plan) -> tuple[str, ...]:
@@ -180,7 +181,7 @@ def _better_alone(question: Question, chosen: Plan) -> tuple[str, ...]:
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
         alone = [plan for plan in answer(replace(question, cluster=Cluster(nodes=nodes))).plans if plan.engine]
         if alone:
-            steps[kind] = estimate_of(alone[0]).step_s
+            steps[kind] = estimate_of(simplest(undivided(alone))).step_s
     best = min(steps, key=steps.__getitem__, default="")
     if not best or WORTH_SAYING * steps[best] > estimate_of(chosen).step_s:
         return ()
@@ -223,4 +224,6 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rej
     reason = f"predicted {ratio:.2f} times the step time of {chosen.strategy}"
     if plan.topology == "independent":
         reason += f"; {STALE}"
+    if plan.zero and plan.engine and not chosen.zero:
+        reason += "; a model is divided where it does not fit otherwise, since that takes longer than is predicted"
     return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")

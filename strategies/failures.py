@@ -65,9 +65,14 @@ class UserCode(ABC):
         return UserCodeError(
             f"{self.what} raised {type(error).__name__}: {first_line(error)}",
             where=self.where,
-            remedy="use a smaller batch_size or more accumulation" if isinstance(error, self.out_of_memory) else "",
+            remedy=self.remedy(error),
             detail=self.traceback(error),
         )
+
+    @classmethod
+    def remedy(cls, error: BaseException) -> str:
+        """What to do, where the exception tells."""
+        return "use a smaller batch_size or more accumulation" if isinstance(error, cls.out_of_memory) else ""
 
 
 def folder_of(module: ModuleType) -> str:

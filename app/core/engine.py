@@ -2,7 +2,7 @@
 
 Who calls when: `reserve`, `form`, `build` (first time in a process), then one of `transfer`, `load` or nothing (a fresh
 start at step 0), then `warm`, then `train_step` and `evaluate_step`. After a failure: `leave`, then again from
-`reserve`; `build` is not repeated in a process that has built.
+`reserve`; `build` is not repeated in a process that has built. It follows `form` at once, where others may wait for it.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class Engine(Protocol):
         """One step of this rank; in collective topologies its part of one global step."""
 
     def evaluate_step(self, feed: Feed) -> Sums:
-        """Local sums of `loss` and the metrics; no collective."""
+        """Local sums of `loss` and the metrics. A divided model is gathered: every rank calls it, and as often."""
 
     def predict_step(self, feed: Feed) -> Columns:
-        """Outputs of the model for the feed's rows, as numpy arrays by name."""
+        """Outputs of the model for the feed's rows, as numpy arrays by name. Called as `evaluate_step` is."""
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Send and receive state as decided; every member of the group calls it with the same moves."""

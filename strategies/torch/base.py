@@ -76,7 +76,7 @@ class TorchEngine:
             UserCodeError: the user's code raised.
         """
         spec.check(self.capabilities)
-        self._replica = self._guarded(lambda: Replica(spec, plan, self._device, self._where))
+        self._replica = self._guarded(lambda: self._made(spec, plan))
         self._runner = None
         return self._tag()
 
@@ -101,7 +101,8 @@ class TorchEngine:
 
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
-        state.restore(self._built, files.read(reader))
+        replica = self._built
+        state.restore(replica, files.read(reader, replica.part, replica.divided))
         return self._tag()
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -135,6 +136,10 @@ class TorchEngine:
         return self._guarded(lambda: evaluation.predict(self._built.model, self._caller(), feed))
 
     # --- for the engines ----------------------------------------------------------------------------------
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+        """Model and optimizer, fresh."""
+        return Replica(spec, plan, self._device, self._where)
 
     @property
     def _built(self) -> Replica:

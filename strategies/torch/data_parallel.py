@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.core.data import Feed
-from trainwright.core.errors import JobError
 from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
 from trainwright.strategies.torch import state
 from trainwright.strategies.torch.base import TorchEngine
-from trainwright.strategies.torch.group import Membership
+from trainwright.strategies.torch.group import Membership, compared, same_start
 from trainwright.strategies.torch.step import Runner
 
 
@@ -77,19 +74,7 @@ class DataParallel(TorchEngine):
 
     def _agree(self, every_used: bool) -> bool:
         """Whether all ranks gave every parameter a gradient. Raises JobError where their first parameters differ."""
-        assert self._group is not None, "form() comes first"
         checksum = 0 if self._built.step else state.checksum(self._built.model)  # later ones come from a rank or a file
-        own = torch.tensor([int(every_used), checksum], device=self._device)
-        gathered = [torch.empty_like(own) for _ in range(self._group.size)]
-        distributed.all_gather(gathered, own)
-        answers = torch.stack(gathered).tolist()
-        differing = [rank for rank, (_, checksum) in enumerate(answers) if checksum != answers[0][1]]
-        if differing:
-            raise JobError(
-                [
-                    f"ranks 0 and {differing[0]} hold different parameters: model() must give the same on every rank; "
-                    "draw its initial values from torch's own generator, which the job's seed sets"
-                ],
-                where=self._where,
-            )
+        answers = compared([int(every_used), checksum], self._device)
+        same_start([checksum for _, checksum in answers], self._where)
         return all(flag for flag, _ in answers)

@@ -28,6 +28,13 @@ class user_code(UserCode):
         known = (distributed.DistBackendError, distributed.DistNetworkError, distributed.DistStoreError)
         return isinstance(error, known) or (type(error) is RuntimeError and _LOST.search(str(error)) is not None)
 
+    @classmethod
+    def remedy(cls, error: BaseException) -> str:
+        """What to do, where the exception tells: of a divided model's parameters only a part is there to be used."""
+        if "mixed torch.Tensor and DTensor" in str(error):
+            return "call the model itself, and use a parameter in the forward of the module that holds it alone"
+        return super().remedy(error)
+
 
 def let_go(error: BaseException) -> None:
     """Forget the frames of an exception and of those behind it.

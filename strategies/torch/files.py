@@ -5,11 +5,19 @@
 | `model.safetensors`     | the model's state dict: parameters and persistent buffers by full name      |
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
 | `state.json`            | the step, the optimizer's plain values by parameter, settings that it changed |
+
+A divided model has three such files for each part, `model.shard-0-of-4.safetensors` and so on, each written by a rank
+that holds the part. They are read alone; what is not divided is in all of them. `state.shard-0-of-4.json` also says of
+each tensor its whole shape, its type and which rows are held. Any layout is loaded into any other: `read` puts together
+what a rank needs, from the files that hold some of it, one after the other.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import safetensors
@@ -19,9 +27,11 @@ from torch import Tensor, nn
 
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
+from trainwright.strategies.torch.parts import WHOLE, Part
 from trainwright.strategies.torch.state import HostState, Slots
 
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+MODEL, OPTIMIZER, STATE = "model{}.safetensors", "optimizer{}.safetensors", "state{}.json"
+_PARTS = re.compile(r"state\.shard-(\d+)-of-(\d+)\.json")
 _FORMAT = 1
 
 
@@ -49,24 +59,55 @@ def write(state: HostState, writer: Writer) -> None:
         "options": state.options,
         "plain": plain,
     }
-    writer.write(MODEL, safetensors.torch.save(state.model))
-    writer.write(OPTIMIZER, safetensors.torch.save(tensors))
-    writer.write(STATE, json.dumps(facts, indent=1).encode())
+    part = state.part
+    if part != WHOLE:
+        facts["tensors"] = {name: _described(name, value, state) for name, value in (state.model | tensors).items()}
+    writer.write(MODEL.format(part.suffix), safetensors.torch.save(state.model))
+    writer.write(OPTIMIZER.format(part.suffix), safetensors.torch.save(tensors))
+    writer.write(STATE.format(part.suffix), json.dumps(facts, indent=1).encode())
 
 
-def read(reader: Reader) -> HostState:
-    """Read a state's files. Raises CheckpointError where one is missing or is not what it should be."""
-    facts = _facts(reader)
+def _described(name: str, held: Tensor, state: HostState) -> dict[str, Any]:
+    """A tensor's whole shape and type, and the rows of it that are held; None where it is not divided."""
+    size = state.rows.get(name)
+    rows = None if size is None else state.part.rows(size)
+    return {
+        "shape": list(held.shape) if size is None else [size, *held.shape[1:]],
+        "dtype": str(held.dtype).removeprefix("torch."),
+        "rows": None if rows is None else [rows.start, rows.stop],
+    }
+
+
+def read(reader: Reader, part: Part = WHOLE, parameters: Collection[str] = ()) -> HostState:
+    """Read a state's files, whatever layout wrote them.
+
+    Args:
+        reader: of the checkpoint.
+        part: wanted of what is divided.
+        parameters: names of the parameters that are to be divided.
+
+    Raises:
+        CheckpointError: a file is missing or is not what it should be.
+    """
+    source = _Source.of(reader, part)
+    facts = source.facts[source.parts[0]]
+    model, rows = source.tensors(MODEL, part, lambda name, tensor: name in parameters)
+    shapes = {name: (rows.get(name, -1), *value.shape[1:]) for name, value in model.items()}
+    tensors, slot_rows = source.tensors(
+        OPTIMIZER, part, lambda name, tensor: tuple(tensor.shape) == shapes.get(name.rpartition("/")[0])
+    )
     slots: Slots = {name: dict(entries) for name, entries in facts["plain"].items()}
-    for name, value in _tensors(reader, OPTIMIZER).items():
+    for name, value in tensors.items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
     return HostState(
         step=facts["step"],
-        model=load_weights(reader),
+        model=model,
         slots=slots,
         options=facts["options"],
         optimizer=facts["optimizer"],
+        part=part,
+        rows=rows | slot_rows,
     )
 
 
@@ -75,7 +116,7 @@ def load_weights(reader: Reader) -> dict[str, Tensor]:
 
     `model.load_state_dict(load_weights(reader))` gives the trained model. Raises CheckpointError.
     """
-    return _tensors(reader, MODEL)
+    return _Source.of(reader, WHOLE).tensors(MODEL, WHOLE, lambda name, tensor: False)[0]
 
 
 def export(model: nn.Module, path: str) -> None:
@@ -88,6 +129,93 @@ def export(model: nn.Module, path: str) -> None:
         raise JobError([f"{path!r}: a torch model is exported to `.safetensors` or `.pt`"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A checkpoint's parts, first of all the one that is wanted where it is there: it is all that has to be read.
+
+    Attributes:
+        reader: of its files.
+        parts: that are read.
+        facts: of each part.
+    """
+
+    reader: Reader
+    parts: tuple[Part, ...]
+    facts: Mapping[Part, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reader: Reader, wanted: Part) -> _Source:
+        """Find the parts. Raises CheckpointError where one is missing, or they are of different steps."""
+        parts = _parts(reader)
+        parts = (wanted,) if wanted in parts else parts
+        facts = {part: _facts(reader, part) for part in parts}
+        if len({(known["step"], *sorted(known.get("tensors", ()))) for known in facts.values()}) > 1:
+            raise _damaged(STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first"))
+        return cls(reader=reader, parts=parts, facts=facts)
+
+    def tensors(
+        self, file: str, wanted: Part, divide: Callable[[str, Tensor], bool]
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """What a rank wants of one kind of file, and all ranks' rows of what is divided for it.
+
+        Args:
+            file: `MODEL` or `OPTIMIZER`.
+            wanted: part of what is divided.
+            divide: whether a tensor that is whole in the checkpoint is divided for the rank.
+        """
+        found: dict[str, Tensor] = {}
+        rows: dict[str, int] = {}
+        for part in self.parts:
+            if self._wanted(part, wanted):
+                for name, held in _tensors(self.reader, file.format(part.suffix)).items():
+                    size = self._size(part, name, held, divide)
+                    if size is None:
+                        found.setdefault(name, held)
+                    else:
+                        rows[name] = size
+                        _take(found, name, held, part.rows(size), wanted.rows(size))
+        return found, {} if wanted == WHOLE else rows
+
+    def _wanted(self, part: Part, wanted: Part) -> bool:
+        """Whether a part's files hold anything that is wanted and not in the first ones."""
+        if part == self.parts[0]:
+            return True
+        sizes = [one["shape"][0] for one in self.facts[part]["tensors"].values() if one["rows"] is not None]
+        return any(_overlap(part.rows(size), wanted.rows(size)) for size in sizes)
+
+    def _size(self, part: Part, name: str, held: Tensor, divide: Callable[[str, Tensor], bool]) -> int | None:
+        """All ranks' rows of a tensor; None where a rank wants all of it and has it here."""
+        if part == WHOLE:
+            return held.shape[0] if divide(name, held) else None
+        described = self.facts[part]["tensors"][name]
+        return None if described["rows"] is None else int(described["shape"][0])
+
+
+def _take(found: dict[str, Tensor], name: str, held: Tensor, have: range, want: range) -> None:
+    """Copy the rows that are held and wanted to their place."""
+    if have == want:
+        found[name] = held
+        return
+    if name not in found:
+        found[name] = held.new_empty((len(want), *held.shape[1:]))
+    both = _overlap(have, want)
+    into = found[name][both.start - want.start : both.stop - want.start] if both else found[name][:0]
+    into.copy_(held[both.start - have.start : both.stop - have.start] if both else held[:0])
+
+
+def _overlap(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _parts(reader: Reader) -> tuple[Part, ...]:
+    """The parts that a checkpoint is of, in order."""
+    names = reader.names()
+    matches = [match for match in map(_PARTS.fullmatch, names) if match]
+    if STATE.format("") in names or not matches:
+        return (WHOLE,)
+    return tuple(Part(index=index, of=int(matches[0][2])) for index in range(int(matches[0][2])))
+
+
 def _tensors(reader: Reader, name: str) -> dict[str, Tensor]:
     data = _bytes(reader, name)
     try:
@@ -96,16 +224,18 @@ def _tensors(reader: Reader, name: str) -> dict[str, Tensor]:
         raise _damaged(name, error) from error
 
 
-def _facts(reader: Reader) -> dict[str, Any]:
+def _facts(reader: Reader, part: Part) -> dict[str, Any]:
+    name = STATE.format(part.suffix)
+    expected = {"step", "optimizer", "options", "plain"} | ({"tensors"} if part != WHOLE else set())
     try:
-        facts = json.loads(_bytes(reader, STATE))
-        version, missing = facts["format"], {"step", "optimizer", "options", "plain"} - set(facts)
+        facts = json.loads(_bytes(reader, name))
+        version, missing = facts["format"], expected - set(facts)
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(STATE, error) from error
+        raise _damaged(name, error) from error
     if version != _FORMAT or missing:
         raise CheckpointError(
-            f"{STATE} has format {version}, this version reads format {_FORMAT}",
-            where=STATE,
+            f"{name} has format {version}, this version reads format {_FORMAT}",
+            where=name,
             remedy="use the version of trainwright that wrote the checkpoint",
         )
     return dict(facts)

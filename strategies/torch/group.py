@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainwright.core.errors import PeerLost
+from trainwright.core.errors import JobError, PeerLost
 from trainwright.core.group import Address, Group
 from trainwright.strategies.hosts import LOOPBACK, own_host
 from trainwright.strategies.torch import gloo
@@ -137,6 +137,28 @@ class Membership:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def compared(own: list[int], device: torch.device) -> list[list[int]]:
+    """Whole numbers of every rank, in the order of the ranks. All of them call it."""
+    numbers = torch.tensor(own, device=device)
+    gathered = [torch.empty_like(numbers) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, numbers)
+    answers: list[list[int]] = torch.stack(gathered).tolist()
+    return answers
+
+
+def same_start(checksums: list[int], where: str) -> None:
+    """Raise JobError, on every rank, where the ranks' first parameters differ."""
+    differing = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+    if differing:
+        raise JobError(
+            [
+                f"ranks 0 and {differing[0]} hold different parameters: model() must give the same on every rank; "
+                "draw its initial values from torch's own generator, which the job's seed sets"
+            ],
+            where=where,
+        )
 
 
 def _one_host(group: Group) -> bool:

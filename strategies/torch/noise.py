@@ -33,10 +33,9 @@ class Probe:
         self._news: tuple[Tensor, ...] = ()  # of a sampled step: parts, samples and shares of this rank
         self._whole: float | None = None  # its reduced gradient's squared norm
 
-    @staticmethod
-    def due(feed: Feed) -> bool:
-        """Whether a step is to be sampled."""
-        return due(feed.step, feed.total * len(feed.parts[0]))
+    def due(self, feed: Feed) -> bool:
+        """Whether a step is to be sampled; never where there are no parameters whose gradients could be seen."""
+        return bool(self._parameters) and due(feed.step, feed.total * len(feed.parts[0]))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

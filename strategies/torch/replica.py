@@ -17,6 +17,7 @@ from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.laps import Laps
+from trainwright.strategies.torch.parts import WHOLE, Part, divided
 
 
 class Attempt:
@@ -33,6 +34,8 @@ class Replica:
         plan: says the precision, and into how many parts a batch goes.
         device: where the model lives.
         where: the rank, for errors.
+        part: what this rank holds of each parameter.
+        place: brings the model to where it lives, and divides it; by default it is moved to `device`.
 
     Attributes:
         model: the user's module.
@@ -50,8 +53,17 @@ class Replica:
         UserCodeError: they raised.
     """
 
-    def __init__(self, spec: ModelSpec, plan: Plan, device: torch.device, where: str) -> None:
-        self.spec, self.autocast, self.device = spec, plan.precision == "bf16", device
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        device: torch.device,
+        where: str,
+        *,
+        part: Part = WHOLE,
+        place: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        self.spec, self.autocast, self.device, self.part = spec, plan.precision == "bf16", device, part
         self.step: int | None = None
         self.sound = True
         self.every_used: bool | None = None
@@ -59,7 +71,7 @@ class Replica:
         with user_code("model()", where):
             self.model = spec.model()
         _check_model(self.model, spec, plan, where)
-        self.model.to(device)
+        (place or self._move)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
         with user_code("optimizer()", where):
@@ -91,14 +103,23 @@ class Replica:
         """
         if device != self.device:
             assert self.step is None, "a trained replica stays where it is"
-            self.model.to(device)
             self.device, self.laps = device, Laps(device)
+            self._move(self.model)
+
+    def _move(self, model: nn.Module) -> None:
+        model.to(self.device)
 
     def reseed(self, seed: int) -> None:
         """Make what torch draws next a function of `seed` alone, on the CPU and on the replica's device."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
+
+    @property
+    def divided(self) -> frozenset[str]:
+        """Full names of the parameters of which this rank holds a part."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, parameter in named if divided(parameter))
 
     def buffers(self) -> list[Tensor]:
         """All buffers, those that are not saved included, as they are now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.torch.parts import WHOLE, Part, divided, local
 from trainwright.strategies.torch.replica import Replica, set_option, settings
 
 Slots = dict[str, dict[str, Any]]
@@ -20,7 +21,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True)
 class HostState:
-    """A copy in host memory that shares nothing with the replica.
+    """A replica's state, as a rule in memory of its own; of what this rank holds, where the model is divided.
 
     Attributes:
         step: completed steps; None before the first.
@@ -29,6 +30,8 @@ class HostState:
         options: for each parameter group the settings that training changed; the others are the job's.
         optimizer: name of the optimizer's class.
         trained: names of the parameters that are trained, where they are known.
+        part: what is held of the tensors that are divided.
+        rows: of each of these all ranks' rows together, by name, or `<parameter>/<key>` in the optimizer.
     """
 
     step: int | None
@@ -37,6 +40,8 @@ class HostState:
     options: list[dict[str, Any]]
     optimizer: str
     trained: tuple[str, ...] = ()
+    part: Part = WHOLE
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -47,28 +52,46 @@ class HostState:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """A tensor's form, sent ahead of it."""
+    """A tensor's form, sent ahead of it; `like` says that it is divided as its parameter is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    like: bool = False
 
 
 def snapshot(replica: Replica) -> HostState:
-    """Copy a replica's state to host memory.
+    """Copy a replica's state to host memory. Raises as `held` does."""
+    return copied(held(replica))
+
+
+def copied(state: HostState) -> HostState:
+    """The same in host memory, every tensor in memory of its own."""
+    slots = {
+        name: {key: _host(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+        for name, entries in state.slots.items()
+    }
+    return replace(state, model={name: _host(value) for name, value in state.model.items()}, slots=slots)
+
+
+def held(replica: Replica) -> HostState:
+    """A replica's state in the replica's own tensors.
 
     Raises:
-        CheckpointError: the optimizer keeps something that is neither a tensor nor a plain value.
+        CheckpointError: the optimizer keeps something that cannot be saved.
     """
+    model, slots = replica.model.state_dict(), _slots(replica)
     return HostState(
         step=replica.step,
-        model={name: _host(value) for name, value in replica.model.state_dict().items()},
+        model={name: local(value) for name, value in model.items()},
         slots={
-            name: {key: _host(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
-            for name, entries in _slots(replica).items()
+            name: {key: local(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+            for name, entries in slots.items()
         },
         options=changed_options(replica),
         optimizer=type(replica.optimizer).__name__,
         trained=tuple(replica.names.values()),
+        part=replica.part,
+        rows=_rows(model, slots),
     )
 
 
@@ -83,31 +106,38 @@ def restore(replica: Replica, state: HostState) -> None:
     replica.sound = False
     with torch.no_grad():
         for name, value in own.items():
-            value.copy_(state.model[name])
-        _make_slots(replica, state.slots)
+            local(value).copy_(state.model[name])
+        _make_slots(replica, _forms(state))
         for name, key, value in _slot_tensors(replica):
-            value.copy_(state.slots[name][key])
+            local(value).copy_(state.slots[name][key])
     _set_options(replica, state.options)
     replica.step, replica.sound = state.step, True
 
 
-def broadcast(replica: Replica, source: int, rank: int, device: torch.device) -> None:
-    """Make every rank of the process group equal to rank `source`, bit by bit. All ranks call it.
+def broadcast(
+    replica: Replica,
+    source: int,
+    rank: int,
+    device: torch.device,
+    group: distributed.ProcessGroup | None = None,
+) -> None:
+    """Make every rank of a process group equal to rank `source`, bit by bit. All of them call it.
 
     Args:
         replica: this rank's.
         source: the rank that sends.
-        rank: this rank.
+        rank: this rank, as the whole group counts.
         device: where the process group communicates.
+        group: ranks that hold the same part; by default all.
     """
     news: list[Any] = [_description(replica) if rank == source else None]
-    distributed.broadcast_object_list(news, src=source, device=device)
+    distributed.broadcast_object_list(news, src=source, device=device, group=group)
     step, slots, options, every_used = news[0]
     if rank != source:
         replica.sound = False
         _make_slots(replica, slots)
     tensors = [*replica.model.parameters(), *replica.buffers(), *(value for _, _, value in _slot_tensors(replica))]
-    _broadcast_tensors([tensor.detach() for tensor in tensors], source, device)
+    _broadcast_tensors([local(tensor.detach()) for tensor in tensors], source, device, group)
     if rank != source:
         _set_options(replica, options)
         replica.step, replica.sound, replica.every_used = step, True, every_used
@@ -148,8 +178,37 @@ def _slots(replica: Replica) -> Slots:
                     f"the optimizer keeps a {type(value).__name__} as {key!r} in its state, which cannot be saved",
                     remedy="use an optimizer whose state is tensors and numbers",
                 )
+            if isinstance(value, Tensor) and divided(value) and not _alike(value, parameter):
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} divided otherwise than the parameter, which cannot be saved",
+                    remedy='use an optimizer that works number by number, such as AdamW, or strategy="data_parallel"',
+                )
         found[replica.names[parameter]] = dict(entries)
     return found
+
+
+def _alike(slot: Any, parameter: Any) -> bool:
+    """Whether of both the same rows are held."""
+    return tuple(slot.shape) == tuple(parameter.shape) and slot.placements == parameter.placements
+
+
+def _rows(model: Mapping[str, Tensor], slots: Slots) -> dict[str, int]:
+    """All ranks' rows of what is divided, by name."""
+    named = {**model, **{f"{name}/{key}": value for name, entries in slots.items() for key, value in entries.items()}}
+    return {name: value.shape[0] for name, value in named.items() if isinstance(value, Tensor) and divided(value)}
+
+
+def _forms(state: HostState) -> Slots:
+    """The optimizer's plain values, and the forms of its tensors."""
+    return {
+        name: {
+            key: _Shape(shape=tuple(value.shape), dtype=value.dtype, like=f"{name}/{key}" in state.rows)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in entries.items()
+        }
+        for name, entries in state.slots.items()
+    }
 
 
 def _slot_tensors(replica: Replica) -> Iterator[tuple[str, str, Tensor]]:
@@ -161,21 +220,20 @@ def _slot_tensors(replica: Replica) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _make_slots(replica: Replica, slots: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the optimizer's state by plain values and tensors of the described form, which are still to be filled."""
+    """Replace the optimizer's state by plain values, and tensors of the described form that are still to be filled."""
     groups = {parameter: group for group in replica.optimizer.param_groups for parameter in group["params"]}
     replica.optimizer.state.clear()
     for parameter, name in replica.names.items():
         for key, value in slots.get(name, {}).items():
-            empty = isinstance(value, Tensor | _Shape)
-            made = _empty_slot(parameter, key, value, groups[parameter]) if empty else value
+            made = _empty_slot(parameter, key, value, groups[parameter]) if isinstance(value, _Shape) else value
             replica.optimizer.state[parameter][key] = made
 
 
-def _empty_slot(parameter: Tensor, key: str, form: Tensor | _Shape, group: Mapping[str, Any]) -> Tensor:
+def _empty_slot(parameter: Tensor, key: str, form: _Shape, group: Mapping[str, Any]) -> Tensor:
     """A tensor where torch's optimizers keep it: a count beside the host's numbers, all else beside the parameter."""
     counts = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if counts else parameter.device
-    if tuple(form.shape) == tuple(parameter.shape):
+    if form.like or form.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=form.dtype, device=device, requires_grad=False)
     return torch.empty(form.shape, dtype=form.dtype, device=device)
 
@@ -184,7 +242,9 @@ def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, An
     """What a newcomer must know before tensors can be sent."""
     slots = {
         name: {
-            key: _Shape(shape=tuple(value.shape), dtype=value.dtype) if isinstance(value, Tensor) else value
+            key: _Shape(shape=tuple(value.shape), dtype=value.dtype, like=divided(value))
+            if isinstance(value, Tensor)
+            else value
             for key, value in entries.items()
         }
         for name, entries in _slots(replica).items()
@@ -192,11 +252,13 @@ def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, An
     return replica.step, slots, changed_options(replica), replica.every_used
 
 
-def _broadcast_tensors(tensors: list[Tensor], source: int, device: torch.device) -> None:
+def _broadcast_tensors(
+    tensors: list[Tensor], source: int, device: torch.device, group: distributed.ProcessGroup | None
+) -> None:
     """Broadcast in place; tensors elsewhere or not in one piece go through a copy."""
     staged = [tensor if _sendable(tensor, device) else tensor.to(device).contiguous() for tensor in tensors]
     handles = [
-        distributed.broadcast(_bits(tensor.reshape(-1)), src=source, async_op=True)
+        distributed.broadcast(_bits(tensor.reshape(-1)), src=source, group=group, async_op=True)
         for tensor in staged
         if tensor.numel()
     ]
@@ -224,7 +286,9 @@ def _host(tensor: Tensor) -> Tensor:
 
 def _check(own: Mapping[str, Tensor], replica: Replica, state: HostState) -> None:
     """Raise CheckpointError unless a state fits."""
-    problems = [*_misfits(own, state.model)]
+    problems = [*_misfits(own, state)]
+    if state.part != replica.part:
+        problems.append(f"part {state.part.index} of {state.part.of}, and this rank holds another")
     strangers = sorted(set(state.slots) - set(replica.names.values()))
     if strangers:
         problems.append(f"optimizer state of {strangers[0]!r}, which the model does not train")
@@ -242,16 +306,20 @@ def _check(own: Mapping[str, Tensor], replica: Replica, state: HostState) -> Non
         )
 
 
-def _misfits(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[str]:
+def _misfits(own: Mapping[str, Tensor], state: HostState) -> Iterator[str]:
     """Parameters and buffers that do not fit, in words."""
+    found = {name: _form(value, state.rows.get(name)) for name, value in state.model.items()}
     for name, value in own.items():
         if name not in found:
             yield f"{name}: missing in the checkpoint, {_form(value)} in the job"
-        elif _form(found[name]) != _form(value):
-            yield f"{name}: {_form(found[name])} in the checkpoint, {_form(value)} in the job"
+        elif found[name] != _form(value):
+            yield f"{name}: {found[name]} in the checkpoint, {_form(value)} in the job"
+        elif state.model[name].shape != local(value).shape:
+            yield f"{name}: another part of it than this rank holds"
     for name in sorted(set(found) - set(own)):
-        yield f"{name}: {_form(found[name])} in the checkpoint, none in the job"
+        yield f"{name}: {found[name]} in the checkpoint, none in the job"
 
 
-def _form(tensor: Tensor) -> str:
-    return f"shape {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+def _form(tensor: Tensor, rows: int | None = None) -> str:
+    shape = tuple(tensor.shape) if rows is None else (rows, *tensor.shape[1:])
+    return f"shape {shape} of {str(tensor.dtype).removeprefix('torch.')}"

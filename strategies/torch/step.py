@@ -21,30 +21,6 @@ from trainwright.strategies.torch.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runner:
-    """How a micro-batch is run.
-
-    Attributes:
-        objective: the objective itself.
-        reduced: the objective, or DDP around it.
-        probe: samples the noise of its gradients.
-        local: a context in which backward does not reduce.
-        every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
-    """
-
-    objective: Objective
-    reduced: nn.Module
-    probe: Probe
-    local: Callable[[], AbstractContextManager[Any]] = nullcontext
-    every_used: bool = False
-
-    @property
-    def where(self) -> str:
-        """The rank, for errors."""
-        return self.objective.caller.where
-
-
-@dataclass(frozen=True, kw_only=True)
 class Totals:
     """Sums over the whole global batch.
 
@@ -58,6 +34,37 @@ class Totals:
     wish: bool
     told: tuple[float, ...]
     norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """How a micro-batch is run.
+
+    Attributes:
+        objective: the objective itself.
+        reduced: the objective, or DDP around it.
+        probe: samples the noise of its gradients.
+        local: a context in which backward does not reduce.
+        every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
+        tells_own: what a rank does by itself can be told from what it waits for.
+    """
+
+    objective: Objective
+    reduced: nn.Module
+    probe: Probe
+    local: Callable[[], AbstractContextManager[Any]] = nullcontext
+    every_used: bool = False
+    tells_own: bool = True
+
+    @property
+    def where(self) -> str:
+        """The rank, for errors."""
+        return self.objective.caller.where
+
+    def settle(self, replica: Replica, *, wants_norm: bool) -> tuple[list[Tensor], Totals]:
+        """The averaged gradients and the sums over all ranks. Raises JobError where DDP could not average one."""
+        gradients = _gradients(replica, self)
+        return gradients, _totals(self, gradients, wants_norm=wants_norm)
 
 
 def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
@@ -74,9 +81,8 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         probe.send()
         with probe.watching() if sampled else nullcontext():
             accumulate(replica, runner, feed, sampled=sampled)
-        gradients = _gradients(replica, runner)
         wants_norm = spec.clip_norm is not None or spec.guard
-        totals = _totals(runner, gradients, wants_norm=wants_norm or sampled)
+        gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
         length, scatter = totals.norm, probe.heard(totals.told)
         if not wants_norm:
             totals = replace(totals, norm=None)
@@ -99,7 +105,7 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         learning_rate=rate,
         gradient_norm=norm,
         wish=totals.wish,
-        own_s=laps.own_s,
+        own_s=laps.own_s if runner.tells_own else None,
         phases=None if sampled else phases,
         scatter=scatter,
     )

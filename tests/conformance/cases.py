@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tests.conformance import problems
@@ -12,7 +12,7 @@ from tests.conformance.harness import Pool, World
 from tests.conformance.problems import Ids, Problem
 from trainwright.core.data import Columns, Feed
 from trainwright.core.engine import ModelSpec
-from trainwright.core.plan import Plan
+from trainwright.core.plan import Mesh, Plan
 
 
 class Framework(Protocol):
@@ -35,7 +35,7 @@ class Framework(Protocol):
 
 IMPORTS = {
     "reference": (),
-    "torch": ("torch.nn.parallel",),
+    "torch": ("torch.nn.parallel", "torch.distributed.fsdp"),
     "tensorflow": ("tensorflow", "keras"),
 }
 
@@ -55,6 +55,8 @@ class Case:
         interruptible: whether `interrupt` frees a blocked call; one that answers False has its process killed.
         variant: it differs too little from another case to be part of every test.
         problems: names of the problems to try; all by default.
+        copies: ranks that hold each part of a divided model; 0 where the model is not divided.
+        zero: what is divided.
     """
 
     name: str
@@ -67,6 +69,8 @@ class Case:
     interruptible: bool = True
     variant: bool = False
     problems: tuple[str, ...] = tuple(problems.PROBLEMS)
+    copies: int = 0
+    zero: int = 0
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -80,7 +84,9 @@ class Case:
 
     def plan(self, problem: Problem, workers: int) -> Plan:
         """The plan for so many workers."""
-        return problems.plan_of(problem, self.engine, workers, self.devices, self.topology)
+        plan = problems.plan_of(problem, self.engine, workers, self.devices, self.topology)
+        mesh = Mesh(data=self.copies, shard=workers // self.copies) if self.copies else plan.mesh
+        return replace(plan, mesh=mesh, zero=self.zero)
 
     def world(self, pool: Pool, problem: Problem, workers: int, *, fresh: bool = False) -> World:
         """Processes for it."""
@@ -131,6 +137,35 @@ CASES = (
         framework="torch",
         engine="trainwright.strategies.torch.data_parallel:DataParallel",
     ),
+    Case(
+        name="torch-sharded",
+        framework="torch",
+        engine="trainwright.strategies.torch.sharded:Sharded",
+        workers=(3,),
+        problems=("ragged", "empty_shares", "clip"),
+        copies=1,
+        zero=3,
+    ),
+    Case(
+        name="torch-zero-2",
+        framework="torch",
+        engine="trainwright.strategies.torch.sharded:Sharded",
+        workers=(2,),
+        variant=True,
+        problems=("weights",),
+        copies=1,
+        zero=2,
+    ),
+    Case(
+        name="torch-hybrid-shard",
+        framework="torch",
+        engine="trainwright.strategies.torch.sharded:Sharded",
+        workers=(4,),
+        variant=True,
+        problems=("clip",),
+        copies=2,
+        zero=3,
+    ),
     Case(name="tf-one-device", engine=f"{TENSORFLOW}.one_device:OneDevice", workers=(1,), **KERAS),
     Case(name="tf-mirrored", engine=f"{TENSORFLOW}.mirrored:Mirrored", workers=(1,), devices=2, **KERAS),
     Case(
@@ -157,24 +192,25 @@ CASES = (
 )
 
 
-def sizes(*wanted: int, in_place: bool = False) -> list[tuple[Case, int]]:
+def sizes(*wanted: int, in_place: bool = False, copied: bool = False) -> list[tuple[Case, int]]:
     """Cases with each wanted number of workers that they are tried with; the largest that they have where none fits.
 
     Args:
         in_place: only those whose processes form one group after the other.
+        copied: only those in which another rank holds what a rank holds.
     """
     return [
         (case, workers)
         for case in CASES
-        if not case.variant and (case.in_place or not in_place)
+        if not case.variant and (case.in_place or not in_place) and (case.copies != 1 or not copied)
         for workers in case.workers
         if workers in wanted or (workers == case.workers[-1] and not set(wanted) & set(case.workers))
     ]
 
 
-def several(*wanted: int, in_place: bool = False) -> list[tuple[Case, int]]:
+def several(*wanted: int, **only: bool) -> list[tuple[Case, int]]:
     """Like `sizes`, without cases that have one worker only."""
-    return [(case, workers) for case, workers in sizes(*wanted, in_place=in_place) if workers > 1]
+    return [(case, workers) for case, workers in sizes(*wanted, **only) if workers > 1]
 
 
 def new_process() -> list[tuple[Case, int]]:

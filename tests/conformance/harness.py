@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,16 +125,22 @@ class World:
         return self.settle(source, feed)
 
     def form(self, deadline_s: float = GROUP_S) -> list[StateTag]:
-        """A new generation: reserve, exchange addresses, form; and build in processes that have not."""
+        """A new generation: reserve, exchange addresses, form; and build at once in processes that have not."""
         groups = self._groups(deadline_s)
-        tags = self.every("form", lambda number: (groups[number],))
         new = [number for number, built in enumerate(self._built) if not built]
-        for number in new:
-            self.ranks[number].send("build", self.spec, self.plan)
-        for number in new:
-            tags[number] = value_of(self.ranks[number].outcome())
-            self._built[number] = True
+        for number, rank in enumerate(self.ranks):
+            rank.send("form", groups[number])
+            if number in new:
+                rank.send("build", self.spec, self.plan)
+        answers = [[rank.outcome() for _ in range(1 + (number in new))] for number, rank in enumerate(self.ranks)]
+        tags = [[value_of(outcome) for outcome in outcomes][-1] for outcomes in answers]
+        self._built = [True] * len(self.ranks)
+        self._tags: list[StateTag] = tags
         return tags
+
+    def built(self, number: int) -> None:
+        """This rank has built, in a group of its own."""
+        self._built[number] = True
 
     def form_without(self, absent: int, deadline_s: float) -> list[Outcome]:
         """What becomes of the others when a rank dies before it has joined; a new process takes its place."""
@@ -157,12 +164,25 @@ class World:
         return [Group(rank=rank, peers=peers, **shared) for rank in range(len(self.ranks))]
 
     def settle(self, source: int, feed: list[Feed] | None) -> list[StateTag]:
-        """Transfer from `source` to all others, and warm."""
-        moves = [Move(source=source, target=rank, piece="state") for rank in range(len(self.ranks)) if rank != source]
-        tags: list[StateTag] = self.every("transfer", lambda number: (moves,))
+        """Transfer from `source` to all others, or what it does not hold from the first of its kind; and warm."""
+        tags = self._tags
+        moves = [
+            Move(source=holder, target=rank, piece=piece)
+            for rank, tag in enumerate(tags)
+            for piece in sorted(tag.pieces)
+            for holder in [self._holder(piece, source)]
+            if rank != holder
+        ]
+        moved: list[StateTag] = self.every("transfer", lambda number: (moves,))
         if feed is not None:
             self.warm(feed)
-        return tags
+        return moved
+
+    def _holder(self, piece: str, source: int) -> int:
+        """`source` where it holds a piece, or the first rank that stands where it does and holds it."""
+        tags = self._tags
+        there = [rank for rank, tag in enumerate(tags) if piece in tag.pieces and tag.step == tags[source].step]
+        return source if source in there else there[0]
 
     def warm(self, feed: list[Feed]) -> None:
         """The throwaway step. In the coordinator topology the others serve from here on."""
@@ -222,8 +242,10 @@ class World:
         return merged
 
     def each_files(self) -> list[Mapping[str, bytes]]:
-        """Every rank's own files."""
-        return [rank.call("files") for rank in (self.ranks[:1] if self._serving else self.ranks)]
+        """The files of each whole: every rank's own, or those of the ranks that hold the model together."""
+        files = [rank.call("files") for rank in (self.ranks[:1] if self._serving else self.ranks)]
+        parts = self.plan.mesh.shard
+        return [dict(ChainMap(*files[first : first + parts])) for first in range(0, len(files), parts)]
 
     def every(self, verb: str, arguments: Callable[[int], tuple[Any, ...]] = lambda number: ()) -> list[Any]:
         """Ask all ranks at once; their values."""

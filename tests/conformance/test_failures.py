@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from tests.conformance.harness import Outcome, Pool, World
 from tests.conformance.problems import PROBLEMS, Problem
 from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_whole, state_of
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
+from trainwright.driver.agree import agree_at
 
 SOON_S = 15.0  # on a loaded machine; the group's own deadline is twice that
 FAULTS = {
@@ -32,11 +34,13 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
         _arm(case, world, dead, "kill")
         world.start(feeds[0])
         pids = list(world.pids)
-        outcomes, spent_s = world.train_with_fault(feeds[: PART + 1], dead, "kill")
+        world.train(feeds[:PART])
+        files = world.files()
+        outcomes, spent_s = world.train_with_fault(feeds[PART : PART + 1], dead, "kill")
         assert outcomes[dead].dead
         _check_survivors(case, outcomes, dead)
         assert spent_s < SOON_S
-        _recover(case, world, dead, feeds)
+        _recover(world, dead, feeds, files)
         assert [pid for rank, pid in enumerate(world.pids) if rank != dead] == [
             pid for rank, pid in enumerate(pids) if rank != dead
         ]
@@ -158,13 +162,17 @@ def _check_survivors(case: Case, outcomes: list[Outcome], dead: int) -> None:
         assert isinstance(outcome.error, PeerLost) or (follower and not outcome.error), outcome
 
 
-def _recover(case: Case, world: World, newcomer: int, feeds: list[list[object]]) -> None:
-    """Form again, take the state of the survivor that is furthest, and finish the run."""
+def _recover(world: World, newcomer: int, feeds: list[list[object]], files: Mapping[str, bytes]) -> None:
+    """Form again, take the state of the survivor that is furthest, or of files where a part is lost; finish the run."""
     tags = world.form()
     assert tags[newcomer].step is None and all(tag.sound for tag in tags)
     source = max(range(len(tags)), key=lambda rank: -1 if tags[rank].step is None else tags[rank].step)
     assert tags[source].step == PART
-    world.settle(source, feeds[PART])
+    if agree_at(dict(enumerate(tags)), PART) is None:
+        assert {tag.step for tag in world.every("load", lambda rank: (files,))} == {PART}
+        world.warm(feeds[PART])
+    else:
+        world.settle(source, feeds[PART])
     world.train(feeds[PART:])
 
 

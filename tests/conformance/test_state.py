@@ -110,7 +110,7 @@ def test_a_checkpoint_continues_with_another_number_of_workers(pool: Pool, case:
     assert losses == pytest.approx([report.loss for report in reports[0]], rel=1e-9)
 
 
-@pytest.mark.parametrize(("case", "workers"), several(2, 3, in_place=True), ids=label)
+@pytest.mark.parametrize(("case", "workers"), several(2, 3, in_place=True, copied=True), ids=label)
 @pytest.mark.parametrize("newcomer", [0, -1], ids=["first", "last"])
 def test_a_newcomer_gets_the_state_of_a_survivor(pool: Pool, case: Case, workers: int, newcomer: int) -> None:
     feeds = case.feeds(PROBLEM, workers, range(WHOLE))

@@ -84,21 +84,39 @@ def parameters(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
     """Parameters by name."""
     return {
         f"model/{name}": value
-        for file, data in files.items()
-        if file.startswith("model") and file.endswith(".safetensors")
-        for name, value in safetensors.numpy.load(data).items()
+        for file, arrays in _joined(files).items()
+        if file == "model.safetensors"
+        for name, value in arrays.items()
     }
 
 
 def state(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
     """All arrays of a checkpoint by name, and its plain values as one."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    arrays = {f"{file}/{name}": value for file, held in _joined(files).items() for name, value in held.items()}
     for file, data in files.items():
-        if file.endswith(".safetensors"):
-            arrays.update({f"{file}/{name}": value for name, value in safetensors.numpy.load(data).items()})
-        else:
-            arrays[file] = np.array(json.dumps(json.loads(data), sort_keys=True))
+        if file.endswith(".json"):
+            facts = json.loads(data)
+            facts.pop("tensors", None)  # which rows a part holds
+            plain = np.array(json.dumps(facts, sort_keys=True))
+            assert arrays.setdefault("state.json", plain) == plain, "parts of different states"
     return arrays
+
+
+def _joined(files: Mapping[str, bytes]) -> dict[str, dict[str, npt.NDArray[Any]]]:
+    """The arrays of each kind of file; of a divided model the parts one after the other."""
+    joined: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    for file in sorted(file for file in files if file.endswith(".safetensors")):
+        kind, _, part = file.removesuffix(".safetensors").partition(".")
+        facts = json.loads(files[f"state.{part}.json"]) if part else {}
+        arrays = joined.setdefault(f"{kind}.safetensors", {})
+        for name, value in safetensors.numpy.load(files[file]).items():
+            rows = facts["tensors"][name]["rows"] if part else None
+            if rows is None:
+                arrays.setdefault(name, value)
+            else:
+                assert rows == [len(arrays.get(name, ())), len(arrays.get(name, ())) + len(value)], name
+                arrays[name] = np.concatenate((arrays[name], value)) if name in arrays else value
+    return joined
 
 
 def by_hand(

@@ -171,14 +171,32 @@ def test_as_few_micro_batches_as_fit_in_memory() -> None:
 
 def test_a_job_that_fits_nowhere_is_told_what_would_fit() -> None:
     huge = replace(PROFILE, layers=(replace(PROFILE.layers[0], parameters=19 * 10**8, flops=1e12),))
-    with pytest.raises(PlanError) as caught:
-        decide(tw.Cluster.parse("2xT4"), profile=huge)
-    said = str(caught.value)
-    assert "data_parallel: out of memory by 13.6 GiB on stage 0" in said and "no engine for it yet" in said
+    with pytest.raises(PlanError, match=r"data_parallel: out of memory by 13\.6 GiB on stage 0"):
+        decide(tw.Cluster.parse("2xT4"), profile=huge, strategy="data_parallel")
+    with pytest.raises(PlanError, match="no engine for it yet"):
+        decide(tw.Cluster.parse("2xT4"), profile=huge, strategy="parameter_server")
     normed = replace(PROFILE, inexact=("batch_norm",))
     wide = replace(normed, layers=(replace(PROFILE.layers[0], output_numbers=1e8, kept_numbers=1e8),))
     with pytest.raises(PlanError, match=r"-> use batch_size=32$"):
         decide(tw.Cluster.parse("1xT4"), profile=wide)
+
+
+def test_a_model_is_divided_only_where_it_does_not_fit_otherwise() -> None:
+    layer = PROFILE.layers[0]
+    huge = replace(PROFILE, layers=(replace(layer, parameters=19 * 10**8, flops=1e12),))
+    chosen = decide(tw.Cluster.parse("2xT4"), profile=huge).chosen
+    assert (chosen.strategy, chosen.zero, chosen.mesh, chosen.recompute) == ("sharded", 3, Mesh(shard=2), "none")
+    assert chosen.engine.endswith("sharded:Sharded")
+    fat = replace(PROFILE, layers=(replace(layer, parameters=10**8, parameter_bytes=4 * 10**8, flops=1e12),))
+    decision = decide(tw.Cluster.parse("2xT4"), profile=fat, workers=2)
+    (why,) = [item.reason for item in decision.rejected if item.plan.strategy == "sharded"]
+    assert decision.chosen.strategy == "data_parallel" and "takes longer than is predicted" in why
+    assert decide(profile=fat, plan="dp=2,zero=2").chosen.zero == 2
+    assert decide(profile=fat, plan="dp=2,fsdp=3").chosen.mesh == Mesh(data=2, shard=3)
+    with pytest.raises(PlanError, match="sharded: trainwright has no engine for it yet"):
+        decide(profile=fat, plan="dp=2,zero=1")
+    with pytest.raises(PlanError, match="as many workers as there were"):
+        decide(profile=fat, strategy="sharded", min_workers=2)
 
 
 def test_a_batch_that_is_too_large_for_two_fits_more() -> None:

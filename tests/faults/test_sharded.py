@@ -1,0 +1,33 @@
+"""A divided model loses a part with its worker: it comes from a node's memory, and the run is the unbroken one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+import trainwright as tw
+from tests import jobs
+from tests.faults.test_keepers import kept_job
+from tests.runs import State, final_state, told
+from trainwright.core import events
+
+
+def test_a_part_that_died_with_its_worker_comes_from_memory(folder: Path, unbroken: Callable[[int], State]) -> None:
+    tw.fit(jobs.job(folder.parent / "unbroken", strategy="sharded"))
+    kill = jobs.Kill(rank=1, step=21, folder=str(folder.parent))
+    broken = kept_job(folder, (kill,), 2, strategy="sharded")
+    tw.fit(broken)
+    assert kill.mark.exists()
+    assert final_state(folder, "faulty") == final_state(folder.parent / "unbroken", "faulty")
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [event.source for event in formed] == ["initial", "keeper"] and formed[-1].survivors == 1
+
+    alone: Any = tw.load_model(broken)
+    parallel = safetensors.torch.load(unbroken(2).files["model.safetensors"])
+    for name, value in alone.state_dict().items():
+        assert torch.allclose(value, parallel[name], rtol=1e-3, atol=1e-4), name
+    assert torch.allclose(alone.seen, parallel["seen"], rtol=1e-9), "samples counted otherwise than in data parallelism"
