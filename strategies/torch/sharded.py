@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainwright.core.checkpoint import Reader
 from trainwright.core.data import Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import CheckpointError, JobError
@@ -69,7 +68,7 @@ class ShardedRunner(Runner):
         distributed.all_reduce(sums)
         weight, loss, wish, *told, norm, orders, squared = sums[: len(carried) + 3].tolist()
         uses = sums[len(carried) + 3 :].tolist()
-        if orders**2 != squared * world:
+        if int(orders) ** 2 != int(squared) * world:  # equal for equal orders alone
             raise JobError(
                 [
                     "the ranks ran different blocks of the model, or in another order: every rank must run the same "
@@ -168,11 +167,6 @@ class Sharded(TorchEngine):
             kept = state.copied(self._held.state)
             return StateCopy(step=kept.step or 0, size_bytes=kept.size_bytes, state=kept)
         return super().snapshot()
-
-    def load(self, reader: Reader) -> StateTag:
-        """Take this rank's part of a checkpoint, whichever layout wrote it. Raises CheckpointError."""
-        released(self._built.model)
-        return super().load(reader)
 
     # --- steps --------------------------------------------------------------------------------------------
 

@@ -31,3 +31,6 @@ def test_a_part_that_died_with_its_worker_comes_from_memory(folder: Path, unbrok
     for name, value in alone.state_dict().items():
         assert torch.allclose(value, parallel[name], rtol=1e-3, atol=1e-4), name
     assert torch.allclose(alone.seen, parallel["seen"], rtol=1e-9), "samples counted otherwise than in data parallelism"
+    tw.fit(jobs.job(folder.parent / "unbroken", epochs=4, strategy="data_parallel"))
+    resumed: Any = told(folder.parent / "unbroken", "faulty", events.Formed)
+    assert [(event.source, event.step) for event in resumed] == [("initial", 0), ("checkpoint", 27)]
