@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import ClassVar, TypeVar
 
 import torch
@@ -185,7 +186,7 @@ class TorchEngine:
         devices = [self._device] if self._device.type == "cuda" else []
         with replica.attempt(), torch.random.fork_rng(devices=devices):
             replica.reseed(0)
-            with replica.finding_last():
+            with replica.finding_last() if runner.tells_own else nullcontext():
                 step.run(runner, share)
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         runner.objective.carry.grad = None

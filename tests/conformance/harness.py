@@ -7,6 +7,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any
 
 from tests.conformance import rank as rank_process
@@ -75,6 +76,7 @@ class Pool:
     """
 
     def __init__(self, modules: Iterable[str] = ()) -> None:
+        forkserver._forkserver._stop()  # one that other tests started has imported less, and would not import more
         multiprocessing.set_forkserver_preload(["pytest", rank_process.__name__, *modules])
         self._idle: dict[str, list[Rank]] = {}
 

@@ -14,10 +14,10 @@ from trainwright.core.noise import OFTEN
 from trainwright.core.phases import PLACES
 
 FRAMEWORKS = ("torch", "tensorflow")
-SHARED = [
+SHARED = [  # a divided model's gradient of one share is nowhere whole
     (case, workers, PROBLEMS[name])
     for case in CASES
-    if case.framework in FRAMEWORKS and not case.variant
+    if case.framework in FRAMEWORKS and not case.variant and not case.copies
     for workers in (case.workers[-1],)
     for name in ("ragged", "empty_shares")
 ]

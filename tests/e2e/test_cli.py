@@ -79,7 +79,9 @@ def test_plan_as_json(trained: tuple[Path, str, str], ray_cluster: None) -> None
     assert code == 0, err
     decision = json.loads(out)
     assert decision["chosen"]["strategy"] == "data_parallel"
-    assert [item["strategy"] for item in decision["infeasible"]] == ["one_device"]
+    reasons = {item["strategy"]: item["reason"] for item in decision["infeasible"]}
+    assert reasons["one_device"] == "workers=2 is pinned"
+    assert "no layer of this model" in reasons["tensor_parallel"]
 
 
 def test_all_wrong_overrides_are_said_at_once(trained: tuple[Path, str, str]) -> None:

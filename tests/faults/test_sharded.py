@@ -17,9 +17,9 @@ from trainwright.core import events
 
 
 def test_a_part_that_died_with_its_worker_comes_from_memory(folder: Path, unbroken: Callable[[int], State]) -> None:
-    tw.fit(jobs.job(folder.parent / "unbroken", strategy="sharded"))
+    tw.fit(jobs.job(folder.parent / "unbroken", plan="dp=2,zero=2"))
     kill = jobs.Kill(rank=1, step=21, folder=str(folder.parent))
-    broken = kept_job(folder, (kill,), 2, strategy="sharded")
+    broken = kept_job(folder, (kill,), 2, plan="dp=2,zero=2")
     tw.fit(broken)
     assert kill.mark.exists()
     assert final_state(folder, "faulty") == final_state(folder.parent / "unbroken", "faulty")

@@ -46,7 +46,7 @@ def test_what_cannot_travel_is_said() -> None:
 
 
 def test_the_same_job_is_described_alike_and_a_changed_one_is_not() -> None:
-    assert not changes(describe(job()), describe(job(workers=7, keep=9, storage="elsewhere")))
+    assert not changes(describe(job()), describe(job(workers=7, keep=9, storage="elsewhere", plan="dp=7")))
     (line,) = changes(describe(job(batch_size=1)), describe(job(batch_size=2)))
     assert line == "batch_size: 1 -> 2"
     assert changes(describe(job()), describe(job(model=lambda: build(4))))
