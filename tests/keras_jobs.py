@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 import trainwright as tw
-from tests.jobs import Kill
+from tests.jobs import Kill, keep_pace
 from trainwright.datasets.stream import schedule_of
 
 ROWS, WIDTH, CLASSES = 203, 8, 4
 BATCH, EPOCHS = 24, 3  # nine steps of an epoch, the last batch short
+EVERY = 5  # steps between checkpoints
 
 
 def data() -> dict[str, npt.NDArray[Any]]:
@@ -50,11 +51,12 @@ def momentum(variables: Any) -> Any:
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def make_step(kills: tuple[Kill, ...], pace_s: float = 0.0) -> Callable[[Any, Any], Any]:
+def make_step(kills: tuple[Kill, ...], pace_s: float = 0.0, storage: str = "") -> Callable[[Any, Any], Any]:
     """Cross-entropy; a process dies that is fed the first sample of a kill's rank and step in the first epoch.
 
     Args:
         pace_s: that each step takes at least.
+        storage: the run's folder, where a kill is to wait for the checkpoint due before it.
     """
     victims = {first_sample(kill.step, kill.rank): kill for kill in kills}
 
@@ -63,6 +65,8 @@ def make_step(kills: tuple[Kill, ...], pace_s: float = 0.0) -> Callable[[Any, An
 
         def strike(ids: Any) -> None:
             for sample in victims.keys() & set(ids.numpy().tolist()):
+                if storage:
+                    keep_pace(storage, victims[sample].step // EVERY * EVERY, EVERY)
                 victims[sample].strike()
             time.sleep(pace_s)
 
@@ -80,19 +84,21 @@ def first_sample(step: int, rank: int, workers: int = 2) -> int:
     return int(share.samples[0])
 
 
-def job(folder: Path | str, kills: tuple[Kill, ...] = (), pace_s: float = 0.0, **fields: Any) -> tw.Job:
-    """A job of 27 steps, a checkpoint each 5, neither spares nor keepers."""
+def job(
+    folder: Path | str, kills: tuple[Kill, ...] = (), pace_s: float = 0.0, *, paced: bool = False, **fields: Any
+) -> tw.Job:
+    """A job of 27 steps, a checkpoint each 5, neither spares nor keepers; `paced` kills wait for theirs."""
     return tw.Job(
         **{
             "name": "faulty",
             "model": make_model(),
             "optimizer": momentum,
-            "step": make_step(kills, pace_s),
+            "step": make_step(kills, pace_s, str(folder) if paced else ""),
             "train": tw.datasets.table(data()),
             "batch_size": BATCH,
             "epochs": EPOCHS,
             "seed": 3,
-            "checkpoint_steps": 5,
+            "checkpoint_steps": EVERY,
             "storage": str(folder),
             "workers": 2,
             "strategy": "tf_multi_worker_mirrored",

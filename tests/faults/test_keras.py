@@ -29,7 +29,7 @@ def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> State:
 
 def test_a_killed_worker_and_a_killed_chief_change_no_bit(folder: Path, whole: State) -> None:
     kills = tuple(Kill(rank=rank, step=step, folder=str(folder.parent)) for rank, step in ((1, 6), (0, 8)))
-    run = tw.fit(keras_jobs.job(folder, kills, spares=2, keeper_s=0.01))
+    run = tw.fit(keras_jobs.job(folder, kills, paced=True, spares=2, keeper_s=0.01))
     assert run.state == "done" and all(kill.mark.exists() for kill in kills)
     assert final_state(folder, "faulty") == whole
     formed: Any = told(folder, "faulty", events.Formed)
