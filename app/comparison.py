@@ -15,6 +15,8 @@ from trainwright.history import History
 _WHERE: Mapping[str, frozenset[str]] = {
     "recompute": frozenset({"backward"}),
     "gradients": frozenset({"wait"}),
+    "bubble": frozenset({"wait"}),
+    "transfers": frozenset({"wait"}),
     "optimizer": frozenset({"optimizer"}),
     "other": frozenset({"other"}),
 }

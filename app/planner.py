@@ -16,7 +16,7 @@ from trainwright.pictures import timeline_svg
 from trainwright.planview import STALE, plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.question import Question, room_of
-from trainwright.strategies.ranking import Ranking, answer, estimate_of, simplest, undivided
+from trainwright.strategies.ranking import Ranking, answer, divides, estimate_of, simplest, undivided
 from trainwright.strategies.remedies import remedies
 
 NO_ENGINE = "trainwright has no engine for it yet"
@@ -224,6 +224,6 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rej
     reason = f"predicted {ratio:.2f} times the step time of {chosen.strategy}"
     if plan.topology == "independent":
         reason += f"; {STALE}"
-    if plan.zero and plan.engine and not chosen.zero:
+    if plan.engine and divides(plan) and not divides(chosen):
         reason += "; a model is divided where it does not fit otherwise, since that takes longer than is predicted"
     return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")

@@ -97,6 +97,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
     if plan.stages:
         rows.append(("layers by stage", runs_of(plan.stages)))
+    if plan.cuts:
+        rows.append(("cut before", ", ".join(plan.cuts)))
     if plan.schedule:
         rows.append(("schedule", plan.schedule))
     if plan.recompute != "none":
@@ -165,6 +167,7 @@ def plan_from(facts: Mapping[str, Any]) -> Plan | None:
             "estimate": estimate or None,
             "notes": tuple(facts.get("notes", ())),
             "stages": tuple(facts.get("stages", ())),
+            "cuts": tuple(facts.get("cuts", ())),
         },
     )
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import trainwright as tw
 
 ROWS, FEATURES, HIDDEN, CLASSES = 8192, 256, 768, 10
+WIDE = 1024
 BATCH_SIZE, WORKERS, THREADS = 64, 2, 1
 RATE = 1e-3
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -26,6 +27,12 @@ def build_model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
     )
+
+
+def build_deep() -> nn.Module:
+    """Eight linear layers, 6.6 million parameters, for stages."""
+    hidden = [layer for _ in range(6) for layer in (nn.ReLU(), nn.Linear(WIDE, WIDE))]
+    return nn.Sequential(nn.Linear(FEATURES, WIDE), *hidden, nn.ReLU(), nn.Linear(WIDE, CLASSES))
 
 
 def parameters() -> int:

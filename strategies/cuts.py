@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -55,6 +57,19 @@ def cuts(
         if found is not None:
             return found[0]
     return quickest
+
+
+def entries(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: int, precision: str) -> tuple[str, ...]:
+    """Names of the layers with which a pipeline's sections after the first begin: its stages, or their chunks.
+
+    Args:
+        plan: whose stages are known.
+    """
+    sizes = plan.stages
+    if plan.chunks > 1:  # a stage's chunks do not lie beside each other
+        finer = replace(plan, mesh=replace(plan.mesh, pipeline=plan.chunks * plan.mesh.pipeline), chunks=1, schedule="")
+        sizes = cuts(profile, machine, finer, batch_size=batch_size, precision=precision, room_bytes=math.inf)
+    return tuple(profile.layers[first].name for first in accumulate(sizes[:-1]))
 
 
 @dataclass(frozen=True, kw_only=True)

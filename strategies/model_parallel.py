@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from trainwright.core.plan import Infeasible, Plan
-from trainwright.strategies.pipeline import indivisible, stages_of
+from trainwright.strategies.pipeline import indivisible, stages_of, whole
 from trainwright.strategies.question import Question, engine_for
 
 FRAMEWORKS = ("torch",)
-ENGINES: Mapping[str, str] = {}
+ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.pipeline:Pipeline"}
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:
     """Numbers of stages that divide the ranks, and replicas of that; a share of the batch goes through at once."""
     meshes = [mesh for mesh in stages_of(question) if mesh.tensor == 1]
-    if not meshes:
-        yield question.alone("model_parallel") or indivisible("model_parallel", question)
+    refusal = whole("model_parallel", question)
+    if refusal or not meshes:
+        yield refusal or indivisible("model_parallel", question)
+        return
     for mesh in meshes:
         yield question.unequal("model_parallel", mesh.data) or question.plan(
             "model_parallel", engine_for(ENGINES, question), mesh

@@ -9,15 +9,17 @@ from trainwright.strategies.question import Question, divisors, engine_for
 from trainwright.strategies.tensor_parallel import degrees
 
 FRAMEWORKS = ("torch",)
-ENGINES: Mapping[str, str] = {}
+ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.pipeline:Pipeline"}
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("gpipe", 1))
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:
     """Numbers of stages that divide the ranks, with each tensor degree, plain or with ZeRO-1, in each schedule."""
     meshes = list(stages_of(question))
-    if not meshes:
-        yield question.alone("pipeline") or indivisible("pipeline", question)
+    refusal = whole("pipeline", question)
+    if refusal or not meshes:
+        yield refusal or indivisible("pipeline", question)
+        return
     for mesh in meshes:
         refusal = question.unequal("pipeline", mesh.data)
         if refusal:
@@ -37,6 +39,24 @@ def stages_of(question: Question) -> Iterator[Mesh]:
                 yield Mesh(pipeline=stages, data=ranks // tensor // stages, tensor=tensor)
 
 
+def whole(strategy: str, question: Question) -> Infeasible | None:
+    """Why a model cannot run in stages, whatever they are."""
+    refusal = question.alone(strategy) or question.without_engine(strategy)
+    if refusal:
+        return refusal
+    reason = hint = ""
+    if question.own_step:
+        reason = "step= calls the model as a whole"
+        hint = "give the job inputs=, targets= and loss= instead"
+    elif question.profile.untraced:
+        reason = "the model's forward cannot be followed, so that there is no saying where it may be cut"
+        hint = f"it raised {question.profile.untraced}"
+    elif question.elastic:
+        reason = "a pipeline needs a multiple of the workers that there were in the beginning"
+        hint = "leave min_workers and max_workers out"
+    return Infeasible(strategy=strategy, reason=reason, hint=hint) if reason else None
+
+
 def indivisible(strategy: str, question: Question) -> Infeasible:
     """No number of stages that the ranks allow can be made of the layers."""
     layers, ranks = len(question.profile.layers), question.ranks
@@ -45,8 +65,8 @@ def indivisible(strategy: str, question: Question) -> Infeasible:
 
 
 def _plans(question: Question, mesh: Mesh, schedule: str, chunks: int) -> Iterator[Plan]:
-    engine = engine_for(ENGINES, question)
+    engine = engine_for(ENGINES, question) if mesh.tensor == 1 else ""
     yield question.plan("pipeline", engine, mesh, schedule=schedule, chunks=chunks)
     if mesh.data > 1:
         divided = Mesh(pipeline=mesh.pipeline, shard=mesh.data, tensor=mesh.tensor)
-        yield question.plan("pipeline", engine, divided, zero=1, schedule=schedule, chunks=chunks)
+        yield question.plan("pipeline", "", divided, zero=1, schedule=schedule, chunks=chunks)

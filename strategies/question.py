@@ -27,6 +27,7 @@ class Question:
         batch_size: global, in samples.
         precision: of the step.
         pins: what is said of the plan itself.
+        own_step: the job's own function calls the model.
         workers, min_workers, max_workers, devices, accumulation, inexact, run, tf_config: as in `Job`.
     """
 
@@ -35,6 +36,7 @@ class Question:
     batch_size: int
     precision: str
     pins: Pins = ANY
+    own_step: bool = False
     workers: int | None = None
     min_workers: int | None = None
     max_workers: int | None = None
@@ -55,6 +57,7 @@ class Question:
             batch_size=job.batch_size,
             precision=job.precision,
             pins=pins,
+            own_step=job.step is not None,
             workers=job.workers or pinned,
             min_workers=job.min_workers,
             max_workers=job.max_workers,
@@ -70,7 +73,7 @@ class Question:
         """The same without what is pinned of the layout."""
         return Question(
             profile=self.profile, cluster=self.cluster, batch_size=self.batch_size, precision=self.precision,
-            inexact=self.inexact, run=self.run, tf_config=self.tf_config,
+            own_step=self.own_step, inexact=self.inexact, run=self.run, tf_config=self.tf_config,
         )  # fmt: skip
 
     @property

@@ -12,7 +12,7 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Estimate, Infeasible, Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import DEFAULT, Calibration
-from trainwright.strategies.cuts import cuts
+from trainwright.strategies.cuts import cuts, entries
 from trainwright.strategies.estimating import estimate, expected
 from trainwright.strategies.memory import stage_memory
 from trainwright.strategies.question import Question
@@ -95,14 +95,18 @@ def simplest(plans: Iterable[Plan]) -> Plan:
 
 
 def undivided(plans: Iterable[Plan]) -> list[Plan]:
-    """Without those that divide a model (ZeRO) which as many ranks could hold whole.
+    """Without those that divide a model, by ZeRO or in stages, which as many ranks could hold whole.
 
-    Gathering it costs more than its bytes, which the estimate does not know: FSDP2's steps on CPUs take 1.3 to 7 times
-    DDP's.
+    Dividing it costs more than the estimate knows: FSDP2's steps on CPUs take 1.3 to 7 times DDP's.
     """
     found = list(plans)
-    whole = {plan.mesh.size for plan in found if not plan.zero}
-    return [plan for plan in found if not plan.zero or plan.mesh.size not in whole]
+    whole = {plan.mesh.size for plan in found if not divides(plan)}
+    return [plan for plan in found if not divides(plan) or plan.mesh.size not in whole]
+
+
+def divides(plan: Plan) -> bool:
+    """Whether no rank holds all of the model."""
+    return bool(plan.zero) or plan.mesh.pipeline > 1
 
 
 def estimate_of(plan: Plan) -> Estimate:
@@ -169,6 +173,8 @@ class _Sized:
         room = USABLE * machine.device.memory_bytes or math.inf
         if plan.mesh.pipeline > 1:
             plan = replace(plan, stages=cuts(profile, machine, plan, room_bytes=room, **self._numbers))
+            if plan.engine:
+                plan = replace(plan, cuts=entries(profile, machine, plan, **self._numbers))
         memory = stage_memory(profile, plan, **self._numbers)
         if max(memory) > room:
             return _too_large(plan, memory, room)
@@ -200,7 +206,7 @@ def _variants(sized: _Sized, plan: Plan) -> Iterator[Plan | Infeasible]:
 def _plain(sized: _Sized, plan: Plan, counts: Sequence[int], choices: Choices) -> Iterator[Plan | Infeasible]:
     """Without a pipeline fewer micro-batches are never slower, so that the fewest which fit are enough."""
     for recompute in choices:
-        found = _first_fitting(sized, (_variant(plan, count, recompute) for count in counts))
+        found = _first_fitting(sized, (_variant(sized.question, plan, count, recompute) for count in counts))
         if found is not None:
             yield found
         if isinstance(found, Plan):
@@ -211,7 +217,7 @@ def _staged(sized: _Sized, plan: Plan, counts: Sequence[int], choices: Choices) 
     """Larger micro-batches never hold less: what does not fit is not asked for again."""
     fits = False
     for count in reversed(counts):
-        tried = (_variant(plan, count, recompute) for recompute in choices)
+        tried = (_variant(sized.question, plan, count, recompute) for recompute in choices)
         found = _first_fitting(sized, tried)
         if isinstance(found, Plan):
             choices, fits = choices[choices.index(found.recompute) :], True
@@ -221,8 +227,9 @@ def _staged(sized: _Sized, plan: Plan, counts: Sequence[int], choices: Choices) 
             return
 
 
-def _variant(plan: Plan, count: int, recompute: str) -> Plan:
-    engine = plan.engine if recompute == "none" else ""  # none computes activations again yet
+def _variant(question: Question, plan: Plan, count: int, recompute: str) -> Plan:
+    can = recompute == "none" or (recompute == "full" and question.profile.framework == "torch")
+    engine = plan.engine if can else ""  # none tells attention's scores from other activations
     return replace(plan, accumulation=count, recompute=recompute, engine=engine)
 
 

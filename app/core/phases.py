@@ -4,7 +4,7 @@ A phase is a place of a step, or several that an engine cannot tell apart, joine
 
     forward     losses of all micro-batches, their conversion to tensors included
     backward    their gradients, until the last of this rank's is there, with the part of the reduction that it hides
-    wait        from then until the gradients are reduced over all ranks
+    wait        from then until the gradients are reduced over all ranks; in a pipeline also for what other stages send
     optimizer   gradient norm, scaling, clipping and the update
     other       what is left of a step besides waiting for data: the loop, checks, records
 """

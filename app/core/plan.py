@@ -101,6 +101,8 @@ class Plan:
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         servers: that hold the parameters, where workers step alone.
         stages: layers of each pipeline stage, in order; empty where they are as equal as can be.
+        cuts: modules with whose calls the pipeline's sections after the first begin: of each stage, or of each of its
+            chunks.
         placement: what each worker actor reserves.
         estimate: predicted figures; None where the strategy has none.
         notes: what the user should know about this plan, such as what is not equal to one device.
@@ -123,6 +125,7 @@ class Plan:
     zero: int = 0
     servers: int = 0
     stages: tuple[int, ...] = ()
+    cuts: tuple[str, ...] = ()
     estimate: Estimate | None = None
     notes: tuple[str, ...] = field(default=())
 

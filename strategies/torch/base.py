@@ -103,7 +103,8 @@ class TorchEngine:
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
         replica = self._built
-        state.restore(replica, files.read(reader, replica.part, replica.divided))
+        names = None if replica.part.stages == 1 else replica.held
+        state.restore(replica, files.read(reader, replica.part, replica.divided, names))
         return self._tag()
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -189,8 +190,7 @@ class TorchEngine:
             with replica.finding_last() if runner.tells_own else nullcontext():
                 step.run(runner, share)
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
-        runner.objective.carry.grad = None
-        runner.objective.tallies.clear()
+        runner.objective.begin()
         return every_used
 
     def _guarded(self, work: Callable[[], Result]) -> Result:

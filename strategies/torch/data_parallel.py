@@ -8,43 +8,20 @@ from dataclasses import replace
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.core.data import Feed
-from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
+from trainwright.core.group import Move, StateTag
 from trainwright.strategies.torch import state
-from trainwright.strategies.torch.base import TorchEngine
-from trainwright.strategies.torch.group import Membership, compared, same_start
+from trainwright.strategies.torch.group import compared, same_start
+from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.step import Runner
 
 
-class DataParallel(TorchEngine):
+class DataParallel(Member):
     """A replica on each worker; gradients are averaged by all-reduce while they are computed.
 
     DDP chooses its buckets by the order in which gradients came in the first backward, which changes the order of
     sums. `warm` makes that backward a throwaway after each formation, so that equal steps give equal bits; not so with
     two ranks, since a sum of two has one order.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._membership = Membership()
-
-    def reserve(self, generation: Generation, role: Role) -> Address:
-        """Bind a port that the system chooses and keep it until `form`."""
-        return self._membership.reserve()
-
-    def form(self, group: Group) -> StateTag:
-        """Join the process group. Raises PeerLost where it does not form by the group's deadline."""
-        super().form(group)
-        self._membership.join(group, self._device)
-        return self._tag()
-
-    def leave(self) -> None:
-        """Drop DDP, end the process group and close its sockets; the state stays."""
-        super().leave()
-        self._membership.leave()
-
-    def interrupt(self, deadline_s: float) -> bool:
-        """Shut the group's connections: a blocked collective raises PeerLost at once. False over NCCL."""
-        return self._membership.interrupt()
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Make every rank equal to the first move's source, bit by bit. Raises PeerLost."""

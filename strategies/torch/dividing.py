@@ -8,7 +8,6 @@ skips it: `Calls` keeps which parameters had a gradient.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.blocks import blocks
 from trainwright.strategies.torch.parts import divided
 
 _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
@@ -47,14 +47,6 @@ def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, where: str) -> None
         raise JobError([f'the model cannot be divided: {error}: use strategy="data_parallel"'], where=where) from error
     for each in gathered(model):
         each.set_reduce_scatter_unused_params(True)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class that a list or sequence holds several of, the outermost; none with parameters of others."""
-    sites = Counter(_sites(model))
-    found: list[nn.Module] = []
-    _collect(model, sites, found)
-    return found
 
 
 def gathered(model: nn.Module) -> list[FSDPModule]:
@@ -107,30 +99,6 @@ class Calls:
 
     def _given(self, name: str, _gradient: Tensor) -> None:
         self.used.add(name)
-
-
-def _collect(module: nn.Module, sites: Counter[int], found: list[nn.Module]) -> None:
-    children = list(module.children())
-    repeated: Counter[type] = Counter()
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        repeated.update(type(child) for child in children if next(child.parameters(), None) is not None)
-    for child in children:
-        if repeated[type(child)] > 1 and _alone(child, sites):
-            found.append(child)
-        else:
-            _collect(child, sites, found)
-
-
-def _alone(module: nn.Module, sites: Counter[int]) -> bool:
-    """Whether it is a module that is called, and all uses of its parameters lie within it."""
-    container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return not container and all(sites[key] == count for key, count in Counter(_sites(module)).items())
-
-
-def _sites(module: nn.Module) -> Iterator[int]:
-    """Each place of the tree that holds a parameter, by the parameter's identity."""
-    for _, owner in module.named_modules(remove_duplicate=False):
-        yield from (id(parameter) for parameter in owner._parameters.values() if parameter is not None)
 
 
 def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,14 @@ from trainwright.strategies.torch.objective import Caller
 LOSS = "loss"
 
 
-def evaluate(model: nn.Module, caller: Caller, feed: Feed) -> Sums:
+Through = Callable[[Batch], Any]  # gives a model's outputs for a batch; None where they are another rank's
+
+
+def evaluate(model: nn.Module, caller: Caller, feed: Feed, through: Through | None = None) -> Sums:
     """Weighted sums and weights of the loss and of each metric over the feed, in float64.
+
+    Args:
+        through: runs a model that is on several ranks; by default it is called.
 
     Raises:
         UserCodeError, JobError: the user's code raised or returned the wrong shape.
@@ -30,7 +36,7 @@ def evaluate(model: nn.Module, caller: Caller, feed: Feed) -> Sums:
     sums: list[Tensor] = []
     with evaluating(model), torch.no_grad():
         for batch in _batches(feed):
-            for name, (values, weights) in _terms(model, caller, batch):
+            for name, (values, weights) in _terms(model, caller, batch, through):
                 names.append(name)
                 doubled = weights.double()
                 sums.append(torch.stack(((values.double() * doubled).sum(), doubled.sum())))
@@ -41,7 +47,7 @@ def evaluate(model: nn.Module, caller: Caller, feed: Feed) -> Sums:
     return total
 
 
-def predict(model: nn.Module, caller: Caller, feed: Feed) -> Columns:
+def predict(model: nn.Module, caller: Caller, feed: Feed, through: Through | None = None) -> Columns:
     """The model's outputs for the feed's rows: `output`, or by the model's own names where it returns several.
 
     Names come from a mapping, a dataclass, a named tuple or an object with `items()`; several outputs without names are
@@ -58,10 +64,9 @@ def predict(model: nn.Module, caller: Caller, feed: Feed) -> Columns:
     found: dict[str, list[npt.NDArray[Any]]] = {}
     with evaluating(model), torch.no_grad():
         for batch in _batches(feed):
-            columns = caller.inputs(batch)
             with caller.precision():
-                outputs = caller.outputs(model, columns)
-            for name, value in _chosen(dict(_flat("", outputs)), caller).items():
+                outputs = through(batch) if through else caller.outputs(model, caller.inputs(batch))
+            for name, value in _chosen(dict(_flat("", outputs)), caller).items() if outputs is not None else ():
                 found.setdefault(name, []).append(_checked(name, value, batch, caller))
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -78,15 +83,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _terms(model: nn.Module, caller: Caller, batch: Batch) -> Iterator[tuple[str, Terms]]:
+def _terms(model: nn.Module, caller: Caller, batch: Batch, through: Through | None) -> Iterator[tuple[str, Terms]]:
     """Loss and metrics of a micro-batch; outputs are computed once."""
-    columns = caller.tensors(batch)
+    columns = caller.wanted(batch) if through else caller.tensors(batch)
     if caller.spec.step:
         yield LOSS, caller.loss(model, columns, batch)
         if not caller.spec.metrics:
             return
     with caller.precision():
-        outputs = caller.outputs(model, columns)
+        outputs = through(batch) if through else caller.outputs(model, columns)
+        if through and outputs is None:
+            return
         if not caller.spec.step:
             yield LOSS, caller.loss_of(outputs, columns, batch)
         for name in caller.spec.metrics:

@@ -6,10 +6,11 @@
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
 | `state.json`            | the step, the optimizer's plain values by parameter, settings that it changed |
 
-A divided model has three such files for each part, `model.shard-0-of-4.safetensors` and so on, each written by a rank
-that holds the part. They are read alone; what is not divided is in all of them. `state.shard-0-of-4.json` also says of
-each tensor its whole shape, its type and which rows are held. Any layout is loaded into any other: `read` puts together
-what a rank needs, from the files that hold some of it, one after the other.
+A divided model has three such files for each part, `model.shard-0-of-4.safetensors` or `model.stage-0-of-2.safetensors`
+and so on, each written by a rank that holds the part. They are read alone where a rank wants that part. What is not
+divided by rows is in the files of all shards, or of each stage that has it. `state.shard-0-of-4.json` also says of each
+tensor its whole shape, its type and which rows are held. Any layout is loaded into any other: `read` puts together what
+a rank needs, from the files that hold some of it, one after the other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from trainwright.strategies.torch.parts import WHOLE, Part
 from trainwright.strategies.torch.state import HostState, Slots
 
 MODEL, OPTIMIZER, STATE = "model{}.safetensors", "optimizer{}.safetensors", "state{}.json"
-_PARTS = re.compile(r"state\.shard-(\d+)-of-(\d+)\.json")
+_PARTS = re.compile(r"state\.(shard|stage)-(\d+)-of-(\d+)\.json")
 _FORMAT = 1
 
 
@@ -78,25 +79,33 @@ def _described(name: str, held: Tensor, state: HostState) -> dict[str, Any]:
     }
 
 
-def read(reader: Reader, part: Part = WHOLE, parameters: Collection[str] = ()) -> HostState:
+def read(
+    reader: Reader, part: Part = WHOLE, parameters: Collection[str] = (), names: Collection[str] | None = None
+) -> HostState:
     """Read a state's files, whatever layout wrote them.
 
     Args:
         reader: of the checkpoint.
         part: wanted of what is divided.
         parameters: names of the parameters that are to be divided.
+        names: of the parameters and buffers that are wanted; all by default.
 
     Raises:
         CheckpointError: a file is missing or is not what it should be.
     """
-    source = _Source.of(reader, part)
+    source = _Source.of(reader, part, None if names is None else frozenset(names))
     facts = source.facts[source.parts[0]]
     model, rows = source.tensors(MODEL, part, lambda name, tensor: name in parameters)
     shapes = {name: (rows.get(name, -1), *value.shape[1:]) for name, value in model.items()}
     tensors, slot_rows = source.tensors(
         OPTIMIZER, part, lambda name, tensor: tuple(tensor.shape) == shapes.get(name.rpartition("/")[0])
     )
-    slots: Slots = {name: dict(entries) for name, entries in facts["plain"].items()}
+    slots: Slots = {
+        name: dict(entries)
+        for known in source.facts.values()
+        for name, entries in known["plain"].items()
+        if names is None or name in names
+    }
     for name, value in tensors.items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
@@ -116,7 +125,7 @@ def load_weights(reader: Reader) -> dict[str, Tensor]:
 
     `model.load_state_dict(load_weights(reader))` gives the trained model. Raises CheckpointError.
     """
-    return _Source.of(reader, WHOLE).tensors(MODEL, WHOLE, lambda name, tensor: False)[0]
+    return _Source.of(reader, WHOLE, None).tensors(MODEL, WHOLE, lambda name, tensor: False)[0]
 
 
 def export(model: nn.Module, path: str) -> None:
@@ -135,23 +144,30 @@ class _Source:
 
     Attributes:
         reader: of its files.
+        names: of the parameters and buffers that are wanted; None for all.
         parts: that are read.
         facts: of each part.
     """
 
     reader: Reader
+    names: frozenset[str] | None
     parts: tuple[Part, ...]
     facts: Mapping[Part, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, reader: Reader, wanted: Part) -> _Source:
+    def of(cls, reader: Reader, wanted: Part, names: frozenset[str] | None) -> _Source:
         """Find the parts. Raises CheckpointError where one is missing, or they are of different steps."""
         parts = _parts(reader)
-        parts = (wanted,) if wanted in parts else parts
+        if wanted in parts:
+            alone = cls(reader=reader, names=names, parts=(wanted,), facts={wanted: _facts(reader, wanted)})
+            if names is None or names <= set(alone.facts[wanted].get("tensors", names)):
+                return alone  # a stage of other cuts has not all of it
         facts = {part: _facts(reader, part) for part in parts}
-        if len({(known["step"], *sorted(known.get("tensors", ()))) for known in facts.values()}) > 1:
+        held = [(part.stage, *sorted(known.get("tensors", ()))) for part, known in facts.items()]
+        mixed = len({known["step"] for known in facts.values()}) > 1 or len(set(held)) > parts[0].stages
+        if mixed:
             raise _damaged(STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first"))
-        return cls(reader=reader, parts=parts, facts=facts)
+        return cls(reader=reader, names=names, parts=parts, facts=facts)
 
     def tensors(
         self, file: str, wanted: Part, divide: Callable[[str, Tensor], bool]
@@ -168,6 +184,8 @@ class _Source:
         for part in self.parts:
             if self._wanted(part, wanted):
                 for name, held in _tensors(self.reader, file.format(part.suffix)).items():
+                    if not self._named(name):
+                        continue
                     size = self._size(part, name, held, divide)
                     if size is None:
                         found.setdefault(name, held)
@@ -180,12 +198,17 @@ class _Source:
         """Whether a part's files hold anything that is wanted and not in the first ones."""
         if part == self.parts[0]:
             return True
-        sizes = [one["shape"][0] for one in self.facts[part]["tensors"].values() if one["rows"] is not None]
-        return any(_overlap(part.rows(size), wanted.rows(size)) for size in sizes)
+        tensors = {name: one for name, one in self.facts[part]["tensors"].items() if self._named(name)}
+        sizes = [one["shape"][0] for one in tensors.values() if one["rows"] is not None]
+        return bool(part.stages > 1 and tensors) or any(_overlap(part.rows(size), wanted.rows(size)) for size in sizes)
+
+    def _named(self, name: str) -> bool:
+        """Whether a tensor, or the parameter whose slot it is, is wanted."""
+        return self.names is None or name in self.names or name.rpartition("/")[0] in self.names
 
     def _size(self, part: Part, name: str, held: Tensor, divide: Callable[[str, Tensor], bool]) -> int | None:
         """All ranks' rows of a tensor; None where a rank wants all of it and has it here."""
-        if part == WHOLE:
+        if part.of == 1:
             return held.shape[0] if divide(name, held) else None
         described = self.facts[part]["tensors"][name]
         return None if described["rows"] is None else int(described["shape"][0])
@@ -213,7 +236,8 @@ def _parts(reader: Reader) -> tuple[Part, ...]:
     matches = [match for match in map(_PARTS.fullmatch, names) if match]
     if STATE.format("") in names or not matches:
         return (WHOLE,)
-    return tuple(Part(index=index, of=int(matches[0][2])) for index in range(int(matches[0][2])))
+    kind, place, count = matches[0].groups()
+    return Part.read(kind, int(place), int(count)).every
 
 
 def _tensors(reader: Reader, name: str) -> dict[str, Tensor]:

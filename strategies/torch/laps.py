@@ -46,6 +46,10 @@ class Laps:
         """A micro-batch's backward is over, in which the gradients were `reduced` over the ranks, or not."""
         self._lap("backward" if not reduced else "wait" if self._own else "backward+wait")
 
+    def wait(self) -> None:
+        """What this rank needed of others is there."""
+        self._lap("wait")
+
     def optimizer(self) -> None:
         """The update is done."""
         self._lap("optimizer")

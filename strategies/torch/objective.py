@@ -12,7 +12,7 @@ told of its gradient's noise (see `noise`), or zeros, so that the reduction is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -75,13 +75,20 @@ class Caller:
         """The columns that the model wants."""
         return batches.collated(self.spec.collation, batch, self.spec.inputs, self.device)
 
+    def wanted(self, batch: Batch) -> batches.Tensors:
+        """The columns that loss and metrics want."""
+        return batches.collated(self.spec.collation, batch, dict.fromkeys(self.spec.targets), self.device)
+
+    def called(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
+        """The model's outputs for the input columns, which are given in their order."""
+        if self.spec.keywords:
+            return model(**dict(zip(self.spec.keywords, given, strict=True)))
+        return model(*given)
+
     def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
         """The model's outputs for the input columns, whatever they are."""
-        given = [columns[name] for name in self.spec.inputs]
         with user_code("the model", self.where):
-            if self.spec.keywords:
-                return model(**dict(zip(self.spec.keywords, given, strict=True)))
-            return model(*given)
+            return self.called(model, [columns[name] for name in self.spec.inputs])
 
     def targets(self, columns: batches.Tensors) -> Any:
         """The target column, or a tuple where there are several."""
@@ -181,8 +188,12 @@ class Pull:
 
     def backward(self) -> None:
         """Add to the gradients of all parameters; in DDP, outside no_sync(), reduce them."""
-        roots, slopes = (self.values, self.carry), (self.slopes, self.sums)
-        _run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run_backward((self.values, self.carry), (self.slopes, self.sums))
+
+
+def run_backward(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> None:
+    """Add to the gradients of all that roots come from, given theirs; what they come from is forgotten."""
+    _run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 # What `torch.autograd.backward` calls once it has looked at the slopes, for which it imports sympy: half a second of a
@@ -216,6 +227,11 @@ class Objective(nn.Module):
         self.news: tuple[Tensor, ...] = self._no_news
         self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
 
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.carry.grad = None
+        self.tallies.clear()
+
     def forward(self, share: Share) -> tuple[Tensor, Tensor, Tensor]:
         """Losses and weights, both (samples,) or (samples, k), and `carry`.
 
@@ -225,12 +241,31 @@ class Objective(nn.Module):
         """
         columns = self.caller.tensors(share.batch)
         values, weights = self.caller.loss(self.model, columns, share.batch)
+        self._check(values)
+        return values, weights, self.carry.view(-1)
+
+    def pulled(self, share: Share, outputs: Any) -> Pull:
+        """What backward starts from, given a micro-batch's outputs. Raises as `forward`."""
+        columns = self.caller.wanted(share.batch)
+        with self.caller.precision():
+            values, weights = self.caller.loss_of(outputs, columns, share.batch)
+        self._check(values)
+        return self.pull(share, values, weights, self.carry)
+
+    def tell(self, pull: Pull) -> None:
+        """Add a micro-batch's sums to what travels, where no backward does."""
+        self.carry.grad = pull.sums if self.carry.grad is None else self.carry.grad + pull.sums
+
+    def tell_wish(self, wish: bool) -> None:
+        """All that a rank without losses has to tell."""
+        self.carry.grad = torch.stack((*self._no_news[:2], self._wishes[wish], *self._no_news)) * self.world
+
+    def _check(self, values: Tensor) -> None:
         if not values.requires_grad:
             raise JobError(
                 ["the loss has no gradient: compute it from the model's outputs without detach(), item() or no_grad()"],
                 where=self.caller.where,
             )
-        return values, weights, self.carry.view(-1)
 
     def pull(self, share: Share, values: Tensor, weights: Tensor, carry: Tensor) -> Pull:
         """What backward starts from, given what `forward` returned; remembers the losses."""

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that is divided: rows of each parameter, as `torch.chunk` and FSDP2 cut them."""
+"""What a rank holds of a model that is divided: a pipeline's stage, and rows of each parameter as FSDP2 cuts them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Part:
-    """One of `of` parts of every divided tensor: the rows of its first dimension that `rows` says."""
+    """One of `stages` stages, and of what is divided by rows the part that `rows` says.
+
+    Attributes:
+        index, of: which of so many parts of each divided tensor.
+        stage, stages: which of so many stages of the model.
+    """
 
     index: int = 0
     of: int = 1
+    stage: int = 0
+    stages: int = 1
 
     def rows(self, size: int) -> range:
         """Of so many rows. The last parts may be shorter, or empty."""
@@ -23,17 +30,29 @@ class Part:
     @property
     def name(self) -> str:
         """As state tags name it."""
-        return f"shard-{self.index}"
+        return f"stage-{self.stage}" if self.stages > 1 else f"shard-{self.index}"
+
+    @property
+    def every(self) -> tuple[Part, ...]:
+        """All parts, in order."""
+        places = ((stage, index) for stage in range(self.stages) for index in range(self.of))
+        return tuple(Part(index=index, of=self.of, stage=stage, stages=self.stages) for stage, index in places)
 
     @property
     def whole(self) -> frozenset[str]:
         """Names of all parts."""
-        return frozenset(Part(index=index, of=self.of).name for index in range(self.of))
+        return frozenset(part.name for part in self.every)
 
     @property
     def suffix(self) -> str:
-        """In the names of a checkpoint's files; empty for all of a tensor."""
-        return f".{self.name}-of-{self.of}" if self.of > 1 else ""
+        """In the names of a checkpoint's files; empty for all of a model."""
+        count = self.stages * self.of
+        return f".{self.name}-of-{count}" if count > 1 else ""
+
+    @classmethod
+    def read(cls, kind: str, place: int, count: int) -> Part:
+        """The part of which a suffix tells."""
+        return cls(stage=place, stages=count) if kind == "stage" else cls(index=place, of=count)
 
 
 WHOLE = Part()

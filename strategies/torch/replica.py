@@ -18,6 +18,7 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.laps import Laps
 from trainwright.strategies.torch.parts import WHOLE, Part, divided
+from trainwright.strategies.torch.recomputing import recompute
 
 
 class Attempt:
@@ -71,6 +72,8 @@ class Replica:
         with user_code("model()", where):
             self.model = spec.model()
         _check_model(self.model, spec, plan, where)
+        if plan.recompute == "full":
+            recompute(self.model, plan.cuts)
         (place or self._move)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
@@ -120,6 +123,11 @@ class Replica:
         """Full names of the parameters of which this rank holds a part."""
         named = self.model.named_parameters(remove_duplicate=False)
         return frozenset(name for name, parameter in named if divided(parameter))
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Full names of the parameters and persistent buffers that this rank holds, or a part of."""
+        return frozenset(self.model.state_dict())
 
     def buffers(self) -> list[Tensor]:
         """All buffers, those that are not saved included, as they are now."""

@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainwright.core.data import Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import CheckpointError, JobError
-from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
+from trainwright.core.group import Group, Move, StateTag
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch import state
-from trainwright.strategies.torch.base import TorchEngine
 from trainwright.strategies.torch.dividing import Calls, divide, gathered, released
-from trainwright.strategies.torch.group import Membership, compared, same_start
+from trainwright.strategies.torch.group import compared, same_start
+from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective
 from trainwright.strategies.torch.parts import Part, local
@@ -94,12 +94,11 @@ class _Held:
     sound: bool
 
 
-class Sharded(TorchEngine):
+class Sharded(Member):
     """A part of the model on each worker: `mesh.shard` of them make a whole, `mesh.data` times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._membership = Membership()
         self._mesh: DeviceMesh | None = None
         self._column: distributed.ProcessGroup | None = None  # the ranks that hold this rank's part
         self._part = Part()
@@ -109,10 +108,6 @@ class Sharded(TorchEngine):
         self._checksum = 0
 
     # --- the group ----------------------------------------------------------------------------------------
-
-    def reserve(self, generation: Generation, role: Role) -> Address:
-        """Bind a port that the system chooses and keep it until `form`."""
-        return self._membership.reserve()
 
     def form(self, group: Group) -> StateTag:
         """Join the process group, and divide the model anew around what this rank held.
@@ -125,21 +120,16 @@ class Sharded(TorchEngine):
         """
         self._let_go()
         super().form(group)
-        self._membership.join(group, self._device)
         if self._job is not None:
             self._guarded(self._again)
         return self._tag()
 
     def leave(self) -> None:
         """Keep this rank's tensors, drop the modules, end the process group and close its sockets."""
-        super().leave()
+        self._runner = None
         self._let_go()
         self._mesh = self._column = None
-        self._membership.leave()
-
-    def interrupt(self, deadline_s: float) -> bool:
-        """Shut the group's connections: a blocked collective raises PeerLost at once. False over NCCL."""
-        return self._membership.interrupt()
+        super().leave()
 
     # --- the state ----------------------------------------------------------------------------------------
 

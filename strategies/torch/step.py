@@ -61,6 +61,19 @@ class Runner:
         """The rank, for errors."""
         return self.objective.caller.where
 
+    def accumulate(self, replica: Replica, feed: Feed, *, sampled: bool) -> None:
+        """Forward and backward of every micro-batch; the last backward reduces what all of them gave."""
+        self.objective.begin()
+        each = shares(feed)
+        for number, (micro, share) in enumerate(each):
+            replica.reseed(fold(replica.spec.seed, feed.step, micro, share.data_rank, 0))
+            last = number == len(each) - 1
+            with nullcontext() if last else self.local():
+                run(self, share, replica.laps.forward)
+            replica.laps.backward(reduced=last and self.reduced is not self.objective)
+            if sampled:
+                self.probe.count(share)
+
     def settle(self, replica: Replica, *, wants_norm: bool) -> tuple[list[Tensor], Totals]:
         """The averaged gradients and the sums over all ranks. Raises JobError where DDP could not average one."""
         gradients = _gradients(replica, self)
@@ -80,7 +93,7 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
     with replica.attempt() as attempt:
         probe.send()
         with probe.watching() if sampled else nullcontext():
-            accumulate(replica, runner, feed, sampled=sampled)
+            runner.accumulate(replica, feed, sampled=sampled)
         wants_norm = spec.clip_norm is not None or spec.guard
         gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
         length, scatter = totals.norm, probe.heard(totals.told)
@@ -111,21 +124,6 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
     )
 
 
-def accumulate(replica: Replica, runner: Runner, feed: Feed, *, sampled: bool) -> None:
-    """Forward and backward of every micro-batch; the last backward reduces what all of them gave."""
-    shares = _shares(feed)
-    runner.objective.carry.grad = None
-    runner.objective.tallies.clear()
-    for number, (micro, share) in enumerate(shares):
-        replica.reseed(fold(replica.spec.seed, feed.step, micro, share.data_rank, 0))
-        last = number == len(shares) - 1
-        with nullcontext() if last else runner.local():
-            run(runner, share, replica.laps.forward)
-        replica.laps.backward(reduced=last and runner.reduced is not runner.objective)
-        if sampled:
-            runner.probe.count(share)
-
-
 def run(runner: Runner, share: Share, forward_done: Callable[[], None] = lambda: None) -> None:
     """Forward and backward of one micro-batch; tells a lost peer from an error in the user's code."""
     where = runner.where
@@ -137,7 +135,7 @@ def run(runner: Runner, share: Share, forward_done: Callable[[], None] = lambda:
         raise user_code("the backward pass", where).meaning(error) from None
 
 
-def _shares(feed: Feed) -> list[tuple[int, Share]]:
+def shares(feed: Feed, *, muted: bool = False) -> list[tuple[int, Share]]:
     """Micro-batches in order with their number; the wish goes with the last."""
     flat = [
         (micro, data_rank, batch)
@@ -146,7 +144,7 @@ def _shares(feed: Feed) -> list[tuple[int, Share]]:
     ]
     last = len(flat) - 1
     return [
-        (micro, Share(batch=batch, data_rank=data_rank, rows=feed.rows, wish=feed.wish and number == last))
+        (micro, Share(batch=batch, data_rank=data_rank, rows=feed.rows, wish=feed.wish and number == last, muted=muted))
         for number, (micro, data_rank, batch) in enumerate(flat)
     ]
 

@@ -33,6 +33,7 @@ class Framework(Protocol):
         """All that training changes, as numpy arrays by name, from the files that the engine saved."""
 
 
+STAGES = 2  # of a pipeline
 IMPORTS = {
     "reference": (),
     "torch": ("torch.nn.parallel", "torch.distributed.fsdp"),
@@ -57,6 +58,7 @@ class Case:
         problems: names of the problems to try; all by default.
         copies: ranks that hold each part of a divided model; 0 where the model is not divided.
         zero: what is divided.
+        schedule: of a pipeline of two stages; empty where there is none.
     """
 
     name: str
@@ -71,6 +73,11 @@ class Case:
     problems: tuple[str, ...] = tuple(problems.PROBLEMS)
     copies: int = 0
     zero: int = 0
+    schedule: str = ""
+
+    def losing(self, workers: int) -> range:
+        """Ranks that compute a loss."""
+        return range(workers - workers // STAGES, workers) if self.schedule and workers > 1 else range(workers)
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -85,6 +92,11 @@ class Case:
     def plan(self, problem: Problem, workers: int) -> Plan:
         """The plan for so many workers."""
         plan = problems.plan_of(problem, self.engine, workers, self.devices, self.topology)
+        if self.schedule and workers > 1:
+            mesh = Mesh(pipeline=STAGES, data=workers // STAGES)
+            return replace(plan, mesh=mesh, schedule=self.schedule, cuts=("second",))
+        if self.schedule:
+            return plan
         mesh = Mesh(data=self.copies, shard=workers // self.copies) if self.copies else plan.mesh
         return replace(plan, mesh=mesh, zero=self.zero)
 
@@ -165,6 +177,33 @@ CASES = (
         problems=("clip",),
         copies=2,
         zero=3,
+    ),
+    Case(
+        name="torch-pipeline",
+        framework="torch",
+        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        workers=(2,),
+        copies=1,
+        schedule="1f1b",
+    ),
+    Case(
+        name="torch-pipelines",
+        framework="torch",
+        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        workers=(4,),
+        problems=("ragged", "clip", "weights"),
+        copies=2,
+        schedule="gpipe",
+    ),
+    Case(
+        name="torch-zero-bubble",
+        framework="torch",
+        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        workers=(2,),
+        variant=True,
+        problems=("ragged", "empty_shares"),
+        copies=1,
+        schedule="zero_bubble",
     ),
     Case(name="tf-one-device", engine=f"{TENSORFLOW}.one_device:OneDevice", workers=(1,), **KERAS),
     Case(name="tf-mirrored", engine=f"{TENSORFLOW}.mirrored:Mirrored", workers=(1,), devices=2, **KERAS),

@@ -59,9 +59,13 @@ class Rank:
         self.send(verb, *arguments)
         return value_of(self.outcome())
 
+    def strike(self) -> None:
+        """Kill the process, whatever it does."""
+        self._process.kill()
+
     def kill(self) -> None:
         """End the process."""
-        self._process.kill()
+        self.strike()
         self._process.join(10.0)
         self._pipe.close()
 
@@ -199,13 +203,17 @@ class World:
     def train_with_fault(self, steps: Sequence[list[Feed]], victim: int, fault: str) -> tuple[list[Outcome], float]:
         """What becomes of every rank when `fault` strikes `victim` in the last step, and the seconds it took.
 
+        `gone` strikes from outside, where a rank has no loss that could fail.
+
         All have left the group afterwards, and a dead process has made room for a new one.
         """
         self._follow()
         for number, rank in enumerate(self.ranks):
             if number == 0 or not self._coordinated:
                 armed = fault if number == victim else ""
-                rank.send("train", [feeds[number] for feeds in steps], armed)
+                rank.send("train", [feeds[number] for feeds in steps], "" if armed == "gone" else armed)
+        if fault == "gone":
+            self.ranks[victim].strike()
         start = time.monotonic()
         outcomes = [rank.outcome() for rank in self.ranks]
         spent_s = time.monotonic() - start
@@ -246,8 +254,10 @@ class World:
     def each_files(self) -> list[Mapping[str, bytes]]:
         """The files of each whole: every rank's own, or those of the ranks that hold the model together."""
         files = [rank.call("files") for rank in (self.ranks[:1] if self._serving else self.ranks)]
-        parts = self.plan.mesh.shard
-        return [dict(ChainMap(*files[first : first + parts])) for first in range(0, len(files), parts)]
+        mesh = self.plan.mesh
+        if mesh.pipeline > 1:
+            return [dict(ChainMap(*files[first :: mesh.data])) for first in range(mesh.data)]
+        return [dict(ChainMap(*files[first : first + mesh.shard])) for first in range(0, len(files), mesh.shard)]
 
     def every(self, verb: str, arguments: Callable[[int], tuple[Any, ...]] = lambda number: ()) -> list[Any]:
         """Ask all ranks at once; their values."""

@@ -163,10 +163,10 @@ def _check_facts(problem: Problem, reports: list[StepReport], norms: list[float]
 
 
 def _predicted(case: Case, world: World, feeds: list[Feed]) -> list[np.ndarray]:
-    """Outputs of the ranks that are fed, all at once; in the coordinator topology of rank 0."""
+    """Outputs of the ranks that have them, all at once; in the coordinator topology of rank 0."""
     if case.topology == "coordinator":
         return [world.ranks[0].call("predict", feeds[0])["output"]]
-    return [outputs["output"] for outputs in world.every("predict", lambda rank: (feeds[rank],))]
+    return [outputs["output"] for outputs in world.every("predict", lambda rank: (feeds[rank],)) if outputs]
 
 
 def _parameters(case: Case, world: object) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ FAULTS = {
 def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
     pool: Pool, case: Case, workers: int, victim: int
 ) -> None:
-    dead = victim % workers
+    dead = case.losing(workers)[victim]
     unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         _arm(case, world, dead, "kill")
@@ -91,10 +91,11 @@ def test_an_error_in_the_only_rank(pool: Pool, case: Case, workers: int, fault: 
         world.start(feeds[0])
         world.train(feeds[:PART])
         before = state_of(case, world)
-        outcomes, _ = world.train_with_fault(feeds[PART:], 0, fault)
-        _check_error(outcomes[0].error, kind, words, 0)
+        victim = case.losing(workers)[0]
+        outcomes, _ = world.train_with_fault(feeds[PART:], victim, fault)
+        _check_error(outcomes[victim].error, kind, words, victim)
         if kind is UserCodeError:
-            assert "on purpose" in getattr(outcomes[0].error, "detail", ""), "the user's traceback is missing"
+            assert "on purpose" in getattr(outcomes[victim].error, "detail", ""), "the user's traceback is missing"
         assert_same(before, state_of(case, world))
 
 
@@ -105,7 +106,8 @@ def test_outputs_of_the_wrong_shape(pool: Pool, case: Case, workers: int) -> Non
     with case.world(pool, problem, workers) as world:
         world.start()
         outcomes, _ = world.train_with_fault(feeds, 0, "")
-        _check_error(outcomes[0].error, JobError, "shape", 0)
+        first = case.losing(workers)[0]
+        _check_error(outcomes[first].error, JobError, "shape", first)
         assert {tag.step for tag in world.form()} <= {0, None}
 
 
@@ -132,7 +134,7 @@ def test_interrupt_frees_a_blocked_step_or_says_that_it_cannot(pool: Pool, case:
 
 
 @pytest.mark.parametrize(("case", "workers"), several(2, in_place=True), ids=label)
-def test_a_rank_that_leaves_frees_the_others(pool: Pool, case: Case, workers: int) -> None:
+def test_ranks_that_leave_free_the_others(pool: Pool, case: Case, workers: int) -> None:
     problem = replace(PROBLEMS["dividing"], accumulation=2)
     feeds = case.feeds(problem, workers, range(1))
     with case.world(pool, problem, workers) as world:
@@ -142,7 +144,8 @@ def test_a_rank_that_leaves_frees_the_others(pool: Pool, case: Case, workers: in
             assert {tag.step for tag in world.form()} == {0}
             return
         world.ranks[0].send("train", feeds and [feeds[0][0]])
-        world.ranks[1].call("leave")
+        for rank in world.ranks[1:]:
+            rank.call("leave")
         outcome = world.ranks[0].outcome(SOON_S)
         assert isinstance(outcome.error, PeerLost), outcome
 

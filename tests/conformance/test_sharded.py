@@ -32,6 +32,8 @@ LAYOUTS = {
     "three": (3, NAMED["torch-sharded"]),
     "two": (2, NAMED["torch-zero-2"]),
     "hybrid": (4, NAMED["torch-hybrid-shard"]),
+    "stages": (2, NAMED["torch-pipeline"]),
+    "pipelines": (4, NAMED["torch-pipelines"]),
 }
 
 
@@ -54,19 +56,26 @@ def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool) -> None:
         assert_same(unbroken, state_of(case, world))
 
 
-def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool) -> None:
-    workers, case = LAYOUTS["two"]
+@pytest.mark.parametrize(
+    ("name", "alone", "parts"),
+    [
+        ("two", {"shard-0"}, ["shard-0", "shard-1"]),
+        ("stages", {"state"}, ["stage-0", "stage-1"]),
+    ],
+)
+def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool, name: str, alone: set[str], parts: list[str]) -> None:
+    workers, case = LAYOUTS[name]
     unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         spare, rehearsal = world.ranks[1], Generation(token=0, number=0)
         peer = Peer(rank=0, address=spare.call("reserve", rehearsal, "worker"))
         spare.call("form", Group(generation=rehearsal, rank=0, peers=(peer,)))
-        assert spare.call("build", world.spec, world.plan).whole == {"shard-0"}
+        assert spare.call("build", world.spec, world.plan).whole == alone
         spare.call("warm", feeds[0][1])
         spare.call("leave")
         world.built(1)
         tags = world.form()
-        assert [(tag.step, *tag.pieces) for tag in tags] == [(None, "shard-0"), (None, "shard-1")]
+        assert [(tag.step, *tag.pieces) for tag in tags] == [(None, part) for part in parts]
         world.settle(0, feeds[0])
         world.train(feeds)
         assert_same(unbroken, state_of(case, world))
@@ -74,8 +83,8 @@ def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool) -> None:
 
 def test_every_layout_goes_on_from_every_other(pool: Pool) -> None:
     """Through one checkpoint after the other: 8 and 4 rows in three parts are uneven, and one part is empty."""
-    problem = replace(PROBLEM, dropout=0.0, steps=14)
-    order = ["one", "three", "two", "parallel", "hybrid", "three", "one"]
+    order = ["one", "three", "stages", "two", "pipelines", "parallel", "hybrid", "stages", "one"]
+    problem = replace(PROBLEM, dropout=0.0, steps=2 * len(order))
     whole = NAMED["torch-one-device"]
     feeds = whole.feeds(problem, 1, range(problem.steps))
     with whole.world(pool, problem, 1) as world:

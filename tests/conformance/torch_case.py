@@ -13,8 +13,8 @@ import safetensors.numpy
 import torch
 from torch import Tensor, nn
 
-from tests.conformance.problems import CLASSES, CLIP, HIDDEN, RATE, Ids, Problem, schedule
-from trainwright.core.data import Columns, Terms
+from tests.conformance.problems import CLASSES, CLIP, HIDDEN, RATE, Ids, Problem, columns, schedule
+from trainwright.core.data import Batch, Columns, Terms
 from trainwright.core.engine import ModelSpec
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -35,7 +35,14 @@ def spec(problem: Problem) -> ModelSpec:
         schedule=schedule if problem.schedule else None,
         clip_norm=CLIP if problem.clip else None,
         seed=problem.seed,
+        sample=functools.partial(sample, problem),
     )
+
+
+def sample(problem: Problem) -> Batch:
+    """The first row."""
+    row = {name: column[:1] for name, column in columns(problem).items()}
+    return Batch(columns=row, weights=np.ones(1), samples=np.zeros(1, np.int64))
 
 
 class Net(nn.Module):

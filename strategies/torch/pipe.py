@@ -1,0 +1,288 @@
+"""A step of one pipeline stage: its operations in the order of the schedule, each as soon as what it needs has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from trainwright.core.data import fold
+from trainwright.core.errors import JobError
+from trainwright.strategies.orders import Operation, order
+from trainwright.strategies.torch.cutting import Cut
+from trainwright.strategies.torch.failures import user_code
+from trainwright.strategies.torch.links import Links, Way
+from trainwright.strategies.torch.objective import Objective, Share, run_backward
+from trainwright.strategies.torch.replica import Replica
+
+AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
+Message = tuple[list[Tensor], list[Work]]
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """A micro-batch in a section, between its forward and the end of its backward.
+
+    Attributes:
+        given: what the section was given, of the graph.
+        roots: what backward starts from.
+        slopes: their gradients; known from the beginning in the last section alone.
+        groups: what gradients of parameters start from, once those of inputs are there.
+    """
+
+    given: list[Tensor]
+    roots: list[Tensor]
+    slopes: list[Tensor] | None = None
+    groups: list[dict[str, Any]] | None = None
+
+
+@dataclass(kw_only=True)
+class Pipe:
+    """One rank's stage.
+
+    Attributes:
+        cut: the model.
+        links: to the other stages.
+        stage, stages: this rank's place.
+        chunks: sections of the stage.
+        schedule: names the order.
+        objective: the loss, on the last stage.
+        replica: holds the parameters.
+    """
+
+    cut: Cut
+    links: Links
+    stage: int
+    stages: int
+    chunks: int
+    schedule: str
+    objective: Objective
+    replica: Replica
+    _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    _coming: dict[Operation, Message] = field(default_factory=dict)
+    _sent: list[Message] = field(default_factory=list)
+    _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> bool:
+        """Whether this stage ends the model."""
+        return self.stage == self.stages - 1
+
+    def step(self, shares: Sequence[tuple[int, Share]], step: int, losses_done: Callable[[], None]) -> None:
+        """Forward and backward of all micro-batches: gradients are added to, losses told to the objective.
+
+        Args:
+            losses_done: called when the objective has been told all of them, before the last backwards.
+
+        Raises:
+            UserCodeError, JobError: the user's code raised or is wrong.
+            RuntimeError: another rank went away.
+        """
+        self._forget()
+        todo = self.order(len(shares))
+        last = max(number for number, operation in enumerate(todo) if operation.kind == "forward")
+        for each in todo[: AHEAD - 1]:
+            self._expect(each, shares)
+        for number, operation in enumerate(todo):
+            if number + AHEAD <= len(todo):
+                self._expect(todo[number + AHEAD - 1], shares)
+            micro, share = shares[operation.micro_batch]
+            if operation.kind == "forward":
+                self.replica.reseed(
+                    fold(self.replica.spec.seed, step, micro, share.data_rank, self._section(operation))
+                )
+                self._forward(operation, share)
+                self.replica.laps.forward()
+                if number == last:
+                    losses_done()
+            else:
+                self._backward(operation)
+                self.replica.laps.backward(reduced=False)
+        self._settle()
+
+    def order(self, micro_batches: int) -> list[Operation]:
+        """This stage's operations."""
+        return order(
+            self.schedule, stage=self.stage, stages=self.stages, micro_batches=micro_batches, chunks=self.chunks
+        )
+
+    def outputs(self, share: Share) -> Any:
+        """The model's outputs for a micro-batch, on the last stage; None on the others. Computes no gradients."""
+        self._forget()
+        outputs: Any = None
+        for chunk in range(self.chunks):
+            operation = Operation("forward", 0, chunk)
+            self._expect(operation, [(0, share)])
+            outputs = self._run(operation, share, self._received(operation))
+            if not self._ends(operation):
+                self._send(outputs, self._after, "forward")
+        self._settle()
+        return outputs if self.last else None
+
+    def rehearse(self, share: Share) -> None:
+        """Learn in which types values come: under autocast they are not those of a forward without data."""
+        self._forget()
+        with torch.no_grad():
+            for chunk in range(self.chunks):
+                operation = Operation("forward", 0, chunk)
+                section = self._section(operation)
+                if section:
+                    words = self.links.hear(len(self.cut.taken(section, share.batch.rows)), self._before)
+                    self._types[section] = [getattr(torch, word) for word in words]
+                self._expect(operation, [(0, share)])
+                outputs = self._run(operation, share, self._received(operation))
+                if not self._ends(operation):
+                    self._types[section + 1] = [each.dtype for each in outputs]
+                    self.links.tell([str(each.dtype).removeprefix("torch.") for each in outputs], self._after)
+                    self._send(outputs, self._after, "forward")
+        self._settle()
+
+    # --- operations ---------------------------------------------------------------------------------------
+
+    def _forward(self, operation: Operation, share: Share) -> None:
+        metas = self._taken(operation, share)
+        received = self._received(operation)
+        given = [each.requires_grad_(meta.requires_grad) for each, meta in zip(received, metas, strict=True)]
+        made = self._run(operation, share, given)
+        if self._ends(operation):
+            pull = self.objective.pulled(share, made)
+            self.objective.tell(pull)
+            flight = _Flight(given=given, roots=[pull.values], slopes=[pull.slopes])
+        else:
+            self._send(made, self._after, "forward")
+            flight = _Flight(given=given, roots=self._trained(operation, share, made))
+        self._flights[operation.micro_batch, operation.chunk] = flight
+
+    def _backward(self, operation: Operation) -> None:
+        flight = self._flights[operation.micro_batch, operation.chunk]
+        if operation.kind != "weights" and flight.slopes is None:
+            flight.slopes = self._received(operation)
+        with user_code("the backward pass", self.objective.caller.where):
+            self._differentiate(operation, flight)
+        if operation.kind != "weights":
+            wanted = [each for each in flight.given if each.requires_grad]
+            back = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
+            self._send(back, self._before, "backward")
+        if operation.kind != "inputs":
+            del self._flights[operation.micro_batch, operation.chunk]
+
+    def _differentiate(self, operation: Operation, flight: _Flight) -> None:
+        """Gradients of parameters and of what was given, or of one of the two."""
+        assert flight.slopes is not None, "what a stage needs has come"
+        wanted = [each for each in flight.given if each.requires_grad]
+        if operation.kind == "inputs" and wanted:
+            # They are detached in place, which a view cannot be and what was only passed on must not be.
+            roots = [root.clone() if root._is_view() or root.is_leaf else root for root in flight.roots]
+            _, flight.groups = stage_backward_input(roots, flight.slopes, wanted, iter(self.replica.trainable))
+        elif operation.kind == "weights" and flight.groups is not None:
+            stage_backward_weight(iter(self.replica.trainable), flight.groups)
+        elif operation.kind != "inputs" and flight.roots:
+            run_backward(tuple(flight.roots), tuple(flight.slopes))
+
+    def _trained(self, operation: Operation, share: Share, made: list[Tensor]) -> list[Tensor]:
+        """What of that which a section gives on gets a gradient."""
+        metas = self.cut.taken(self._section(operation) + 1, share.batch.rows)
+        if [each.requires_grad for each in made] != [meta.requires_grad for meta in metas]:
+            raise JobError(
+                [
+                    "the model's forward gives gradients to other values than when it was cut: use torch.no_grad() and "
+                    "detach() alike for every batch"
+                ],
+                where=self.objective.caller.where,
+            )
+        return [each for each in made if each.requires_grad]
+
+    def _run(self, operation: Operation, share: Share, given: list[Tensor]) -> Any:
+        """The section's forward."""
+        section, caller = self._section(operation), self.objective.caller
+        columns = caller.inputs(share.batch) if section == 0 else None
+        inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
+        with user_code("the model", caller.where), caller.precision():
+            return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
+
+    # --- messages -----------------------------------------------------------------------------------------
+
+    def _expect(self, operation: Operation, shares: Sequence[tuple[int, Share]]) -> None:
+        """Begin to receive what an operation needs."""
+        if operation.kind == "weights":
+            return
+        forward = operation.kind == "forward"
+        share = shares[operation.micro_batch][1]
+        if self._section(operation) == 0 if forward else self._ends(operation):
+            self._coming[operation] = [], []
+            return
+        metas = self._taken(operation, share) if forward else self._sloped(operation, share)
+        buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
+        stage = self._before if forward else self._after
+        works = self.links.receive(buffers, stage, "forward" if forward else "backward")
+        self._coming[operation] = buffers, works
+
+    def _received(self, operation: Operation) -> list[Tensor]:
+        """What an operation needs, once it is there."""
+        buffers, works = self._coming.pop(operation)
+        for work in works:
+            work.wait()
+        self.replica.laps.wait()
+        return buffers
+
+    def _taken(self, operation: Operation, share: Share) -> list[Tensor]:
+        """What a section is given, without data."""
+        section = self._section(operation)
+        metas = self.cut.taken(section, share.batch.rows) if section else []
+        types = self._types.get(section)
+        return metas if types is None else _typed(metas, types)
+
+    def _sloped(self, operation: Operation, share: Share) -> list[Tensor]:
+        """What comes back of that which a section gives on, without data."""
+        section = self._section(operation) + 1
+        metas = self.cut.taken(section, share.batch.rows)
+        types = self._types.get(section)
+        return [meta for meta in (metas if types is None else _typed(metas, types)) if meta.requires_grad]
+
+    def _send(self, tensors: Sequence[Tensor], stage: int, way: Way) -> None:
+        sent = [each.detach().contiguous() for each in tensors]
+        self._sent.append((sent, self.links.send(sent, stage, way)))
+
+    def _settle(self) -> None:
+        """Wait until all has been sent."""
+        for _, works in self._sent:
+            for work in works:
+                work.wait()
+        self._forget()
+        self.replica.laps.wait()
+
+    def _forget(self) -> None:
+        """What an error may have left."""
+        self._flights.clear()
+        self._coming.clear()
+        self._sent.clear()
+        self.cut.look()
+
+    # --- places -------------------------------------------------------------------------------------------
+
+    def _section(self, operation: Operation) -> int:
+        return operation.chunk * self.stages + self.stage
+
+    def _ends(self, operation: Operation) -> bool:
+        return self._section(operation) == self.cut.sections - 1
+
+    @property
+    def _before(self) -> int:
+        return (self.stage - 1) % self.stages
+
+    @property
+    def _after(self) -> int:
+        return (self.stage + 1) % self.stages
+
+
+def _typed(metas: Sequence[Tensor], types: Sequence[torch.dtype]) -> list[Tensor]:
+    """The same of other types."""
+    return [
+        torch.empty_like(meta, dtype=dtype, requires_grad=meta.requires_grad)
+        for meta, dtype in zip(metas, types, strict=True)
+    ]

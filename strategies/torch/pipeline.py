@@ -1,0 +1,329 @@
+"""The engine of pipelines: stages of a model on one rank each, replicas of them, over gloo or NCCL.
+
+Orders of work are `strategies.orders`'. What torch's own pipelining has no room for is why stages are run here: values
+between stages that are no tensors or get no gradient, micro-batches of unequal rows, weighted losses, and memory for
+the micro-batches under way alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import Work
+
+from trainwright.core.data import Columns, Feed, Sums
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.core.group import Group, Move, StateTag
+from trainwright.core.plan import Plan
+from trainwright.strategies.torch import evaluation, state
+from trainwright.strategies.torch.batches import copied
+from trainwright.strategies.torch.cutting import Cut
+from trainwright.strategies.torch.group import compared, same_start
+from trainwright.strategies.torch.links import Links
+from trainwright.strategies.torch.member import Member
+from trainwright.strategies.torch.noise import Probe
+from trainwright.strategies.torch.objective import Caller, Objective, Share
+from trainwright.strategies.torch.parts import WHOLE, Part
+from trainwright.strategies.torch.pipe import Pipe
+from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.step import Runner, Totals, shares
+
+PIECE_BYTES = 25 * 2**20  # of gradients in one all-reduce, as in DDP
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRunner(Runner):
+    """Runs micro-batches through all stages.
+
+    Attributes:
+        pipe: this rank's stage.
+        shared: parameters that other stages use too, with the ranks of this pipeline that do, and whether this one is
+            the first of them.
+        replicas: pipelines.
+        telling: what travels in this step, on its way.
+    """
+
+    pipe: Pipe
+    shared: tuple[tuple[nn.Parameter, distributed.ProcessGroup, bool], ...]
+    replicas: int
+    telling: list[tuple[Tensor, Work | None]] = field(default_factory=list)
+    tells_own: bool = False
+
+    def accumulate(self, replica: Replica, feed: Feed, *, sampled: bool) -> None:
+        """Forward and backward of every micro-batch, in the order of the schedule."""
+        self.run(shares(feed), feed)
+
+    def run(self, given: Sequence[tuple[int, Share]], feed: Feed) -> None:
+        """The same of micro-batches."""
+        self.objective.begin()
+        self.telling.clear()
+        self.pipe.step(given, feed.step, partial(self._tell, feed))
+
+    def _tell(self, feed: Feed) -> None:
+        """Begin to add up what travels: it does not wait for the last backwards, nor do stages for each other's."""
+        if not self.pipe.last:
+            self.objective.tell_wish(feed.wish)
+        carried = self.objective.carry.grad
+        assert carried is not None, "all losses have been told"
+        sums = carried.double()
+        self.telling.append((sums, distributed.all_reduce(sums, async_op=True)))
+
+    def settle(self, replica: Replica, *, wants_norm: bool) -> tuple[list[Tensor], Totals]:
+        """This stage's gradients, summed over replicas, and the sums over all ranks."""
+        for parameter, group, _ in self.shared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            distributed.all_reduce(parameter.grad, group=group)
+        gradients = [parameter.grad for parameter in replica.trainable if parameter.grad is not None]
+        if self.pipe.links.replicas is not None:
+            summed(gradients, self.pipe.links.replicas)
+        norm = self._norm(replica) if wants_norm else None
+        ((sums, work),) = self.telling
+        assert work is not None, "this rank is in the group"
+        work.wait()
+        weight, loss, wish, *told = sums.tolist()
+        replica.laps.wait()
+        return gradients, Totals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=norm)
+
+    def _norm(self, replica: Replica) -> float:
+        """Of the whole model's gradient."""
+        others = {parameter for parameter, _, first in self.shared if not first}
+        own = [each.grad for each in replica.trainable if each.grad is not None and each not in others]
+        squares = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in own]
+        square = torch.stack(squares).sum() if squares else self.objective.carry.new_zeros((), dtype=torch.float64)
+        distributed.all_reduce(square)
+        return math.sqrt(float(square) / self.replicas)
+
+
+class Pipeline(Member):
+    """A stage of the model on each worker, `mesh.data` times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._part = WHOLE
+        self._job: tuple[ModelSpec, Plan] | None = None
+        self._cut: Cut | None = None
+        self._links: Links | None = None
+        self._checksum = 0
+
+    # --- the group and the state --------------------------------------------------------------------------
+
+    def form(self, group: Group) -> StateTag:
+        """Join the process group; what is held of another stage than this rank's in it is dropped.
+
+        Raises:
+            PeerLost: it does not form by the group's deadline.
+            JobError: the plan's stages do not divide the group.
+        """
+        super().form(group)
+        self._links = None
+        if self._job is not None and self._place(self._job[1]) != self._part:
+            self._replica = self._guarded(partial(self._made, *self._job))
+        return self._tag()
+
+    def leave(self) -> None:
+        """Drop what holds the process group, end it and close its sockets; the state stays."""
+        self._links = None
+        super().leave()
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """Make the model as one device would, and keep this rank's stage of it.
+
+        Raises:
+            JobError: the model cannot be trained or cut, or not over this group.
+            UserCodeError: the user's code raised.
+        """
+        self._job = (spec, plan)
+        return super().build(spec, plan)
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        """Make this rank equal to the one that its stage comes from, bit by bit. Raises PeerLost."""
+        source = {move.piece: move.source for move in moves}.get(self._part.name)
+        if self._part != WHOLE and moves:
+            self._linked()
+        if source is not None:
+            group = self._linked().replicas
+            self._guarded(lambda: state.broadcast(self._built, source, self._rank, self._device, group))
+        return super().transfer(moves)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def evaluate_step(self, feed: Feed) -> Sums:
+        """Local sums of `loss` and the metrics, on the last stage; nothing on the others, which call it alike."""
+        if self._part == WHOLE:
+            return super().evaluate_step(feed)
+        through = self._through(feed)
+        return self._guarded(lambda: evaluation.evaluate(self._built.model, self._caller(), feed, through))
+
+    def predict_step(self, feed: Feed) -> Columns:
+        """The model's outputs for the feed's rows, on the last stage; nothing on the others, which call it alike."""
+        if self._part == WHOLE:
+            return super().predict_step(feed)
+        through = self._through(feed)
+        return self._guarded(lambda: evaluation.predict(self._built.model, self._caller(), feed, through))
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _tag(self) -> StateTag:
+        plain = super()._tag()
+        if self._part == WHOLE or self._job is None:
+            return plain
+        cuts = hashlib.sha256("\n".join(self._job[1].cuts).encode()).hexdigest()[:8]
+        names, layout = frozenset({self._part.name}), f"pipeline-{self._part.stages}-{cuts}"
+        return StateTag(step=plain.step, layout=layout, pieces=names, whole=self._part.whole, sound=plain.sound)
+
+    def _place(self, plan: Plan) -> Part:
+        """This rank's stage; alone it rehearses with the whole model."""
+        assert self._group is not None, "form() comes first"
+        stages, size = plan.mesh.pipeline, self._group.size
+        if size == 1:
+            return WHOLE
+        if size % stages:
+            raise JobError(
+                [f"{size} ranks cannot hold a model in {stages} stages: use a multiple of {stages} workers"],
+                where=self._where,
+            )
+        return Part(stage=self._group.rank // (size // stages), stages=stages)
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+        self._part = self._place(plan)
+        self._cut = None
+        if self._part == WHOLE:
+            return super()._made(spec, plan)
+        problems = [*_problems(spec, plan)]
+        if problems:
+            raise JobError(problems, where=self._where)
+        return Replica(spec, plan, self._device, self._where, part=self._part, place=partial(self._stage, spec, plan))
+
+    def _stage(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> None:
+        """Keep this rank's stage of a whole model, and bring it to the device."""
+        assert spec.sample is not None, "a job brings a sample"
+        self._checksum = state.checksum(model)
+        part = self._part
+        caller = Caller(spec=spec, device=torch.device("cpu"), autocast=plan.precision == "bf16", where=self._where)
+        columns = caller.inputs(spec.sample())
+        own = range(part.stage, part.stages * plan.chunks, part.stages)
+        self._cut = Cut(model, plan.cuts, own, [columns[name] for name in spec.inputs], caller.called, self._where)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise JobError(
+                [f"stage {part.stage} has no parameter to train: cut the model elsewhere, or into fewer stages"],
+                where=self._where,
+            )
+        model.to(self._device)
+
+    def _warmed(self, feed: Feed) -> Runner:
+        """A runner that has run once on all ranks."""
+        if self._part == WHOLE:
+            return super()._warmed(feed)
+        assert self._group is not None and self._job is not None and self._cut is not None, "build() comes first"
+        replica, plan = self._built, self._job[1]
+        answers = compared([0 if replica.step else self._checksum], self._device)
+        same_start([checksum for (checksum,) in answers], self._where)
+        objective = Objective(replica.model, self._caller(), world=1)
+        pipe = self._pipe(objective)
+        runner = PipelineRunner(
+            objective=objective,
+            reduced=objective,
+            probe=Probe(objective, ()),  # no rank sees the gradient of a whole micro-batch
+            pipe=pipe,
+            shared=self._shared(),
+            replicas=self._group.size // plan.mesh.pipeline,
+        )
+        self._rehearse(runner, feed)
+        return runner
+
+    def _rehearse(self, runner: PipelineRunner, feed: Feed) -> None:
+        """A step of weight 0 of which nothing is kept."""
+        given = [(micro, replace(share, batch=copied(share.batch))) for micro, share in shares(feed, muted=True)]
+        devices = [self._device] if self._device.type == "cuda" else []
+        with self._built.attempt(), torch.random.fork_rng(devices=devices):
+            if runner.objective.caller.autocast:
+                runner.pipe.rehearse(given[0][1])
+            runner.run(given, feed)
+        runner.objective.begin()
+
+    def _pipe(self, objective: Objective) -> Pipe:
+        assert self._job is not None and self._cut is not None, "build() comes first"
+        plan = self._job[1]
+        return Pipe(
+            cut=self._cut,
+            links=self._linked(),
+            stage=self._part.stage,
+            stages=self._part.stages,
+            chunks=plan.chunks,
+            schedule=plan.schedule,
+            objective=objective,
+            replica=self._built,
+        )
+
+    def _linked(self) -> Links:
+        """This rank's links in the group; every rank asks for them at the same moment of a formation."""
+        assert self._group is not None and self._job is not None, "build() comes first"
+        if self._links is None:
+            mesh = replace(self._job[1].mesh, data=self._group.size // self._part.stages)
+            self._links = Links.of(mesh, self._group.rank, self._device, self._group.deadline_s)
+        return self._links
+
+    def _shared(self) -> tuple[tuple[nn.Parameter, distributed.ProcessGroup, bool], ...]:
+        """This stage's parameters that others have too. Every rank makes every group."""
+        assert self._cut is not None and self._group is not None, "form() and build() come first"
+        names = {name: parameter for parameter, name in self._built.names.items()}
+        columns = self._linked().columns
+        found = []
+        for name, sections in sorted(self._cut.shared.items()):
+            stages = sorted({section % self._part.stages for section in sections})
+            groups = [self._linked().group([column[stage] for stage in stages]) for column in columns]
+            if len(stages) > 1 and name in names:
+                group = groups[self._group.rank % len(columns)]
+                found.append((names[name], group, self._part.stage == stages[0]))
+        return tuple(found)
+
+    def _through(self, feed: Feed) -> evaluation.Through:
+        """Gives a micro-batch's outputs on the last stage."""
+        runner = self._runner
+        pipe = runner.pipe if isinstance(runner, PipelineRunner) else self._pipe(self._alone(world=1).objective)
+        return lambda batch: pipe.outputs(Share(batch=batch, data_rank=feed.data_ranks[0], rows=feed.rows))
+
+
+def summed(gradients: Sequence[Tensor], group: distributed.ProcessGroup) -> None:
+    """Add the gradients of all ranks of a group, in place, in a few pieces that each are of one type."""
+    pending: list[tuple[list[Tensor], Tensor]] = []
+    for piece in _pieces(gradients):
+        flat = torch.cat([each.reshape(-1) for each in piece])
+        pending.append((piece, flat))
+    works = [distributed.all_reduce(flat, group=group, async_op=True) for _, flat in pending]
+    for work, (piece, flat) in zip(works, pending, strict=True):
+        assert work is not None, "this rank is in the group"
+        work.wait()
+        for each, whole in zip(piece, torch.split(flat, [each.numel() for each in piece]), strict=True):
+            each.copy_(whole.view_as(each))
+
+
+def _pieces(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Runs of gradients of one type and not much more than PIECE_BYTES."""
+    pieces: list[list[Tensor]] = []
+    size = 0
+    for gradient in gradients:
+        if not pieces or size >= PIECE_BYTES or pieces[-1][0].dtype != gradient.dtype:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(gradient)
+        size += gradient.nbytes
+    return pieces
+
+
+def _problems(spec: ModelSpec, plan: Plan) -> Iterator[str]:
+    """What of a job a pipeline cannot do."""
+    if spec.step is not None or not spec.inputs:
+        yield "a pipeline runs the model stage by stage, so that step= cannot: give the job inputs=, targets= and loss="
+    if len(plan.cuts) + 1 != plan.mesh.pipeline * plan.chunks:
+        sections = plan.mesh.pipeline * plan.chunks
+        yield f"the plan has {len(plan.cuts)} cuts for {sections} sections: it needs one less than there are sections"
+    yield from spec.collation.static_problems()

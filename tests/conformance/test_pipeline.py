@@ -1,0 +1,263 @@
+"""Models in stages: every schedule, models that are not simple, the death of a first stage, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conformance import problems, torch_case
+from tests.conformance.cases import CASES
+from tests.conformance.harness import Pool, World
+from tests.conformance.problems import CLASSES, FEATURES, PROBLEMS
+from tests.conformance.test_sharded import adamw
+from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_whole, state_of
+from trainwright.core.data import Feed, StepReport
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError, PeerLost, UserCodeError
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.driver.agree import agree
+
+NAMED = {case.name: case for case in CASES}
+PIPELINE = "trainwright.strategies.torch.pipeline:Pipeline"
+ONE_DEVICE = "trainwright.strategies.torch.one_device:OneDevice"
+WIDTH = 5
+
+
+class Block(nn.Module):
+    """A residual block with a parameter of its own, that returns a pair and takes a mask by name."""
+
+    def __init__(self, wide: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=wide))
+        self.norm = nn.LayerNorm(WIDTH, dtype=wide)
+        self.lift, self.back = (nn.Linear(WIDTH, WIDTH, dtype=wide) for _ in range(2))
+
+    def forward(self, hidden: Tensor, *, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        inner = torch.tanh(self.lift(self.norm(hidden)))
+        return hidden + self.scale * self.back(inner) * mask, {"inner": inner}
+
+
+class Deep(nn.Module):
+    """Tied, frozen and unused parameters, one used between modules, a buffer that counts, a value that skips stages.
+
+    Args:
+        wide: the type of all parameters.
+    """
+
+    def __init__(self, wide: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, WIDTH, bias=False, dtype=wide)
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH, dtype=wide))
+        self.blocks = nn.ModuleList(Block(wide) for _ in range(4))
+        self.blocks[1].lift.bias.requires_grad_(False)
+        self.again = nn.Linear(FEATURES, WIDTH, bias=False, dtype=wide)
+        self.again.weight = self.first.weight
+        self.unused = nn.Linear(2, 2, dtype=wide)
+        self.head = nn.Linear(WIDTH, CLASSES, dtype=wide)
+        self.register_buffer("seen", torch.zeros((), dtype=wide))
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        hidden = early = self.first(inputs) + self.shift
+        mask = (torch.arange(WIDTH, device=inputs.device) > 0).to(hidden.dtype)
+        for block in self.blocks:
+            hidden, others = block(hidden, mask=mask)
+            hidden = hidden + 0.1 * others["inner"].detach()
+        if self.training:
+            self.seen += 1
+        return {"logits": self.head(hidden + early + self.again(inputs))}
+
+
+def cross_entropy(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs["logits"].double(), targets, reduction="none")
+
+
+def spec(model: Callable[[], nn.Module] = Deep, **fields: Any) -> ModelSpec:
+    """A job on the columns of the suite."""
+    return ModelSpec(
+        **{
+            "model": model, "loss": cross_entropy, "optimizer": adamw, "total_steps": 20, "inputs": ("x",),
+            "targets": ("y",), "clip_norm": problems.CLIP, "seed": 3,
+            "sample": functools.partial(torch_case.sample, PROBLEMS["ragged"]),
+            **fields,
+        }
+    )  # fmt: skip
+
+
+def plan(stages: int = 1, data: int = 1, **choices: Any) -> Plan:
+    """Of so many stages, with four micro-batches."""
+    return Plan(
+        **{
+            "strategy": "conformance", "engine": PIPELINE if stages > 1 else ONE_DEVICE, "batch_size": 23,
+            "mesh": Mesh(pipeline=stages, data=data), "placement": Placement(cpus=1), "accumulation": 4, **choices,
+        }
+    )  # fmt: skip
+
+
+def trained(
+    pool: Pool, layout: Plan, job: ModelSpec, dtype: str = "float64"
+) -> tuple[list[StepReport], dict[str, Any]]:
+    """Reports and last state of six steps of a batch that does not divide."""
+    problem = replace(PROBLEMS["ragged"], dtype=dtype)
+    data, ids = problems.columns(problem), problems.batches(problem)
+    feeds: list[list[Feed]] = [problems.feeds(problem, layout, step, ids[step], data) for step in range(6)]
+    with World(pool, "torch", layout, job) as world:
+        world.start(feeds[0])
+        reports = world.train(feeds)
+        assert all(one == reports[0] for one in reports)
+        return reports[0], torch_case.state(world.files())
+
+
+LAYOUTS = {
+    "two": plan(2, schedule="1f1b", cuts=("blocks.2",)),
+    "three": plan(3, schedule="gpipe", cuts=("blocks.1.lift", "blocks.3")),
+    "twice": plan(2, 2, schedule="1f1b", cuts=("blocks.1",)),
+    "interleaved": plan(2, schedule="interleaved", chunks=2, cuts=("blocks.0.back", "blocks.2", "head")),
+    "zero-bubble": plan(3, schedule="zero_bubble", cuts=("blocks.1", "blocks.2.norm")),
+    "no-schedule": plan(2, cuts=("blocks.2",)),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> tuple[list[StepReport], dict[str, Any]]:
+    """What one device does."""
+    return trained(pool, plan(), spec())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_model_that_is_not_simple_is_that_of_one_device(pool: Pool, name: str, alone: Any) -> None:
+    reports, state = trained(pool, LAYOUTS[name], spec())
+    expected, whole = alone
+    assert [report.loss for report in reports] == pytest.approx([report.loss for report in expected], rel=1e-9)
+    norms = [report.gradient_norm for report in expected]
+    assert [report.gradient_norm for report in reports] == pytest.approx(norms, rel=1e-9)
+    assert state.keys() == whole.keys()
+    for key in state.keys() - {"state.json"}:
+        assert np.allclose(state[key], whole[key], rtol=1e-9, atol=1e-9), key
+
+
+def test_bfloat16_is_near_one_device(pool: Pool) -> None:
+    job = spec(functools.partial(Deep, torch.float32), sample=functools.partial(torch_case.sample, SINGLE))
+    found, _ = trained(pool, replace(LAYOUTS["two"], precision="bf16"), job, "float32")
+    expected, _ = trained(pool, plan(precision="bf16"), job, "float32")
+    plain, _ = trained(pool, plan(), job, "float32")
+    assert [report.loss for report in found] == pytest.approx([report.loss for report in expected], rel=1e-2)
+    assert [report.loss for report in found] != pytest.approx([report.loss for report in plain], rel=1e-6)
+
+
+SINGLE = replace(PROBLEMS["ragged"], dtype="float32")
+
+
+def test_a_stage_without_a_loss_dies_and_its_replica_gives_its_state(pool: Pool) -> None:
+    case, workers, dead = NAMED["torch-pipelines"], 4, 0
+    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        outcomes, spent_s = world.train_with_fault(feeds[PART : PART + 1], dead, "gone")
+        assert outcomes[dead].dead and spent_s < 15.0
+        assert all(isinstance(one.error, PeerLost) for rank, one in enumerate(outcomes) if rank != dead), outcomes
+        tags = world.form()
+        agreement = agree(dict(enumerate(tags)))
+        assert agreement is not None and {(move.source, move.target) for move in agreement.moves} == {(1, 0)}
+        assert {tag.step for tag in world.every("transfer", lambda rank: (agreement.moves,))} == {PART}
+        world.warm(feeds[PART])
+        world.train(feeds[PART:])
+        assert_same(unbroken, state_of(case, world))
+
+
+def looking(inputs: Tensor) -> Tensor:
+    return inputs * 2 if inputs.sum() > 0 else inputs
+
+
+class Looking(nn.Sequential):
+    """It looks at values."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(looking(inputs))
+        return outputs
+
+
+def straight(kind: type[nn.Sequential] = nn.Sequential) -> nn.Module:
+    """A row of layers."""
+    return kind(
+        nn.Linear(FEATURES, 4, dtype=torch.float64),
+        nn.Tanh(),
+        nn.Linear(4, CLASSES, dtype=torch.float64),
+        nn.Identity(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "job", "words"),
+    [
+        (plan(2, schedule="1f1b", cuts=("blocks.7",)), spec(), "no module 'blocks.7'"),
+        (plan(2, schedule="1f1b", cuts=("unused",)), spec(), "does not call that module"),
+        (plan(3, schedule="1f1b", cuts=("blocks.2", "blocks.1")), spec(), "it is called before the cut ahead of it"),
+        (plan(2, schedule="1f1b", cuts=("3",)), spec(straight), "stage 1 has no parameter to train"),
+        (plan(2, schedule="1f1b", cuts=("2",)), spec(functools.partial(straight, Looking)), "look at the values"),
+        (plan(2, schedule="1f1b"), spec(), "0 cuts for 2 sections"),
+        (plan(2, schedule="1f1b", cuts=("2",)), spec(loss=None, step=cross_entropy), "give the job inputs="),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_a_step(pool: Pool, layout: Plan, job: ModelSpec, words: str) -> None:
+    world = World(pool, "torch", layout, job)
+    try:
+        with pytest.raises(JobError, match=words):
+            world.form()
+    finally:
+        world.close(failed=True)
+
+
+def test_inputs_of_another_shape_are_told(pool: Pool) -> None:
+    layout = LAYOUTS["two"]
+    data = problems.columns(PROBLEMS["ragged"])
+    narrow = {**data, "x": data["x"][:, :-1]}
+    ids = problems.batches(PROBLEMS["ragged"])
+    good, bad = (problems.feeds(PROBLEMS["ragged"], layout, 0, ids[0], one) for one in (data, narrow))
+    with World(pool, "torch", layout, spec()) as world:
+        world.start(good)
+        for rank, feed in zip(world.ranks, bad, strict=True):
+            rank.send("train", [feed])
+        first, second = (rank.outcome() for rank in world.ranks)
+        assert isinstance(first.error, JobError) and "inputs of one shape" in str(first.error)
+        assert isinstance(second.error, PeerLost)
+
+
+class Failing(nn.Sequential):
+    """Its last stage raises in its second forward of a step's size."""
+
+    def __init__(self) -> None:
+        super().__init__(*straight().children())
+        self.left = 9
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self[1](self[0](inputs))
+        outputs: Tensor = self[2](hidden)
+        if not outputs.is_meta:
+            self.left -= 1
+            if not self.left:
+                raise ZeroDivisionError("the head went wrong on purpose")
+        return outputs
+
+
+def test_the_first_to_fail_has_the_users_traceback(pool: Pool) -> None:
+    layout = plan(2, schedule="1f1b", cuts=("2",))
+    ids, data = problems.batches(PROBLEMS["ragged"]), problems.columns(PROBLEMS["ragged"])
+    feeds = [problems.feeds(PROBLEMS["ragged"], layout, step, ids[step], data) for step in range(2)]
+    with World(pool, "torch", layout, spec(Failing, loss=torch_case.cross_entropy)) as world:
+        world.start(feeds[0])
+        world.train(feeds[:1])
+        before = torch_case.state(world.files())
+        for number, rank in enumerate(world.ranks):
+            rank.send("train", [feeds[1][number]])
+        first, second = (rank.outcome() for rank in world.ranks)
+        assert isinstance(first.error, PeerLost)
+        assert isinstance(second.error, UserCodeError) and "on purpose" in second.error.detail
+        assert_same(before, torch_case.state(world.files()))

@@ -1,0 +1,95 @@
+"""Pipelines under the driver: a stage that died comes from memory or from storage, and the run is the unbroken one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainwright as tw
+from tests import jobs
+from tests.runs import State, final_state, told
+from trainwright.core import events
+
+KEPT_STEP, KILLED_STEP = 20, 21
+
+
+def build() -> nn.Module:
+    """Layers enough for two stages, and dropout in each."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(jobs.WIDTH, 64), *layers, nn.Linear(64, jobs.CLASSES))
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def struck(kills: tuple[jobs.Kill, ...], storage: str, paced: bool) -> Callable[[int, int], float]:
+    """A schedule, which every stage asks before it applies a step: a stage without a loss dies in it too."""
+
+    def schedule(step: int, total: int) -> float:
+        if paced:
+            jobs.keep_pace(storage, step)
+        elif kills and step <= KEPT_STEP:
+            threading.Event().wait(0.02)  # a copy may take a hundredth of the time
+            if step == KEPT_STEP:
+                jobs.await_told(storage, jobs.Awaited(kind=events.Kept))
+        for kill in kills:
+            if kill.rank == jobs.rank() and kill.step == step:
+                kill.strike()
+        return 1.0
+
+    return schedule
+
+
+def job(folder: Path, kills: tuple[jobs.Kill, ...] = (), paced: bool = False, **fields: Any) -> tw.Job:
+    """Two stages, a last batch that is short, and checkpoints at the end alone where nothing else is said."""
+    own = {"step": None, "model": build, "optimizer": momentum, "loss": cross_entropy, "inputs": "x", "targets": "y"}
+    plan = {"plan": "pp=2,schedule=1f1b,accumulation=4", "checkpoint_steps": 100}
+    return jobs.job(folder, **{**own, **plan, "schedule": struck(kills, str(folder), paced), **fields})
+
+
+@pytest.fixture(scope="module")
+def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """An unbroken run."""
+    folder = tmp_path_factory.mktemp("stages")
+    tw.fit(job(folder))
+    return final_state(folder, "faulty")
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["first", "last"])
+def test_a_stage_that_died_comes_from_memory(rank: int, folder: Path, whole: State) -> None:
+    kill = jobs.Kill(rank=rank, step=KILLED_STEP, folder=str(folder.parent))
+    tw.fit(job(folder, (kill,), keeper_s=0.05))
+    assert kill.mark.exists() and final_state(folder, "faulty") == whole
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [event.source for event in formed] == ["initial", "keeper"] and formed[-1].survivors == 1
+    failed: Any = told(folder, "faulty", events.Failed)
+    assert [event.rank for event in failed] == [rank]
+
+
+def test_a_stage_that_died_comes_from_storage_and_the_run_goes_on_undivided(folder: Path, whole: State) -> None:
+    kill = jobs.Kill(rank=0, step=KILLED_STEP, folder=str(folder.parent))
+    broken = job(folder, (kill,), paced=True, checkpoint_steps=5)
+    tw.fit(broken)
+    assert kill.mark.exists() and final_state(folder, "faulty") == whole
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.step) for event in formed] == [("initial", 0), ("checkpoint", 20)]
+
+    trained: Any = tw.load_model(broken)
+    assert sum(parameter.numel() for parameter in trained.parameters()) == sum(
+        parameter.numel() for parameter in build().parameters()
+    )
+    tw.fit(job(folder, epochs=4, plan=None, strategy="data_parallel"), resume=True)
+    resumed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.step) for event in resumed][2:] == [("checkpoint", 27)]
+    assert final_state(folder, "faulty").step == 36

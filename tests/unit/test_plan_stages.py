@@ -1,0 +1,66 @@
+"""Plans of pipelines: where they are cut, when they are chosen, and why they cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+
+from tests.unit.test_plan import LAPTOP, PROFILE, decide
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.errors import PlanError
+from trainwright.core.profile import LayerCost
+
+LAYERS = tuple(
+    LayerCost(name=f"layers.{number}", parameters=100_000, parameter_bytes=400_000, flops=1e7, cut_numbers=64.0)
+    for number in range(8)
+)
+DEEP = replace(PROFILE, layers=LAYERS)
+PIPELINE = "trainwright.strategies.torch.pipeline:Pipeline"
+
+
+def test_a_pipeline_is_cut_before_named_layers() -> None:
+    chosen = decide(profile=DEEP, strategy="pipeline").chosen
+    assert chosen.engine == PIPELINE and sum(chosen.stages) == len(LAYERS)
+    (first,) = accumulate(chosen.stages[:-1])
+    assert chosen.cuts == (LAYERS[first].name,)
+    assert ("cut before", LAYERS[first].name) in [tuple(row) for row in _rows(chosen)]
+
+
+def test_chunks_are_cut_apart() -> None:
+    chosen = decide(profile=DEEP, plan="pp=2,schedule=interleaved,chunks=2,accumulation=4").chosen
+    assert chosen.engine == PIPELINE and chosen.cuts == ("layers.2", "layers.4", "layers.6")
+
+
+def test_without_micro_batches_it_is_model_parallelism() -> None:
+    chosen = decide(profile=DEEP, strategy="model_parallel").chosen
+    assert chosen.engine == PIPELINE and chosen.schedule == "" and len(chosen.cuts) == 1
+
+
+def test_it_is_chosen_where_a_device_cannot_hold_the_model() -> None:
+    assert decide(profile=DEEP).chosen.strategy == "data_parallel"
+    small = Cluster(nodes=(Node(name="a", cpus=2, memory_bytes=14 * 2**20),))
+    decision = decide(small, profile=DEEP)
+    assert decision.chosen.strategy in ("sharded", "pipeline", "model_parallel")
+    assert "data_parallel" in {item.strategy for item in decision.infeasible}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss": None, "step": max, "inputs": ()}, "step= calls the model as a whole"),
+        ({"profile": replace(DEEP, untraced="ValueError: no")}, "cannot be followed.*ValueError: no"),
+        ({"min_workers": 1, "max_workers": 2}, "a multiple of the workers"),
+        ({"workers": 1}, "workers=1 is pinned"),
+    ],
+)
+def test_why_it_cannot_be(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=f"(?s){words}"):
+        decide(LAPTOP, **{"profile": DEEP, "strategy": "pipeline", **changes})  # type: ignore[arg-type]
+
+
+def _rows(chosen: object) -> list[tuple[str, str]]:
+    from trainwright.planview import plan_rows
+
+    return plan_rows(chosen)  # type: ignore[arg-type]
