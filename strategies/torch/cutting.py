@@ -8,7 +8,8 @@ left. A value that was overlooked has no data, which torch refuses to compute wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.evaluation import evaluating
-from trainwright.strategies.torch.survey import Follower, Forward, Key, Route, Surveyor, Watched, bare, skeleton
+from trainwright.strategies.torch.following import Follower, Forward, Key, Route, Watched
+from trainwright.strategies.torch.survey import Surveyor, bare, skeleton
 
 
 class Cut:
@@ -57,9 +59,11 @@ class Cut:
         self.look()
         self.sections = len(entries) + 1
         users = self._users(len(inputs[0]))
+        counting = self._route(len(inputs[0])).counting
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
         _strip(model, users, frozenset(own))
+        self._counters = [(module, key) for name, module, key in _places(model) if name in counting]
         self._watched = Watched(model, sorted(self._surveyor.names))
 
     def look(self) -> None:
@@ -69,8 +73,7 @@ class Cut:
 
     def taken(self, section: int, rows: int) -> list[Tensor]:
         """What a section is given, on the meta device: shapes, types, and whether a gradient goes back."""
-        route = self._route(rows)
-        return [route.values[key] for key in route.taken[section]]
+        return [*self._route(rows).given[section]]
 
     def run(self, section: int, given: Sequence[Tensor], *, rows: int, inputs: Sequence[Tensor] | None = None) -> Any:
         """One section's forward.
@@ -90,8 +93,9 @@ class Cut:
             self._check(inputs)
         route = self._route(rows)
         wanted = route.taken[section + 1] if section + 1 < self.sections else ()
-        passage = _Passage(route, section, given, wanted, self._where)
-        entered = [route.values[Key("input", number)] for number in range(len(self._inputs))]
+        counters = [(module, key, module._buffers[key]) for module, key in self._counters]
+        passage = _Passage(route, section, given, wanted, self._where, counters)
+        entered = [route.values[Key("input", number)].detach() for number in range(len(self._inputs))]
         passage.enter(inputs if inputs is not None else entered)
         try:
             with self._watched.followed(passage):
@@ -104,8 +108,8 @@ class Cut:
 
     def _users(self, rows: int) -> dict[str, frozenset[int]]:
         """The sections that use each parameter and buffer, in training or in evaluation."""
-        found: dict[str, frozenset[int]] = dict(self._route(rows).users)
-        with evaluating(self._model):
+        found = dict(self._route(rows).users)
+        with evaluating(self._model), suppress(JobError):  # whose reason is told where something is evaluated
             self.look()
             for name, sections in self._route(rows).users.items():
                 found[name] = found.get(name, frozenset()) | sections
@@ -145,9 +149,17 @@ class _Passage(Follower):
         kept: what the next section takes.
     """
 
-    def __init__(self, route: Route, section: int, given: Sequence[Tensor], wanted: Sequence[Key], where: str) -> None:
+    def __init__(
+        self,
+        route: Route,
+        section: int,
+        given: Sequence[Tensor],
+        wanted: Sequence[Key],
+        where: str,
+        counters: Sequence[tuple[nn.Module, str, Tensor | None]],
+    ) -> None:
         super().__init__()
-        self._route, self._section, self._where = route, section, where
+        self._route, self._section, self._where, self._counters = route, section, where, counters
         self._given = dict(zip(route.taken[section], given, strict=True))
         self._wanted = frozenset(wanted)
         self._number, self._glued = 0, 0
@@ -170,9 +182,13 @@ class _Passage(Follower):
         if call.begins and call.section == self._section + 1:
             raise _Reached
         if call.begins and call.section == self._section:
-            self._begin()
+            with self.deaf():
+                self._begin()
+        if not self._begun and call.whole:
+            with self.deaf():
+                return self._stand_in(number)
         if not self._begun:
-            return self._stand_in(number) if call.whole else forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         args, kwargs = self._real((args, kwargs))
         if not call.whole:
             return forward(*args, **kwargs)
@@ -183,7 +199,9 @@ class _Passage(Follower):
     def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._glued
         self._glued += 1
-        args, kwargs = self._real((args, kwargs)) if self._begun else _alike((args, kwargs))
+        if number >= len(self._route.glue) or self._route.glue[number] != func:
+            raise self.strayed(getattr(func, "__name__", str(func)))
+        args, kwargs = self._real((args, kwargs)) if self._begun else _bare((args, kwargs))
         output = func(*args, **kwargs)
         self._notes(output, "glue", number)
         return output
@@ -203,14 +221,17 @@ class _Passage(Follower):
         )
 
     def _begin(self) -> None:
-        """From here on values have data."""
+        """From here on values have data, and what was done before to this rank's own buffers was another section's."""
         self._begun = True
+        for module, key, buffer in self._counters:
+            module._buffers[key] = buffer
         for key, tensor in self._given.items():
             if key not in self._passed:
                 raise self.strayed("the section without a value that it needs")
-            self._stands_for[id(self._passed[key])] = tensor
+            own = tensor.clone() if key in self._route.changed[self._section] else tensor  # a leaf cannot be changed
+            self._stands_for[id(self._passed[key])] = own
             if key in self._wanted:
-                self.kept[key] = tensor
+                self.kept[key] = own
 
     def _stand_in(self, number: int) -> Any:
         """What a call before the section would give, without data."""
@@ -219,7 +240,9 @@ class _Passage(Follower):
         return tree_unflatten(leaves, result.spec)
 
     def _without_data(self, key: Key) -> Tensor:
-        return self._passed.setdefault(key, self._route.values[key])
+        if key not in self._passed:
+            self._passed[key] = self._route.values[key].detach()  # anew: the forward may change it in place
+        return self._passed[key]
 
     def _real(self, given: Any) -> Any:
         if not self._stands_for:
@@ -228,9 +251,13 @@ class _Passage(Follower):
         if not kwargs and all(type(each) is Tensor for each in args):
             return tuple(self._stands_for.get(id(each), each) for each in args), kwargs
         leaves, spec = tree_flatten(given)
-        if not any(id(leaf) in self._stands_for for leaf in leaves):
-            return given
-        return tree_unflatten([self._stands_for.get(id(leaf), leaf) for leaf in leaves], spec)
+        return tree_unflatten([self._placed(leaf) for leaf in leaves], spec)
+
+    def _placed(self, leaf: Any) -> Any:
+        """A value with data, and the device where those are for the one where there are none."""
+        if isinstance(leaf, torch.device) and leaf.type == "meta":
+            return next(iter(self._given.values())).device
+        return self._stands_for.get(id(leaf), leaf)
 
     def _notes(self, output: Any, source: Any, number: int) -> None:
         if self._begun and not self._wanted:
@@ -243,6 +270,7 @@ class _Passage(Follower):
                 self._note(leaf, Key(source, number, place))
 
     def _note(self, tensor: Tensor, key: Key) -> None:
+        key = self._route.same.get(key, key)
         if not self._begun:
             if key in self._route.values:
                 self._passed[key] = tensor
@@ -250,15 +278,15 @@ class _Passage(Follower):
             self.kept[key] = tensor
 
 
-def _alike(given: Any) -> Any:
-    """All tensors without data where one has none."""
-    leaves, spec = tree_flatten(given)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if all(tensor.is_meta for tensor in tensors) or not any(tensor.is_meta for tensor in tensors):
-        return given
-    return tree_unflatten(
-        [bare(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf for leaf in leaves], spec
-    )
+def _bare(given: Any) -> Any:
+    """All tensors without data."""
+    return tree_map_only(Tensor, lambda leaf: leaf if leaf.is_meta else bare(leaf), given)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Each buffer's name, and where it is held."""
+    for path, module in model.named_modules():
+        yield from ((f"{path}.{key}" if path else key, module, key) for key in module._buffers)
 
 
 def _copied(model: nn.Module, where: str) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -23,17 +23,19 @@ class Links:
     Attributes:
         columns: the ranks of each pipeline, by stage.
         place: of this one among them.
+        stage: of this rank.
         replicas: those that hold the same stage; None for this rank alone.
-        ways: for activations and for their gradients: over NCCL a pair's messages in two directions would wait for each
-            other in one group.
+        ways: over NCCL a group for activations, and one for gradients, from each stage to each neighbour: in one group
+            messages would wait for each other.
         device: where tensors are received.
         deadline: of every message.
     """
 
     columns: tuple[tuple[int, ...], ...]
     place: int
+    stage: int
     replicas: ProcessGroup | None
-    ways: dict[Way, ProcessGroup | None]
+    ways: Mapping[tuple[Way, int, int], ProcessGroup]
     device: torch.device
     deadline: timedelta
 
@@ -44,12 +46,17 @@ class Links:
         width = mesh.size // mesh.pipeline
         rows = [list(range(stage * width, (stage + 1) * width)) for stage in range(mesh.pipeline)]
         groups = [distributed.new_group(row, timeout=deadline) for row in rows] if width > 1 else []
-        ways: dict[Way, ProcessGroup | None] = {"forward": None, "backward": None}
-        if device.type == "cuda":
-            ways = {way: distributed.new_group(timeout=deadline) for way in ways}
         stage, place = divmod(rank, width)
+        columns = tuple(zip(*rows, strict=True))
+        ways = {}
+        for column in columns if device.type == "cuda" else ():
+            for way, source, target in _pairs(mesh.pipeline):
+                group = distributed.new_group([column[source], column[target]], timeout=deadline)
+                if column == columns[place]:
+                    ways[way, source, target] = group
         return cls(
-            columns=tuple(zip(*rows, strict=True)),
+            columns=columns,
+            stage=stage,
             place=place,
             replicas=groups[stage] if groups else None,
             ways=ways,
@@ -69,11 +76,13 @@ class Links:
 
     def send(self, tensors: Sequence[Tensor], stage: int, way: Way) -> list[Work]:
         """Begin to send; the tensors must stay as they are until what is returned has been waited for."""
-        return [self._begun(distributed.isend(each, self.column[stage], group=self.ways[way])) for each in tensors]
+        group = self.ways.get((way, self.stage, stage))
+        return [self._begun(distributed.isend(each, self.column[stage], group=group)) for each in tensors]
 
     def receive(self, tensors: Sequence[Tensor], stage: int, way: Way) -> list[Work]:
         """Begin to receive into tensors."""
-        return [self._begun(distributed.irecv(each, self.column[stage], group=self.ways[way])) for each in tensors]
+        group = self.ways.get((way, stage, self.stage))
+        return [self._begun(distributed.irecv(each, self.column[stage], group=group)) for each in tensors]
 
     def tell(self, words: list[str], stage: int) -> None:
         """Send words to a stage, which calls `hear`."""
@@ -89,3 +98,10 @@ class Links:
     def _begun(work: Work | None) -> Work:
         assert work is not None, "this rank is in the group"
         return work
+
+
+def _pairs(stages: int) -> Iterator[tuple[Way, int, int]]:
+    """Who sends what to whom: activations to the next stage, gradients to the one before, with chunks in a ring."""
+    for stage in range(stages):
+        yield "forward", stage, (stage + 1) % stages
+        yield "backward", (stage + 1) % stages, stage

@@ -85,6 +85,11 @@ class Caller:
             return model(**dict(zip(self.spec.keywords, given, strict=True)))
         return model(*given)
 
+    def precisely(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
+        """The same in the context of forward and loss."""
+        with self.precision():
+            return self.called(model, given)
+
     def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
         """The model's outputs for the input columns, whatever they are."""
         with user_code("the model", self.where):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError
 from trainwright.strategies.orders import Operation, order
 from trainwright.strategies.torch.cutting import Cut
 from trainwright.strategies.torch.failures import user_code
+from trainwright.strategies.torch.halving import Groups, halves, of_inputs, of_parameters
 from trainwright.strategies.torch.links import Links, Way
 from trainwright.strategies.torch.objective import Objective, Share, run_backward
 from trainwright.strategies.torch.replica import Replica
@@ -38,7 +38,7 @@ class _Flight:
     given: list[Tensor]
     roots: list[Tensor]
     slopes: list[Tensor] | None = None
-    groups: list[dict[str, Any]] | None = None
+    groups: Groups | None = None
 
 
 @dataclass(kw_only=True)
@@ -67,6 +67,7 @@ class Pipe:
     _coming: dict[Operation, Message] = field(default_factory=dict)
     _sent: list[Message] = field(default_factory=list)
     _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
+    _halved: dict[int, bool] = field(default_factory=dict)
 
     @property
     def last(self) -> bool:
@@ -113,34 +114,35 @@ class Pipe:
 
     def outputs(self, share: Share) -> Any:
         """The model's outputs for a micro-batch, on the last stage; None on the others. Computes no gradients."""
-        self._forget()
-        outputs: Any = None
-        for chunk in range(self.chunks):
-            operation = Operation("forward", 0, chunk)
-            self._expect(operation, [(0, share)])
-            outputs = self._run(operation, share, self._received(operation))
-            if not self._ends(operation):
-                self._send(outputs, self._after, "forward")
-        self._settle()
+        types = dict(self._types)
+        outputs = self._passed(share)
+        self._types = types  # of training
         return outputs if self.last else None
 
     def rehearse(self, share: Share) -> None:
         """Learn in which types values come: under autocast they are not those of a forward without data."""
-        self._forget()
         with torch.no_grad():
-            for chunk in range(self.chunks):
-                operation = Operation("forward", 0, chunk)
-                section = self._section(operation)
-                if section:
-                    words = self.links.hear(len(self.cut.taken(section, share.batch.rows)), self._before)
-                    self._types[section] = [getattr(torch, word) for word in words]
-                self._expect(operation, [(0, share)])
-                outputs = self._run(operation, share, self._received(operation))
-                if not self._ends(operation):
+            self._passed(share)
+
+    def _passed(self, share: Share) -> Any:
+        """One micro-batch through all stages."""
+        self._forget()
+        outputs: Any = None
+        for chunk in range(self.chunks):
+            operation = Operation("forward", 0, chunk)
+            section = self._section(operation)
+            if section and self.objective.caller.autocast:
+                words = self.links.hear(len(self.cut.taken(section, share.batch.rows)), self._before)
+                self._types[section] = [getattr(torch, word) for word in words]
+            self._expect(operation, [(0, share)])
+            outputs = self._run(operation, share, self._received(operation))
+            if not self._ends(operation):
+                if self.objective.caller.autocast:
                     self._types[section + 1] = [each.dtype for each in outputs]
                     self.links.tell([str(each.dtype).removeprefix("torch.") for each in outputs], self._after)
-                    self._send(outputs, self._after, "forward")
+                self._send(outputs, self._after, "forward")
         self._settle()
+        return outputs
 
     # --- operations ---------------------------------------------------------------------------------------
 
@@ -176,11 +178,15 @@ class Pipe:
         assert flight.slopes is not None, "what a stage needs has come"
         wanted = [each for each in flight.given if each.requires_grad]
         if operation.kind == "inputs" and wanted:
-            # They are detached in place, which a view cannot be and what was only passed on must not be.
-            roots = [root.clone() if root._is_view() or root.is_leaf else root for root in flight.roots]
-            _, flight.groups = stage_backward_input(roots, flight.slopes, wanted, iter(self.replica.trainable))
+            if operation.chunk not in self._halved:
+                self._halved[operation.chunk] = halves(flight.roots, wanted, self.replica.trainable)
+            if self._halved[operation.chunk]:
+                flight.groups = of_inputs(flight.roots, flight.slopes, wanted, self.replica.trainable)
+            else:
+                run_backward(tuple(flight.roots), tuple(flight.slopes))
+                flight.groups = []
         elif operation.kind == "weights" and flight.groups is not None:
-            stage_backward_weight(iter(self.replica.trainable), flight.groups)
+            of_parameters(flight.groups, self.replica.trainable)
         elif operation.kind != "inputs" and flight.roots:
             run_backward(tuple(flight.roots), tuple(flight.slopes))
 
@@ -202,7 +208,7 @@ class Pipe:
         section, caller = self._section(operation), self.objective.caller
         columns = caller.inputs(share.batch) if section == 0 else None
         inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
-        with user_code("the model", caller.where), caller.precision():
+        with user_code("the model", caller.where):
             return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
 
     # --- messages -----------------------------------------------------------------------------------------
@@ -245,7 +251,7 @@ class Pipe:
         return [meta for meta in (metas if types is None else _typed(metas, types)) if meta.requires_grad]
 
     def _send(self, tensors: Sequence[Tensor], stage: int, way: Way) -> None:
-        sent = [each.detach().contiguous() for each in tensors]
+        sent = [each.detach().resolve_conj().resolve_neg().contiguous() for each in tensors]
         self._sent.append((sent, self.links.send(sent, stage, way)))
 
     def _settle(self) -> None:

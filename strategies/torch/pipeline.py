@@ -77,13 +77,13 @@ class PipelineRunner(Runner):
 
     def settle(self, replica: Replica, *, wants_norm: bool) -> tuple[list[Tensor], Totals]:
         """This stage's gradients, summed over replicas, and the sums over all ranks."""
-        for parameter, group, _ in self.shared:
+        if self.pipe.links.replicas is not None:
+            _sum_over(replica.trainable, self.pipe.links.replicas)
+        for parameter, group, _ in self.shared:  # after the replicas, so that all copies come to the same bits
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             distributed.all_reduce(parameter.grad, group=group)
         gradients = [parameter.grad for parameter in replica.trainable if parameter.grad is not None]
-        if self.pipe.links.replicas is not None:
-            summed(gradients, self.pipe.links.replicas)
         norm = self._norm(replica) if wants_norm else None
         ((sums, work),) = self.telling
         assert work is not None, "this rank is in the group"
@@ -96,7 +96,8 @@ class PipelineRunner(Runner):
         """Of the whole model's gradient."""
         others = {parameter for parameter, _, first in self.shared if not first}
         own = [each.grad for each in replica.trainable if each.grad is not None and each not in others]
-        squares = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in own]
+        real = [torch.view_as_real(each) if each.is_complex() else each for each in own]
+        squares = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in real]
         square = torch.stack(squares).sum() if squares else self.objective.carry.new_zeros((), dtype=torch.float64)
         distributed.all_reduce(square)
         return math.sqrt(float(square) / self.replicas)
@@ -210,7 +211,7 @@ class Pipeline(Member):
         caller = Caller(spec=spec, device=torch.device("cpu"), autocast=plan.precision == "bf16", where=self._where)
         columns = caller.inputs(spec.sample())
         own = range(part.stage, part.stages * plan.chunks, part.stages)
-        self._cut = Cut(model, plan.cuts, own, [columns[name] for name in spec.inputs], caller.called, self._where)
+        self._cut = Cut(model, plan.cuts, own, [columns[name] for name in spec.inputs], caller.precisely, self._where)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise JobError(
                 [f"stage {part.stage} has no parameter to train: cut the model elsewhere, or into fewer stages"],
@@ -287,23 +288,31 @@ class Pipeline(Member):
 
     def _through(self, feed: Feed) -> evaluation.Through:
         """Gives a micro-batch's outputs on the last stage."""
-        runner = self._runner
-        pipe = runner.pipe if isinstance(runner, PipelineRunner) else self._pipe(self._alone(world=1).objective)
+        if not isinstance(self._runner, PipelineRunner):
+            self.warm(feed)
+        assert isinstance(self._runner, PipelineRunner), "it is warm"
+        pipe = self._runner.pipe
         return lambda batch: pipe.outputs(Share(batch=batch, data_rank=feed.data_ranks[0], rows=feed.rows))
 
 
-def summed(gradients: Sequence[Tensor], group: distributed.ProcessGroup) -> None:
-    """Add the gradients of all ranks of a group, in place, in a few pieces that each are of one type."""
-    pending: list[tuple[list[Tensor], Tensor]] = []
-    for piece in _pieces(gradients):
-        flat = torch.cat([each.reshape(-1) for each in piece])
-        pending.append((piece, flat))
-    works = [distributed.all_reduce(flat, group=group, async_op=True) for _, flat in pending]
-    for work, (piece, flat) in zip(works, pending, strict=True):
+def _sum_over(parameters: Sequence[nn.Parameter], group: distributed.ProcessGroup) -> None:
+    """Add the gradients of all ranks of a group, in a few pieces; one that no rank has stays none."""
+    given = [parameter.grad is not None for parameter in parameters]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    used = torch.tensor(given, dtype=torch.float32, device=parameters[0].device)
+    pieces = _pieces([parameter.grad for parameter in parameters if parameter.grad is not None])
+    flats = [used, *(torch.cat([each.reshape(-1) for each in piece]) for piece in pieces)]
+    for work in [distributed.all_reduce(flat, group=group, async_op=True) for flat in flats]:
         assert work is not None, "this rank is in the group"
         work.wait()
+    for piece, flat in zip(pieces, flats[1:], strict=True):
         for each, whole in zip(piece, torch.split(flat, [each.numel() for each in piece]), strict=True):
             each.copy_(whole.view_as(each))
+    for parameter, count in zip(parameters, used.tolist(), strict=True):
+        if not count:
+            parameter.grad = None
 
 
 def _pieces(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -1,143 +1,22 @@
-"""Which calls and values a model's forward is made of, seen from outside its modules: what cutting it follows.
+"""Which calls and values a model's forward is made of: what cutting it follows.
 
-One forward on the meta device, where tensors have shapes and no memory, tells all of it. A forward consists of calls of
-modules that lie in one section each, and of what it does between them.
+One forward on the meta device, where tensors have shapes and no memory, tells all of it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from trainwright.core.errors import JobError
-
-Forward = Callable[[nn.Module, Sequence[Tensor]], Any]
-
-
-class Key(NamedTuple):
-    """A value: which tensor of what the n-th call, function between calls, or input gave."""
-
-    source: Literal["input", "call", "glue"]
-    number: int
-    leaf: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A module's call that a forward makes from between modules.
-
-    Attributes:
-        name: of the module.
-        section: in which it begins.
-        whole: it ends there too.
-        begins: it is the section's first.
-    """
-
-    name: str
-    section: int
-    whole: bool
-    begins: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a call gave: tensors by their keys, all else as it was."""
-
-    spec: TreeSpec
-    leaves: tuple[Any, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """One forward on so many rows.
-
-    Attributes:
-        calls: in order.
-        results: of each whole call, by its number.
-        values: each value as it was made, on the meta device.
-        taken: for each section the values that it or later ones need and earlier ones made, in the order of making.
-        users: sections that use each parameter and buffer, by its first name.
-    """
-
-    calls: tuple[Call, ...]
-    results: Mapping[int, Result]
-    values: Mapping[Key, Tensor]
-    taken: tuple[tuple[Key, ...], ...]
-    users: Mapping[str, frozenset[int]]
-
-
-class Watched:
-    """A module tree whose chosen modules tell a follower of their calls before they run.
-
-    Args:
-        model: the tree.
-        names: of the modules chosen.
-    """
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self.model = model
-        self.follower: Follower | None = None
-        for name in names:
-            module = model.get_submodule(name)
-            module.forward = partial(self._called, name, module.forward)
-
-    def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        follower = self.follower
-        if follower is None or follower.inside:
-            return forward(*args, **kwargs)
-        return follower.call(name, forward, args, kwargs)
-
-    @contextmanager
-    def followed(self, follower: Follower) -> Iterator[None]:
-        """Within, the follower hears of everything."""
-        self.follower = follower
-        try:
-            with follower:
-                yield
-        finally:
-            self.follower = None
-
-
-class Follower(TorchFunctionMode):
-    """Hears of what a forward does between modules, and of calls of the modules watched.
-
-    Attributes:
-        inside: such a call runs as a whole: nothing is to be heard of.
-    """
-
-    inside = False
-
-    def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A watched module is called."""
-        raise NotImplementedError
-
-    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch is called between modules."""
-        raise NotImplementedError
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.inside:
-            return func(*args, **(kwargs or {}))
-        return self.glue(func, args, kwargs or {})
-
-    def whole(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call without hearing of what happens in it."""
-        self.inside = True
-        try:
-            with _pop_mode_temporarily():
-                return forward(*args, **kwargs)
-        finally:
-            self.inside = False
+from trainwright.strategies.torch.following import Call, Follower, Forward, Key, Result, Route, Watched
 
 
 class Surveyor:
@@ -167,10 +46,10 @@ class Surveyor:
             self.names = frozenset(call.name for call in calls)
             self._watched = Watched(self._model, sorted(self.names))
         calls = [call for call in calls if call.name in self.names]
-        follower = _Notes(self._model, calls, inputs)
-        with self._watched.followed(follower):
+        notes = _Notes(self._model, calls, inputs, self._where)
+        with torch.device("meta"), self._watched.followed(notes):
             outputs = self._tried(inputs)
-        return follower.route(outputs)
+        return notes.route(outputs)
 
     def _calls(self, inputs: Sequence[Tensor]) -> list[Call]:
         """Outermost calls that lie in one section, and those with which one begins."""
@@ -185,7 +64,8 @@ class Surveyor:
             )
         ]
         try:
-            self._tried(inputs)
+            with torch.device("meta"):
+                self._tried(inputs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -218,6 +98,8 @@ class Surveyor:
         """A forward without data."""
         try:
             return self._forward(self._model, inputs)
+        except JobError:
+            raise
         except Exception as error:
             what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise self._wrong(
@@ -255,18 +137,23 @@ class _Events:
 class _Notes(Follower):
     """Writes down where each value is made and last used."""
 
-    def __init__(self, model: nn.Module, calls: Sequence[Call], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, calls: Sequence[Call], inputs: Sequence[Tensor], where: str) -> None:
         super().__init__()
-        self._model, self._calls = model, tuple(calls)
-        self._number, self._glued, self._section = 0, 0, 0
+        self._model, self._calls, self._where = model, tuple(calls), where
+        self._number, self._section = 0, 0
+        self._glue: list[Any] = []
         self._results: dict[int, Result] = {}
         self._values: dict[Key, Tensor] = {}  # kept alive, so that no other takes an id
         self._keys: dict[int, Key] = {}
+        self._same: dict[Key, Key] = {}
         self._made: dict[Key, int] = {}
         self._used: dict[Key, int] = {}
         self._users: defaultdict[str, set[int]] = defaultdict(set)
-        named = (*model.named_parameters(), *model.named_buffers())
-        self._names = {id(tensor): name for name, tensor in named}
+        self._begins: list[dict[Key, tuple[int, Tensor]]] = [{}]  # all values, when each section begins
+        self._held = [*model.named_parameters(), *model.named_buffers()]  # alive too, whatever the forward does
+        self._names = {id(tensor): name for name, tensor in self._held}
+        self._between: set[str] = set()  # what is used between calls
+        self._before = [tensor._version for _, tensor in self._held]
         for number, tensor in enumerate(inputs):
             self._make(tensor, Key("input", number))
 
@@ -274,13 +161,17 @@ class _Notes(Follower):
         call, number = self._calls[self._number], self._number
         assert call.name == name, "two forwards in a row are the same"
         self._number += 1
-        self._section = max(self._section, call.section)
+        if call.section > self._section:
+            self._section = call.section
+            with self.deaf():
+                self._begins.append({key: (each._version, bare(each)) for key, each in self._values.items()})
         self._use((args, kwargs))
         if not call.whole:
             return forward(*args, **kwargs)
         module = self._model.get_submodule(name)
         for tensor in (*module.parameters(), *module.buffers()):
-            self._users[self._names[id(tensor)]].add(self._section)
+            if id(tensor) in self._names:
+                self._users[self._names[id(tensor)]].add(self._section)
         output = self.whole(forward, args, kwargs)
         leaves, spec = tree_flatten(output)
         known = tuple(self._make(leaf, Key("call", number, place)) for place, leaf in enumerate(leaves))
@@ -288,9 +179,9 @@ class _Notes(Follower):
         return output
 
     def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        number = self._glued
-        self._glued += 1
-        self._use((args, kwargs))
+        number = len(self._glue)
+        self._glue.append(func)
+        self._between |= self._use((args, kwargs))
         output = func(*args, **kwargs)
         for place, leaf in enumerate(tree_leaves(output)):
             self._make(leaf, Key("glue", number, place))
@@ -299,33 +190,76 @@ class _Notes(Follower):
     def route(self, outputs: Any) -> Route:
         """All of it, once the forward is over."""
         self._use(outputs)
-        sections = 1 + max((call.section for call in self._calls), default=0)
+        taken = tuple(
+            tuple(key for key in self._values if self._made[key] < section <= self._used.get(key, -1))
+            for section in range(len(self._begins))
+        )
+        users = {name: frozenset(sections) for name, sections in self._users.items()}
+        changing = self._changing()
+        for name in sorted(changing):
+            if len(users.get(name, ())) > 1:
+                raise self._wrong(f"buffer {name!r} is changed, and used on both sides of a cut")
         return Route(
             calls=self._calls,
+            glue=tuple(self._glue),
             results=self._results,
             values=self._values,
-            taken=tuple(
-                tuple(key for key in self._values if self._made[key] < section <= self._used.get(key, -1))
-                for section in range(sections)
-            ),
-            users={name: frozenset(sections) for name, sections in self._users.items()},
+            same=self._same,
+            taken=taken,
+            given=tuple(tuple(begin[key][1] for key in keys) for keys, begin in zip(taken, self._begins, strict=True)),
+            changed=tuple(map(self._changed, taken, self._begins)),
+            users=users,
+            counting=frozenset(changing & self._between),
         )
+
+    def _changing(self) -> set[str]:
+        """Buffers that the forward changed, or put others in the place of."""
+        now = {name: id(buffer) for name, buffer in self._model.named_buffers()}
+        return {
+            name
+            for (name, tensor), version in zip(self._held, self._before, strict=True)
+            if not isinstance(tensor, nn.Parameter) and (tensor._version != version or now.get(name) != id(tensor))
+        }
+
+    def _changed(self, taken: Sequence[Key], begin: Mapping[Key, tuple[int, Tensor]]) -> frozenset[Key]:
+        """What is changed in place since. Raises JobError where another value that goes along would change with it."""
+        changed = frozenset(key for key in taken if self._values[key]._version != begin[key][0])
+        memories = Counter(self._values[key].untyped_storage()._cdata for key in taken)
+        if any(memories[self._values[key].untyped_storage()._cdata] > 1 for key in changed):
+            raise self._wrong("it changes a value in place of which two views are needed from there on")
+        return changed
 
     def _make(self, leaf: Any, key: Key) -> Any:
         """Know a value that is new; gives the key of a tensor, and all else as it is."""
         if not isinstance(leaf, Tensor) or id(leaf) in self._names:
             return leaf
-        if id(leaf) not in self._keys:
-            self._keys[id(leaf)], self._values[key], self._made[key] = key, leaf, self._section
-        return self._keys[id(leaf)]
+        known = self._keys.setdefault(id(leaf), key)
+        if known == key:
+            self._values[key], self._made[key] = leaf, self._section
+        else:
+            self._same[key] = known
+        return known
 
-    def _use(self, given: Any) -> None:
+    def _use(self, given: Any) -> set[str]:
+        """Values are needed, and the parameters and buffers whose names it gives."""
+        names = set()
         for leaf in tree_leaves(given):
-            if isinstance(leaf, Tensor):
-                if (key := self._keys.get(id(leaf))) is not None:
-                    self._used[key] = self._section
-                if (name := self._names.get(id(leaf))) is not None:
-                    self._users[name].add(self._section)
+            if not isinstance(leaf, Tensor):
+                continue
+            if (key := self._keys.get(id(leaf))) is not None:
+                self._used[key] = self._section
+            elif (name := self._names.get(id(leaf))) is not None:
+                self._users[name].add(self._section)
+                names.add(name)
+            elif leaf.is_meta:
+                raise self._wrong(
+                    f"a value of shape {tuple(leaf.shape)} comes from where it cannot be followed: return it from the "
+                    "module's forward instead of keeping it as an attribute"
+                )
+        return names
+
+    def _wrong(self, problem: str) -> JobError:
+        return JobError([f"the model cannot be cut there: {problem}"], where=self._where)
 
 
 def _outer(spans: Sequence[tuple[str, int, int]], begins: Sequence[int]) -> Iterator[tuple[str, int, bool]]:
@@ -345,6 +279,8 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def bare(tensor: Tensor) -> Tensor:
-    """The same on the meta device."""
+    """The same on the meta device, without a graph."""
     made = torch.empty_like(tensor, device="meta", requires_grad=False)
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

@@ -151,6 +151,37 @@ def test_bfloat16_is_near_one_device(pool: Pool) -> None:
     assert [report.loss for report in found] != pytest.approx([report.loss for report in plain], rel=1e-6)
 
 
+class Changing(nn.Sequential):
+    """A cut before its second layer is before a change in place."""
+
+    def __init__(self) -> None:
+        wide = torch.float64
+        super().__init__(nn.Linear(FEATURES, 4, dtype=wide), nn.ReLU(inplace=True), nn.Linear(4, CLASSES, dtype=wide))
+
+
+class Viewing(Changing):
+    """Of what it changes there it also needs a view."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self[0](inputs)
+        rows = hidden.view(-1, 4)
+        outputs: Tensor = self[2](self[1](hidden) + rows)
+        return outputs
+
+
+def test_what_is_changed_in_place_behind_a_cut(pool: Pool) -> None:
+    layout = plan(2, schedule="zero_bubble", cuts=("1",))
+    found, _ = trained(pool, layout, spec(Changing, loss=torch_case.cross_entropy))
+    expected, _ = trained(pool, plan(), spec(Changing, loss=torch_case.cross_entropy))
+    assert [report.loss for report in found] == pytest.approx([report.loss for report in expected], rel=1e-9)
+    world = World(pool, "torch", layout, spec(Viewing, loss=torch_case.cross_entropy))
+    try:
+        with pytest.raises(JobError, match="changes a value in place of which two views"):
+            world.form()
+    finally:
+        world.close(failed=True)
+
+
 SINGLE = replace(PROBLEMS["ragged"], dtype="float32")
 
 

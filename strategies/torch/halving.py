@@ -1,0 +1,55 @@
+"""A backward in two halves, for zero-bubble orders: gradients of what a stage was given, then of its parameters.
+
+torch's own functions halve it where each parameter's way to the outputs enters the way of what was given at one place,
+as in rows of layers with residuals. Elsewhere they lose gradients without a word, so that it is asked beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    reverse_closure,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+Groups = list[dict[str, Any]]  # what the second half starts from
+
+
+def halves(roots: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether both halves together give all gradients of a graph."""
+    ends = [each.grad_fn for each in roots if each.grad_fn is not None]
+    consumers = construct_reverse_graph(ends)
+    on_the_way, _ = reverse_closure([node for each in given if (node := _node(each))], set(), consumers)
+    for parameter in parameters:
+        node = _node(parameter)
+        if node not in consumers:
+            continue  # not of this graph
+        beside, met = reverse_closure([node], on_the_way, consumers)
+        if len(met) != 1 or any(end in beside for end in ends):
+            return False
+    return True
+
+
+def of_inputs(
+    roots: Sequence[Tensor], slopes: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+) -> Groups:
+    """The first half: adds to the gradients of what was given."""
+    copies = [each.clone() for each in roots]  # torch detaches them in place, and what is kept for backward with them
+    _, groups = stage_backward_input(copies, list(slopes), list(given), iter(parameters))
+    return groups
+
+
+def of_parameters(groups: Groups, parameters: Sequence[nn.Parameter]) -> None:
+    """The second half."""
+    if groups:
+        stage_backward_weight(iter(parameters), groups)
+
+
+def _node(tensor: Tensor) -> Any:
+    return _get_grad_fn_or_grad_acc(tensor)

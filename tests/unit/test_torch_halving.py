@@ -1,0 +1,56 @@
+"""A backward in halves gives what a whole one gives, or is not halved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainwright.strategies.torch.halving import halves, of_inputs, of_parameters
+
+Stage = Callable[[nn.ModuleList, list[Tensor]], list[Tensor]]
+ROW: Stage = lambda layers, given: [layers[1](torch.relu(layers[0](given[0])))]  # noqa: E731
+RESIDUAL: Stage = lambda layers, given: [given[0] + layers[1](torch.relu(layers[0](given[0])))]  # noqa: E731
+NORMED: Stage = lambda layers, given: [layers[1](layers[2](layers[0](given[0])) + given[1])]  # noqa: E731
+BESIDE: Stage = lambda layers, given: [layers[0](given[0]), layers[1](torch.ones(2, 3))]  # noqa: E731
+PASSED_ON: Stage = lambda layers, given: [given[0], layers[1](given[0].detach())]  # noqa: E731
+TWICE: Stage = lambda layers, given: [layers[0](torch.relu(layers[0](given[0])))]  # noqa: E731
+LEAVING: Stage = lambda layers, given: [inner := layers[0](given[0]), layers[1](inner)]  # noqa: E731
+
+
+def graph(stage: Stage) -> tuple[nn.ModuleList, list[Tensor], list[Tensor], list[Tensor]]:
+    """Layers, what they are given, what they make, and its gradients."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3)])
+    given = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+    roots = stage(layers, given)
+    return layers, given, roots, [torch.randn_like(root) for root in roots]
+
+
+def slopes_of(layers: nn.ModuleList, given: list[Tensor]) -> list[Tensor | None]:
+    return [each.grad for each in (*layers.parameters(), *given)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "halved"),
+    [
+        (ROW, True), (RESIDUAL, True), (NORMED, True), (LEAVING, True), (BESIDE, False), (PASSED_ON, False),
+        (TWICE, False),
+    ],
+    ids=["row", "residual", "normed", "leaving", "beside", "passed on", "twice"],
+)  # fmt: skip
+def test_halves_are_a_whole(stage: Stage, halved: bool) -> None:
+    layers, given, roots, slopes = graph(stage)
+    torch.autograd.backward(roots, slopes)
+    expected = slopes_of(layers, given)
+    layers, given, roots, slopes = graph(stage)
+    parameters = [*layers.parameters()]
+    assert halves(roots, given, parameters) is halved
+    if halved:
+        groups = of_inputs(roots, slopes, given, parameters)
+        assert all(parameter.grad is None for parameter in parameters)
+        of_parameters(groups, parameters)
+        for found, wanted in zip(slopes_of(layers, given), expected, strict=True):
+            assert (found is None and wanted is None) or torch.allclose(found, wanted)  # type: ignore[arg-type]
