@@ -223,8 +223,8 @@ class _Passage(Follower):
     def _begin(self) -> None:
         """From here on values have data, and what was done before to this rank's own buffers was another section's."""
         self._begun = True
-        for module, key, buffer in self._counters:
-            module._buffers[key] = buffer
+        for module, name, buffer in self._counters:
+            module._buffers[name] = buffer
         for key, tensor in self._given.items():
             if key not in self._passed:
                 raise self.strayed("the section without a value that it needs")
