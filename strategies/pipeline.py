@@ -48,6 +48,9 @@ def whole(strategy: str, question: Question) -> Infeasible | None:
     if question.own_step:
         reason = "step= calls the model as a whole"
         hint = "give the job inputs=, targets= and loss= instead"
+    elif question.profile.keras_backend:
+        reason = "Keras calls its layers in a way that cannot be followed and left in the middle"
+        hint = 'use strategy="sharded" or "data_parallel"'
     elif question.profile.untraced:
         reason = "the model's forward cannot be followed, so that there is no saying where it may be cut"
         hint = f"it raised {question.profile.untraced}"

@@ -71,5 +71,5 @@ def test_processes_of_other_nodes_are_reached_by_a_task_there(ray_cluster: None)
     assert hands.lives(process) and hands.send(process, 9)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(sleeper.where.remote())
-    assert not hands.lives(process)
+    processes.wait_for(lambda: not hands.lives(process))  # its node tells of its end before it is reaped
     assert not hands.send(Process(worker=0, node="a node that is gone", pid=process.pid), 9)
