@@ -30,7 +30,7 @@ from trainwright.strategies.torch.links import Links
 from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Caller, Objective, Share
-from trainwright.strategies.torch.parts import WHOLE, Part
+from trainwright.strategies.torch.parts import WHOLE, Box, Part
 from trainwright.strategies.torch.pipe import Pipe
 from trainwright.strategies.torch.replica import Replica
 from trainwright.strategies.torch.step import Runner, Totals, shares
@@ -177,7 +177,7 @@ class Pipeline(Member):
         if self._part == WHOLE or self._job is None:
             return plain
         cuts = hashlib.sha256("\n".join(self._job[1].cuts).encode()).hexdigest()[:8]
-        names, layout = frozenset({self._part.name}), f"pipeline-{self._part.stages}-{cuts}"
+        names, layout = frozenset({self._part.name}), f"{self._part.layout}-{cuts}"
         return StateTag(step=plain.step, layout=layout, pieces=names, whole=self._part.whole, sound=plain.sound)
 
     def _place(self, plan: Plan) -> Part:
@@ -203,7 +203,7 @@ class Pipeline(Member):
             raise JobError(problems, where=self._where)
         return Replica(spec, plan, self._device, self._where, part=self._part, place=partial(self._stage, spec, plan))
 
-    def _stage(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> None:
+    def _stage(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> dict[str, Box]:
         """Keep this rank's stage of a whole model, and bring it to the device."""
         assert spec.sample is not None, "a job brings a sample"
         self._checksum = state.checksum(model)
@@ -218,6 +218,7 @@ class Pipeline(Member):
                 where=self._where,
             )
         model.to(self._device)
+        return {}
 
     def _warmed(self, feed: Feed) -> Runner:
         """A runner that has run once on all ranks."""
