@@ -229,8 +229,8 @@ def _staged(sized: _Sized, plan: Plan, counts: Sequence[int], choices: Choices) 
 
 def _variant(question: Question, plan: Plan, count: int, recompute: str) -> Plan:
     profile = question.profile
-    can = recompute == "none" or (recompute == "full" and profile.framework == "torch" and not profile.keras_backend)
-    engine = plan.engine if can else ""  # none tells attention's scores from other activations
+    can = recompute == "none" or (profile.framework == "torch" and not profile.keras_backend)
+    engine = plan.engine if can else ""
     return replace(plan, accumulation=count, recompute=recompute, engine=engine)
 
 
