@@ -99,6 +99,7 @@ class Plan:
         chunks: of layers that each stage of an interleaved pipeline holds.
         recompute: activations computed again in backward: `none`, `selective` (attention's scores) or `full`.
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        offload: what `zero` divides is kept and updated in the memory of the host, and visits the device.
         servers: that hold the parameters, where workers step alone.
         stages: layers of each pipeline stage, in order; empty where they are as equal as can be.
         cuts: modules with whose calls the pipeline's sections after the first begin: of each stage, or of each of its
@@ -123,6 +124,7 @@ class Plan:
     chunks: int = 1
     recompute: str = "none"
     zero: int = 0
+    offload: bool = False
     servers: int = 0
     stages: tuple[int, ...] = ()
     cuts: tuple[str, ...] = ()
@@ -135,8 +137,9 @@ class Plan:
 
         Args:
             text: any of `dp`, `fsdp` (ZeRO-3 over so many ranks, `dp` times), `zero` (1, 2 or 3: over all `dp`
-                ranks), `tp`, `pp`, `micro_batch`, `accumulation`, `schedule`, `chunks`, `recompute`, `precision`;
-                what is left out is 1, none, or with a pipeline micro-batches of one sample in the order 1F1B.
+                ranks), `offload` (0 or 1), `tp`, `pp`, `micro_batch`, `accumulation`, `schedule`, `chunks`,
+                `recompute`, `precision`; what is left out is 1, none, or with a pipeline micro-batches of one sample in
+                the order 1F1B.
 
         Raises:
             PlanError: a name or a value is not known.

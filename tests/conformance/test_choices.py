@@ -66,3 +66,10 @@ def test_scores_computed_again(pool: Pool, layout: str) -> None:
     found, expected = (trained(pool, replace(how, recompute=name), JOB) for name in ("selective", "none"))
     assert found[0] == expected[0]
     assert_same(expected[1], found[1])
+
+
+def test_state_in_host_memory(pool: Pool) -> None:
+    how = LAYOUTS["sharded"]
+    found, expected = (trained(pool, replace(how, offload=offload), JOB) for offload in (True, False))
+    assert found[0] == expected[0]
+    assert_same(expected[1], found[1])
