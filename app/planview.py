@@ -101,6 +101,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("cut before", ", ".join(plan.cuts)))
     if plan.schedule:
         rows.append(("schedule", plan.schedule))
+    if plan.offload:
+        rows.append(("in host memory", "parameters, gradients and the optimizer's state"))
     if plan.recompute != "none":
         rows.append(("recomputed", {"full": "all activations", "selective": "attention's scores"}[plan.recompute]))
     if plan.estimate is not None:
@@ -192,7 +194,8 @@ def _degrees(plan: Plan) -> str:
 
 def _choices(plan: Plan) -> list[str]:
     recompute = "" if plan.recompute == "none" else f"recompute {plan.recompute}"
-    return [choice for choice in (plan.schedule, recompute) if choice]
+    offload = "offload" if plan.offload else ""
+    return [choice for choice in (plan.schedule, recompute, offload) if choice]
 
 
 def _layout(plan: Plan) -> list[str]:

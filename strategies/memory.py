@@ -7,7 +7,7 @@ Korthikanti et al. (2022).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,8 +34,15 @@ def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: s
     return parameters * sum(whole)
 
 
-def stage_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> tuple[int, ...]:
-    """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with."""
+def stage_memory(
+    profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str, apart: bool = True
+) -> tuple[int, ...]:
+    """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with.
+
+    Args:
+        apart: whether devices have memory of their own; the state of a CPU stays where it is when it is offloaded.
+    """
+    plan = plan if apart else replace(plan, offload=False)
     counts = gathered(profile).counts(plan.stages or even(profile, plan.sections))
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     return tuple(int(each) for each in layers.of_stages(counts, plan.schedule, plan.mesh.pipeline))
@@ -75,9 +82,22 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     served = _STATES[width][2] if plan.servers else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
     each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision) - served
-    states = each * layers.held(mesh.pipeline) / layers.over(mesh.tensor)
+    visiting = 0.0
+    if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
+        parameter, gradient, _ = _STATES[width]
+        each = 0.0 if plan.zero == 3 else parameter
+        visiting = gradient + (2 * parameter if plan.zero == 3 else 0.0)
+    held = layers.held(mesh.pipeline) / layers.over(mesh.tensor)
     flight = in_flight(plan, micro_batches)
-    return LayerMemory(states=states, kept=rows * width * kept, working=rows * width * working, flight=flight)
+    working = rows * width * working + visiting * held
+    return LayerMemory(states=each * held, kept=rows * width * kept, working=working, flight=flight)
+
+
+def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
+    """Of the host's memory, what a device keeps there; 0 where nothing is offloaded."""
+    degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
+    found = model_state_bytes(profile.parameters, zero=3, degree=degree, precision=precision)
+    return int(found) if plan.offload else 0
 
 
 def in_flight(plan: Plan, micro_batches: int) -> Vector:

@@ -18,6 +18,7 @@ from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Group, Work
 
 Rates = Mapping[str, float]
 SOFT = 4.0  # how sharply the longer of two overlapping times wins
+PCIE_BYTES_PER_S = 1.2e10  # of a device to its host, one direction: assumed
 LAST = 0.15  # of the gradients: they are reduced when backward has ended, whatever was hidden before
 _HALVED_BUBBLE = 1 / 3  # of 1F1B's (ZB-H1; Qi et al., 2023); of ZB-V's chunks likewise
 
@@ -41,6 +42,7 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
         "bubble": bubble,
         "transfers": _transfers(work, rates, float(whole[slowest])),
         "parameters": _gathered(work, rates, float(whole[slowest])) * count,
+        "offload": _offloaded(work, float(whole[slowest])) * count,
         "gradients": _gradients(work, rates, back),
         "optimizer": float(work.update_s) / rates["update"],
         "other": rates["step_s"] * work.machine.device.host,
@@ -65,7 +67,8 @@ class Pieces:
         forward, backward: of one micro-batch in each section, with tensor parallelism's reductions.
         recompute: of forward, in backward; likewise.
         send: of one message over each cut between sections.
-        gather: of ZeRO-3's parameters and their gradients, beyond what a micro-batch's compute hides.
+        gather: of ZeRO-3's parameters and their gradients, and of what comes from the host's memory and goes there,
+            beyond what a micro-batch's compute hides.
         reduction: of gradients over the data ranks, once a step.
         optimizer: once a step.
         other: once a step, of all stages.
@@ -91,12 +94,13 @@ def pieces(work: Work, rates: Rates) -> Pieces:
     reduced = _tensor(work, rates)
     again = work.counts @ (work.again * (forward + reduced))
     ahead, back = work.counts @ (forward + reduced), work.counts @ (backward + reduced)
+    whole = float(work.by_stage(ahead + back + again).max())
     return Pieces(
         forward=ahead,
         backward=back,
         recompute=again,
         send=_sent(work, work.sent_bytes, rates) * (work.sent_bytes > 0),
-        gather=_gathered(work, rates, float(work.by_stage(ahead + back + again).max())),
+        gather=_gathered(work, rates, whole) + _offloaded(work, whole),
         reduction=_reduction(work, rates, work.gradient_bytes),
         optimizer=work.update_s / rates["update"] * work.parameters / work.parameters.max(),
         other=rates["step_s"] * work.machine.device.host,
@@ -182,6 +186,11 @@ def _gathered(work: Work, rates: Rates, compute_s: float) -> float:
     size = np.array([work.gradient_bytes.max()])
     spent = 1.5 * float(_all_reduce(work, work.shard, rates, "reduce", size)[0])
     return _exposed(spent, compute_s)
+
+
+def _offloaded(work: Work, compute_s: float) -> float:
+    """Parameters from the host, for ZeRO-3 twice, and gradients to it: what compute does not hide."""
+    return _exposed(work.offloaded_bytes / PCIE_BYTES_PER_S, compute_s)
 
 
 def _gradients(work: Work, rates: Rates, backward_s: float) -> float:

@@ -31,6 +31,7 @@ SCORES_PART = 0.08  # of a block's forward that makes attention's scores, which 
 UPDATE_BYTES = {2: 34.0, 4: 28.0}  # Adam reads and writes so many a parameter, by bytes of a number
 THREAD_EXPONENT = 0.8
 NETWORK_BYTES_PER_S = 1.25e9  # of a node without accelerators, where the cluster says nothing else
+HOST_BYTES_PER_S = 2e10  # of the host's memory, a device's share: assumed
 NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
 
@@ -43,12 +44,14 @@ class Machine:
         per_node: devices of a node.
         devices: of all nodes.
         network_bytes_per_s: of one device, one direction.
+        host_bytes: of the host's memory, a device's share; 0 where it is not known.
     """
 
     device: Accelerator
     per_node: int
     devices: int
     network_bytes_per_s: float
+    host_bytes: int = 0
 
     @classmethod
     def of(cls, cluster: Cluster, ranks: int | None = None) -> Machine:
@@ -75,7 +78,10 @@ class Machine:
             node.network_bytes_per_s / count if node.network_bytes_per_s else slowest.network_bytes_per_s
             for node, count in zip(nodes, each, strict=True)
         ]
-        return cls(device=slowest, per_node=min(each), devices=sum(each), network_bytes_per_s=min(networks))
+        return cls(
+            device=slowest, per_node=min(each), devices=sum(each), network_bytes_per_s=min(networks),
+            host_bytes=min(node.memory_bytes // node.accelerators for node in nodes),
+        )  # fmt: skip
 
 
 CPU = Accelerator(
@@ -157,6 +163,7 @@ class Work:
         parameters: of each stage, on one rank.
         gradient_bytes: of each stage, on one rank.
         update_s: of the optimizer at the memory's full bandwidth, slowest stage.
+        offloaded_bytes: of one micro-batch between device and host.
         sent_bytes: over each cut between sections, of one micro-batch; 0 where both are on one stage.
         micro_batches: of a data rank.
         schedule: of the pipeline.
@@ -183,6 +190,7 @@ class Work:
     parameters: Vector
     gradient_bytes: Vector
     update_s: float
+    offloaded_bytes: float
     sent_bytes: Vector
     micro_batches: int
     schedule: str
@@ -292,6 +300,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     parameters = by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
     update_bytes = UPDATE_BYTES[width] * parameters.max() / (sharded if plan.zero else 1)
+    offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
     shared = layers.shared_traffic
     traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
     return Work(
@@ -308,7 +317,8 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         again=layers.again(plan.recompute),
         parameters=parameters,
         gradient_bytes=parameters * width,
-        update_s=update_bytes / memory,
+        update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
+        offloaded_bytes=visits * width * parameters.max() / sharded if offload else 0.0,
         sent_bytes=rows * width * layers.sent(sizes) * (np.diff(stage_of) != 0) / mesh.tensor,
         micro_batches=micro_batches,
         schedule=plan.schedule,
@@ -320,7 +330,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         shard=group(machine, mesh.shard, mesh.tensor),
         remote=leaves_node(machine, mesh),
         shape=_shape(profile, mesh, rows, micro_batches),
-        kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}",
+        kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}{' offload' * offload}",
     )
 
 

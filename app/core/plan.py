@@ -100,6 +100,7 @@ class Plan:
         chunks: of layers that each stage holds: some of an interleaved pipeline, two of `zbv`.
         recompute: activations computed again in backward: `none`, `selective` (attention's scores) or `full`.
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        offload: what `zero` divides is kept and updated in the memory of the host, and visits the device.
         servers: that hold the parameters, where workers step alone.
         stages: layers of each of the pipeline's sections, in order: of each stage, or of each of its chunks; empty
             where they are as equal as can be.
@@ -124,6 +125,7 @@ class Plan:
     chunks: int = 1
     recompute: str = "none"
     zero: int = 0
+    offload: bool = False
     servers: int = 0
     stages: tuple[int, ...] = ()
     cuts: tuple[str, ...] = ()
@@ -136,8 +138,9 @@ class Plan:
 
         Args:
             text: any of `dp`, `fsdp` (ZeRO-3 over so many ranks, `dp` times), `zero` (1, 2 or 3: over all `dp`
-                ranks), `tp`, `pp`, `micro_batch`, `accumulation`, `schedule`, `chunks`, `recompute`, `precision`;
-                what is left out is 1, none, or with a pipeline micro-batches of one sample in the order 1F1B.
+                ranks), `offload` (0 or 1), `tp`, `pp`, `micro_batch`, `accumulation`, `schedule`, `chunks`,
+                `recompute`, `precision`; what is left out is 1, none, or with a pipeline micro-batches of one sample in
+                the order 1F1B.
 
         Raises:
             PlanError: a name or a value is not known.

@@ -10,7 +10,8 @@ from trainwright.core.errors import PlanError, nearest
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.sections import CHUNKED, misplaced
 
-_NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "micro_batch", "accumulation", "chunks")
+_NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "offload", "micro_batch", "accumulation", "chunks")
+_BOUNDS: Mapping[str, tuple[int, int | None]] = {"zero": (0, 3), "offload": (0, 1), "micro_batch": (0, None)}
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "recompute": ("none", "selective", "full"),
@@ -59,13 +60,14 @@ def text_of(plan: Plan) -> str:
         "tp": mesh.tensor,
         "pp": mesh.pipeline,
         "zero": plan.zero,
+        "offload": int(plan.offload),
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "schedule": plan.schedule,
         "chunks": plan.chunks,
         "recompute": plan.recompute,
     }
-    idle = {"zero": 0, "micro_batch": 0, "schedule": "", "recompute": "none"}
+    idle = {"zero": 0, "offload": 0, "micro_batch": 0, "schedule": "", "recompute": "none"}
     kept = {name: value for name, value in parts.items() if value != idle.get(name, 1)}
     if mesh.pipeline > 1 and not plan.micro_batch:
         kept["accumulation"] = plan.accumulation
@@ -122,9 +124,8 @@ def _value(name: str, value: str, text: str) -> Any:
         return value
     if name not in _NUMBERS:
         raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, (*_NUMBERS, *_WORDS)))
-    least = 0 if name in ("zero", "micro_batch") else 1
-    wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
-    if not value.isdigit() or int(value) < least or (name == "zero" and int(value) > 3):
-        wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
-        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}=2, for one")
-    return int(value)
+    least, most = _BOUNDS.get(name, (1, None))
+    if not value.isdigit() or int(value) < least or (most is not None and int(value) > most):
+        wanted = {1: "0 or 1", 3: "0, 1, 2 or 3"}.get(most or 0, f"a whole number from {least}")
+        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}={most or 2}, for one")
+    return bool(int(value)) if name == "offload" else int(value)

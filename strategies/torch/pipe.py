@@ -211,7 +211,7 @@ class Pipe:
         section, caller = self._section(operation), self.objective.caller
         columns = caller.inputs(share.batch) if section == 0 else None
         inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
-        with user_code("the model", caller.where):
+        with user_code("the model", caller.where), caller.keeping():
             return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
 
     # --- messages -----------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ class ShardedRunner(Runner):
         square = torch.stack(squares).sum() / self.replicas if squares else carried.new_zeros(()).double()
         facts = torch.tensor([order, order**2, *(name in used for name in names)], dtype=torch.float64)
         world = self.objective.world
-        sums = torch.cat((carried.double() / world, square.reshape(1), facts.to(carried.device)))
+        beside = (each.to(carried.device) for each in (square.reshape(1), facts))
+        sums = torch.cat((carried.double() / world, *beside))
         distributed.all_reduce(sums)
         weight, loss, wish, *told, norm, orders, squared = sums[: len(carried) + 3].tolist()
         uses = sums[len(carried) + 3 :].tolist()
@@ -185,7 +186,7 @@ class Sharded(Member):
 
         def place(model: nn.Module) -> dict[str, Box]:
             self._checksum = state.checksum(model)
-            divide(model, mesh, zero=plan.zero, where=self._where)
+            divide(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
             return {}
 
         replica = Replica(spec, plan, self._device, self._where, part=self._part, place=place)

@@ -86,7 +86,8 @@ def test_why_it_cannot_be(changes: dict[str, object], words: str) -> None:
 
 
 def test_what_is_computed_again_has_engines_for_modules_of_torch() -> None:
-    assert decide(profile=DEEP, plan="dp=2,recompute=full").chosen.recompute == "full"
+    for how in ("selective", "full"):
+        assert decide(profile=DEEP, plan=f"dp=2,recompute={how}").chosen.recompute == how
     for profile in (replace(DEEP, keras_backend="torch"), replace(DEEP, framework="tensorflow")):
         with pytest.raises(PlanError):
             decide(profile=profile, plan="dp=2,recompute=full")
