@@ -105,8 +105,9 @@ class Rooms:
 
     def _group(self, shares: Sequence[int]) -> PlacementGroup:
         """A group with bundles of so many slots."""
-        strategy = _STRATEGY[bool(self._placement.accelerators)]
-        return placement_group([self._bundle(slots) for slots in shares], strategy=strategy, lifetime="detached")
+        bundles, strategy = [self._bundle(slots) for slots in shares], _STRATEGY[bool(self._placement.accelerators)]
+        group: PlacementGroup = placement_group(bundles, strategy=strategy, lifetime="detached")
+        return group
 
     def _bundle(self, slots: int) -> dict[str, float]:
         return {name: slots * amount for name, amount in bundle(self._placement).items()}
