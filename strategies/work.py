@@ -326,7 +326,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         zero=plan.zero,
         servers=plan.servers,
         tensor=group(machine, mesh.tensor, 1),
-        data=group(machine, mesh.data, mesh.tensor * mesh.shard),
+        data=group(machine, mesh.data, mesh.size // mesh.data),
         shard=group(machine, mesh.shard, mesh.tensor),
         remote=leaves_node(machine, mesh),
         shape=_shape(profile, mesh, rows, micro_batches),
@@ -357,8 +357,8 @@ def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int
 
 
 def leaves_node(machine: Machine, mesh: Mesh) -> bool:
-    """Whether the next stage is on another node."""
-    return mesh.tensor * mesh.shard * mesh.data >= machine.per_node
+    """Whether the next stage is on another node, for some: replica after replica fills the nodes (`core.arranging`)."""
+    return mesh.size > machine.per_node and machine.per_node % (mesh.size // mesh.data) > 0
 
 
 def group(machine: Machine, size: int, stride: int) -> Group:
