@@ -229,7 +229,5 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rej
     if plan.topology == "independent":
         reason += f"; {STALE}"
     if plan.engine and divides(plan) and not divides(chosen):
-        reason += (
-            "; a model is divided unmeasured where it does not fit otherwise: it takes longer than predicted"
-        )
+        reason += "; a model is divided unmeasured where it does not fit otherwise: it takes longer than predicted"
     return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")
