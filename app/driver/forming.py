@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
+from trainwright.core.arranging import ranks_by_node
 from trainwright.core.events import Formed, Replanned
 from trainwright.core.group import Address, Generation, Group, Peer, StateTag
 from trainwright.core.plan import Plan
@@ -15,7 +16,7 @@ from trainwright.driver.layouts import Reservation
 from trainwright.driver.loops import note
 from trainwright.driver.messages import Heal
 from trainwright.driver.spikes import rolled_back
-from trainwright.driver.staffing import place
+from trainwright.driver.staffing import arrange, place
 from trainwright.driver.state import Member, Phase, State
 from trainwright.driver.turn import Turn
 
@@ -27,6 +28,7 @@ def reserve(turn: Turn) -> None:
     plan = probing.candidate(turn) or _plan(turn)
     if plan is not None and state.plan is not None and plan.layout == state.plan.layout:
         _keep_parts(turn, plan)
+    arrange(turn, plan)
     turn.disarm()
     turn.enter(Phase.RESERVING, generation=generation, plan=plan)
     turn.call_all("reserve", Reservation(generation=generation, plan=plan))
@@ -65,7 +67,11 @@ def reserved(turn: Turn) -> None:
     peers = tuple(
         Peer(rank=rank, address=addresses[rank], node=member.node) for rank, member in enumerate(state.members)
     )
-    turn.enter(Phase.FORMING, awaiting=frozenset(member.worker for member in state.members))
+    turn.enter(
+        Phase.FORMING,
+        awaiting=frozenset(member.worker for member in state.members),
+        members=tuple(member if member.told else replace(member, told=True) for member in state.members),
+    )
     for rank, member in enumerate(state.members):
         group = Group(
             generation=state.generation,
@@ -139,6 +145,7 @@ def healed(turn: Turn) -> None:
             survivors=sum(not member.fresh for member in state.members),
             seconds=turn.now_s - state.since_s,
             steps_lost=max(0, state.progress - heal.step),
+            nodes=ranks_by_node([member.node for member in state.members]),
         )
     )
     turn.change(

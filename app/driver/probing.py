@@ -91,7 +91,8 @@ def settled(turn: Turn) -> bool:
         return False
     assert layouts is not None, "plans were tried"
     chosen, event = layouts.measured(trials.step_s, trials.aside)
-    turn.change(trials=None, plan=None, settings=replace(turn.settings, layouts=chosen))
+    members = tuple(replace(member, told=False) for member in turn.state.members)  # all begin anew
+    turn.change(trials=None, plan=None, members=members, settings=replace(turn.settings, layouts=chosen))
     turn.emit(replace(event, seconds=turn.now_s - trials.since_s))
     return True
 

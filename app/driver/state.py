@@ -11,7 +11,7 @@ from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.data import Prefetch
 from trainwright.core.events import Failed
 from trainwright.core.group import Generation, Reform, Topology
-from trainwright.core.plan import Plan
+from trainwright.core.plan import Mesh, Plan
 from trainwright.driver.layouts import Layouts, Trials
 from trainwright.driver.messages import Heal, KeptFile, KeptState, Outcome, Passed
 
@@ -85,6 +85,7 @@ class Settings:
         retry_s: pause before the second of them; doubles each time, up to a minute.
         threads: CPU threads of a worker.
         devices: names of the devices of each process, as it sees them.
+        mesh: by which ranks are laid over the nodes; None where they may be in any order.
     """
 
     workers: int
@@ -122,6 +123,7 @@ class Settings:
     retry_s: float = 1.0
     threads: int = 1
     devices: tuple[str, ...] = ("cpu",)
+    mesh: Mesh | None = None
 
     @property
     def fewest(self) -> int:
@@ -136,14 +138,22 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """The process that holds a rank. `fresh` until its first generation is ready; `slot` is its room.
+    """The process that holds a rank.
 
-    `pieces` of the state are what it held when it was ready last, as its `part` of a replica (-1: none yet).
+    Attributes:
+        slot: its room.
+        home: Ray's id of the node.
+        told: it was told its rank.
+        fresh: until its first generation is ready.
+        pieces: of the state, that it held when it was ready last.
+        part: of a replica, that these are; -1 for none.
     """
 
     worker: int
     slot: int
     node: str = ""
+    home: str = ""
+    told: bool = False
     fresh: bool = True
     pieces: frozenset[str] = frozenset()
     part: int = -1

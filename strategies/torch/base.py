@@ -103,8 +103,7 @@ class TorchEngine:
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
         replica = self._built
-        names = None if replica.part.stages == 1 else replica.held
-        state.restore(replica, files.read(reader, replica.part, replica.divided, names))
+        state.restore(replica, files.read(reader, replica.wanted, replica.part))
         return self._tag()
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -167,7 +166,10 @@ class TorchEngine:
 
     def _caller(self) -> Caller:
         replica = self._built
-        return Caller(spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where)
+        return Caller(
+            spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
+            rescoring=replica.rescoring,
+        )  # fmt: skip
 
     def _warmed(self, feed: Feed) -> Runner:
         """A runner that has run once."""

@@ -132,7 +132,7 @@ class Odd(nn.Module):
 
 def test_a_model_that_cannot_be_divided_is_refused_by_parameter() -> None:
     with pytest.raises(JobError) as caught:
-        divide(Odd(), None, zero=3, where="rank 0")  # type: ignore[arg-type]
+        divide(Odd(), None, zero=3, offload=False, where="rank 0")  # type: ignore[arg-type]
     said = str(caught.value)
     assert "'scale' is a single number" in said and "'turned' is not contiguous" in said
     assert "the parameters of Odd are gathered together, but of the types float16 and float32" in said
