@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 
 from trainwright.core.arranging import ranks_by_node
@@ -49,14 +49,25 @@ def _plan(turn: Turn) -> Plan | None:
 
 
 def _keep_parts(turn: Turn, plan: Plan) -> None:
-    """Where there are more or fewer replicas than before, give each member a rank that holds what it holds."""
-    free: dict[int, list[int]] = {}
-    for rank in reversed(range(plan.workers)):
-        free.setdefault(plan.mesh.part_of(rank * plan.devices_per_worker), []).append(rank)
-    seated = {member.worker: free[member.part].pop() for member in turn.state.members if free.get(member.part)}
-    left = iter(sorted(rank for ranks in free.values() for rank in ranks))
-    ranks = {member: seated[member.worker] if member.worker in seated else next(left) for member in turn.state.members}
-    members = tuple(sorted(turn.state.members, key=ranks.__getitem__))
+    """Where there are more or fewer replicas than before, give each member a rank that holds what it holds.
+
+    Whoever can stay at a rank does, those first who hold a part of the state.
+    """
+    parts = [plan.mesh.part_of(rank * plan.devices_per_worker) for rank in range(plan.workers)]
+    seated: dict[int, Member] = {}
+    claims: tuple[Callable[[int, Member], Iterable[int]], ...] = (
+        lambda rank, member: [rank] if parts[rank] == member.part else [],
+        lambda rank, member: (other for other, part in enumerate(parts) if part == member.part),
+        lambda rank, member: [rank],
+        lambda rank, member: range(len(parts)),
+    )
+    unseated = dict(enumerate(turn.state.members))
+    for claim in claims:
+        for rank, member in [*unseated.items()]:
+            free = next((other for other in claim(rank, member) if other not in seated), None)
+            if free is not None:
+                seated[free] = unseated.pop(rank)
+    members = tuple(seated[rank] for rank in range(len(parts)))
     turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
 
 
