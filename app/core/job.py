@@ -50,7 +50,9 @@ class Job(BaseModel):
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
         workers: number of worker actors; by default what the planner finds best.
         min_workers: fewest with which the run goes on, or starts, where there is no room for more; by default all of
-            them. The global batch stays, the results agree within float tolerance (not bitwise, nor with dropout).
+            them, or where neither this nor `workers` nor `max_workers` is given, any number once `place_deadline_s` has
+            passed. The global batch stays, the results agree within float tolerance (not bitwise, nor with dropout).
+            Where fewer cannot carry the plan out, they go on under another from the newest copy of the state.
         max_workers: to which the run grows while there is room; by default `workers`.
         shrink_s: seconds that missing workers are waited for before the others go on without them.
         spares: processes that wait, warmed up, to take the rank of one that is lost; by default one where there are two
@@ -69,6 +71,8 @@ class Job(BaseModel):
         strategy: name of a strategy to pin; by default what the planner finds best.
         plan: what to pin of the plan: degrees and choices such as `dp=4,tp=2,accumulation=2` (see `Plan.parse`; where a
             degree is given, those left out are 1), or a file that `trainwright plan --out` wrote.
+        probe: before the first step measure plans that are predicted to be about as good, where the run is long enough
+            for that to pay, and go on with the quickest. Nothing of it is left in state, order or randomness.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
         precision: `fp32` leaves the model's own types, `bf16` computes under autocast.
         compile: how steps run: `auto` as the framework does by itself (TensorFlow as a graph), `eager` operation by
@@ -144,6 +148,7 @@ class Job(BaseModel):
     tf_config: Literal["own", "environment"] = "own"
     strategy: str | None = None
     plan: str | None = None
+    probe: bool = True
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: Literal["auto", "eager", "xla"] = "auto"

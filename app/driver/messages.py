@@ -4,9 +4,10 @@ Verbs of `Call`, in the order of a run (the worker's methods of the same names):
 
 | verb       | argument            | answers                  | thread |
 |------------|---------------------|--------------------------|--------|
-| reserve    | Generation          | Address                  | steps  |
+| reserve    | Reservation         | Address                  | steps  |
 | form       | Group               | StateTag                 | steps  |
 | heal       | Heal                | StateTag                 | steps  |
+| probe      | Probing             | seconds of a step        | steps  |
 | run        | until: int          | SegmentReport            | steps  |
 | evaluate   | step: int           | Sums                     | steps  |
 | snapshot   | Copying             | Snapshot                 | steps  |
@@ -33,7 +34,7 @@ from trainwright.core.noise import Noise
 from trainwright.core.phases import Phases
 
 Verb = Literal[
-    "reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
+    "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
 ]  # fmt: skip
 FailureKind = Literal["user", "peer", "data", "storage", "internal"]
 Outcome = Literal["done", "stopped", "failed"]
