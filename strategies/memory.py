@@ -14,6 +14,7 @@ import numpy as np
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import Vector
+from trainwright.strategies.staging import by_stage
 from trainwright.strategies.work import NUMBER_BYTES, even, gathered
 
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
@@ -42,9 +43,9 @@ def stage_memory(
         apart: whether devices have memory of their own; the state of a CPU stays where it is when it is offloaded.
     """
     plan = plan if apart else replace(plan, offload=False)
-    counts = gathered(profile).counts(plan.stages or even(profile, plan.mesh.pipeline))
+    counts = gathered(profile).counts(plan.stages or even(profile, plan.sections))
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
-    return tuple(int(each) for each in layers.of_stages(counts))
+    return tuple(int(each) for each in layers.of_stages(counts, plan.schedule, plan.mesh.pipeline))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,8 @@ class LayerMemory:
         states: of the model.
         kept: of one micro-batch.
         working: what the layer works with, of which a stage needs the most of its layers.
-        flight: micro-batches that each stage keeps at once; none keeps more than the one before it.
+        flight: micro-batches that each section keeps at once; where a stage is one, none keeps more than the one
+            before it.
     """
 
     states: Vector
@@ -63,10 +65,11 @@ class LayerMemory:
     working: Vector
     flight: Vector
 
-    def of_stages(self, counts: Vector) -> Vector:
-        """Of each stage, given how many of each layer stand on it (stages, layers)."""
-        most = np.where(counts > 0, self.working, 0.0).max(axis=1)
-        found: Vector = counts @ self.states + self.flight * (counts @ self.kept) + most
+    def of_stages(self, counts: Vector, schedule: str, stages: int) -> Vector:
+        """Of each stage, given how many of each layer stand in each section (sections, layers)."""
+        held = by_stage(counts @ self.states + self.flight * (counts @ self.kept), schedule, stages)
+        standing = by_stage(counts, schedule, stages)
+        found: Vector = held + np.where(standing > 0, self.working, 0.0).max(axis=1)
         return found
 
 
@@ -98,9 +101,11 @@ def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
 
 
 def in_flight(plan: Plan, micro_batches: int) -> Vector:
-    """Micro-batches whose activations each stage holds at once, in the order of `orders.order`.
+    """Micro-batches whose activations each section holds at once, in the order of `orders.order`.
 
-    ZB-H1 keeps them until the gradients of weights are made, which later stages put off for longer.
+    ZB-H1 keeps them until the gradients of weights are made, which later stages put off for longer. A stage of an
+    interleaved pipeline holds so many of all its chunks together, dealt out evenly here; one of ZB-V as many as twice
+    the stages, most of them of the chunk that the model begins with.
     """
     stages, chunks = plan.mesh.pipeline, plan.chunks
     if stages == 1:
@@ -108,6 +113,10 @@ def in_flight(plan: Plan, micro_batches: int) -> Vector:
     after = stages - 1.0 - np.arange(stages)
     if plan.schedule == "interleaved":
         held: Vector = np.minimum(micro_batches * chunks, 2 * after + (chunks - 1) * stages + 1) / chunks
-        return held
+        return np.tile(held, chunks)
+    if plan.schedule == "zbv":
+        section = np.arange(2 * stages)
+        both: Vector = np.minimum(float(micro_batches), 2.0 * stages - 1 - section + (section >= stages))
+        return both
     most = {"": 1.0, "gpipe": float(micro_batches), "zero_bubble": float(stages)}.get(plan.schedule, after + 1)
     return np.minimum(float(micro_batches), most) * np.ones(stages)

@@ -133,7 +133,7 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
     """Fewer kinds of parallelism, then less of each that costs something."""
     mesh = plan.mesh
     kinds = sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.shard, mesh.tensor))
-    return kinds, mesh.pipeline, mesh.tensor, plan.zero, plan.recompute != "none", plan.accumulation
+    return kinds, mesh.pipeline, mesh.tensor, plan.zero, plan.recompute != "none", plan.chunks, plan.accumulation
 
 
 def _proposals(question: Question) -> Iterator[Plan | Infeasible]:
@@ -187,7 +187,7 @@ class _Sized:
         if plan.mesh.pipeline > 1:
             plan = replace(plan, stages=cuts(profile, machine, plan, room_bytes=room, **self._numbers))
             if plan.engine:
-                plan = replace(plan, cuts=entries(profile, machine, plan, **self._numbers))
+                plan = replace(plan, cuts=entries(profile, plan.stages))
         memory = stage_memory(profile, plan, apart=machine.device.apart, **self._numbers)
         if max(memory) > room:
             return _too_large(plan, memory, room)

@@ -14,6 +14,9 @@ ENGINES: Mapping[str, str] = {}
 def propose(question: Question) -> Iterator[Plan | Infeasible]:
     """Degrees that divide the heads and fit a node, alone, with replicas and with ZeRO-1 over these."""
     ranks, engine = question.ranks, engine_for(ENGINES, question)
+    if question.pins.mesh and question.pins.mesh.tensor > question.per_node:
+        yield _across_nodes(question.pins.mesh.tensor, question.per_node)
+        return
     found = [degree for degree in degrees(question) if degree > 1 and not ranks % degree]
     if not found:
         yield question.alone("tensor_parallel") or _indivisible(question)
@@ -42,4 +45,11 @@ def _indivisible(question: Question) -> Infeasible:
     if any(layer.splits for layer in question.profile.layers):
         reason = f"no degree from 2 divides {heads} heads and the {per_node} devices of a node"
         hint = "use a number of workers on each node that shares a divisor with the heads"
+    return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)
+
+
+def _across_nodes(tensor: int, per_node: int) -> Infeasible:
+    """Tensor ranks exchange something in every layer, for which the network between nodes is too slow."""
+    reason = f"tp={tensor} is more than the {per_node} devices of a node"
+    hint = f"use tp={per_node} or less, and a pipeline or ZeRO over the nodes"
     return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)

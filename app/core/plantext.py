@@ -8,11 +8,12 @@ from typing import Any
 
 from trainwright.core.errors import PlanError, nearest
 from trainwright.core.plan import Mesh, Plan
+from trainwright.core.sections import CHUNKED, misplaced
 
 _NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "offload", "micro_batch", "accumulation", "chunks")
 _BOUNDS: Mapping[str, tuple[int, int | None]] = {"zero": (0, 3), "offload": (0, 1), "micro_batch": (0, None)}
 _WORDS: Mapping[str, tuple[str, ...]] = {
-    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "tf32", "fp16", "bf16"),
 }
@@ -24,7 +25,7 @@ def fields_of(text: str) -> dict[str, Any]:
     mesh, zero = _mesh_of(given)
     if mesh.pipeline > 1:
         given = {"micro_batch": 0 if "accumulation" in given else 1, "schedule": "1f1b"} | given
-    if given.get("schedule") == "interleaved":
+    if given.get("schedule") in CHUNKED:
         given = {"chunks": 2} | given
     return {"strategy": strategy_of(mesh), "mesh": mesh, **given, "zero": zero}
 
@@ -35,6 +36,9 @@ def _given(text: str) -> dict[str, Any]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         given[name] = _value(name, value, text)
+    problem = misplaced(given["schedule"], given["chunks"]) if {"schedule", "chunks"} <= given.keys() else ""
+    if problem:
+        raise PlanError(problem, where=text, remedy="leave chunks= out")
     return given
 
 

@@ -154,6 +154,8 @@ class Living:
     Attributes:
         slot: of which it holds the bundle; None for a spare beside others.
         waiting: it has never held a rank.
+        rank: that it held last; -1 for none.
+        home: Ray's id of the node.
     """
 
     worker: int
@@ -161,7 +163,9 @@ class Living:
     pid: int
     slot: int | None = None
     waiting: bool = False
+    rank: int = -1
     accelerators: tuple[str, ...] = ()
+    home: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,12 +197,14 @@ class Started:
 
     Attributes:
         accelerators: ids of those that Ray gave it; none for a spare beside others.
+        home: Ray's id of the node.
     """
 
     worker: int
     node: str
     pid: int
     accelerators: tuple[str, ...] = ()
+    home: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

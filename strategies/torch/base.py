@@ -105,8 +105,7 @@ class TorchEngine:
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
         replica = self._built
-        names = None if replica.part.stages == 1 else replica.held
-        state.restore(replica, files.read(reader, replica.part, replica.divided, names))
+        state.restore(replica, files.read(reader, replica.wanted, replica.part))
         return self._tag()
 
     # --- steps --------------------------------------------------------------------------------------------

@@ -6,19 +6,18 @@
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
 | `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale  |
 
-A divided model has three such files for each part, `model.shard-0-of-4.safetensors` or `model.stage-0-of-2.safetensors`
-and so on, each written by a rank that holds the part. They are read alone where a rank wants that part. What is not
-divided by rows is in the files of all shards, or of each stage that has it. `state.shard-0-of-4.json` also says of each
-tensor its whole shape, its type and which rows are held. Any layout is loaded into any other: `read` puts together what
-a rank needs, from the files that hold some of it, one after the other.
+A divided model has three such files for each part, `model.shard-0-of-4.safetensors`, `model.stage-0-of-2.safetensors`,
+`model.stage-0-of-2.tensor-1-of-2.safetensors` and so on, each written by a rank that holds the part. What is not
+divided is in the files of all parts that have it. `state.json` also says of each tensor its type, its whole shape and
+which box of it is held. Any layout is loaded into any other: `read` puts together what a rank needs, from the files
+that hold some of it, one after the other, and alone from its own part's where that has all of it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import safetensors
@@ -28,12 +27,15 @@ from torch import Tensor, nn
 
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
-from trainwright.strategies.torch.parts import WHOLE, Part
+from trainwright.strategies.torch.parts import WHOLE, Box, Part
 from trainwright.strategies.torch.state import HostState, Slots
 
-MODEL, OPTIMIZER, STATE = "model{}.safetensors", "optimizer{}.safetensors", "state{}.json"
-_PARTS = re.compile(r"state\.(shard|stage)-(\d+)-of-(\d+)\.json")
-_FORMAT = 1
+MODEL, OPTIMIZER = "model", "optimizer"
+_FILE, STATE = "{}{}.safetensors", "state{}.json"
+_PARTS = re.compile(r"state((?:\.(?:stage|shard|tensor)-\d+-of-\d+)*)\.json")
+_FORMAT = 2
+Facts = Mapping[str, Any]
+Wanted = Mapping[str, Box | None]
 
 
 def write(state: HostState, writer: Writer) -> None:
@@ -62,64 +64,59 @@ def write(state: HostState, writer: Writer) -> None:
     }
     if state.scale is not None:
         facts["scale"] = list(state.scale)
-    part = state.part
-    if part != WHOLE:
-        facts["tensors"] = {name: _described(name, value, state) for name, value in (state.model | tensors).items()}
-    writer.write(MODEL.format(part.suffix), safetensors.torch.save(state.model))
-    writer.write(OPTIMIZER.format(part.suffix), safetensors.torch.save(tensors))
-    writer.write(STATE.format(part.suffix), json.dumps(facts, indent=1).encode())
+    boxes, suffix = state.boxes, state.part.suffix
+    facts["tensors"] = {
+        MODEL: {name: _described(value, boxes.get(name)) for name, value in state.model.items()},
+        OPTIMIZER: {name: _described(value, boxes.get(name)) for name, value in tensors.items()},
+    }
+    writer.write(_FILE.format(MODEL, suffix), safetensors.torch.save(state.model))
+    writer.write(_FILE.format(OPTIMIZER, suffix), safetensors.torch.save(tensors))
+    writer.write(STATE.format(suffix), json.dumps(facts, indent=1).encode())
 
 
-def _described(name: str, held: Tensor, state: HostState) -> dict[str, Any]:
-    """A tensor's whole shape and type, and the rows of it that are held; None where it is not divided."""
-    size = state.rows.get(name)
-    rows = None if size is None else state.part.rows(size)
+def _described(held: Tensor, box: Box | None) -> dict[str, Any]:
+    """A tensor's type, its whole shape, and which indices are held in each dimension."""
+    box = box or Box.all_of(held.shape)
     return {
-        "shape": list(held.shape) if size is None else [size, *held.shape[1:]],
         "dtype": str(held.dtype).removeprefix("torch."),
-        "rows": None if rows is None else [rows.start, rows.stop],
+        "shape": [*box.shape],
+        "held": [[start, stop] for start, stop in zip(box.start, box.stop, strict=True)],
     }
 
 
-def read(
-    reader: Reader, part: Part = WHOLE, parameters: Collection[str] = (), names: Collection[str] | None = None
-) -> HostState:
+def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> HostState:
     """Read a state's files, whatever layout wrote them.
 
     Args:
         reader: of the checkpoint.
-        part: wanted of what is divided.
-        parameters: names of the parameters that are to be divided.
-        names: of the parameters and buffers that are wanted; all by default.
+        wanted: boxes of the parameters and buffers that are wanted, None for all of one; without it all of every one.
+        part: the rank's own.
 
     Raises:
         CheckpointError: a file is missing or is not what it should be.
     """
-    source = _Source.of(reader, part, None if names is None else frozenset(names))
-    facts = source.facts[source.parts[0]]
-    model, rows = source.tensors(MODEL, part, lambda name, tensor: name in parameters)
-    shapes = {name: (rows.get(name, -1), *value.shape[1:]) for name, value in model.items()}
-    tensors, slot_rows = source.tensors(
-        OPTIMIZER, part, lambda name, tensor: tuple(tensor.shape) == shapes.get(name.rpartition("/")[0])
-    )
+    known = _known(reader, wanted, part)
+    boxes = _boxes([*known.values()], wanted)
     slots: Slots = {
         name: dict(entries)
-        for known in source.facts.values()
-        for name, entries in known["plain"].items()
-        if names is None or name in names
+        for facts in known.values()
+        for name, entries in facts["plain"].items()
+        if wanted is None or name in wanted
     }
-    for name, value in tensors.items():
+    for name, value in _joined(reader, OPTIMIZER, known, boxes[OPTIMIZER]).items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
+    given = {box for box in (wanted or {}).values() if box}
+    facts = next(iter(known.values()))
     return HostState(
         step=facts["step"],
-        model=model,
+        model=_joined(reader, MODEL, known, boxes[MODEL]),
         slots=slots,
         options=facts["options"],
         optimizer=facts["optimizer"],
         scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
         part=part,
-        rows=rows | slot_rows,
+        boxes={name: box for kind in boxes.values() for name, box in kind.items() if box in given},
     )
 
 
@@ -128,7 +125,8 @@ def load_weights(reader: Reader) -> dict[str, Tensor]:
 
     `model.load_state_dict(load_weights(reader))` gives the trained model. Raises CheckpointError.
     """
-    return _Source.of(reader, WHOLE, None).tensors(MODEL, WHOLE, lambda name, tensor: False)[0]
+    known = _known(reader, None, WHOLE)
+    return _joined(reader, MODEL, known, _boxes([*known.values()], None)[MODEL])
 
 
 def export(model: nn.Module, path: str) -> None:
@@ -141,106 +139,78 @@ def export(model: nn.Module, path: str) -> None:
         raise JobError([f"{path!r}: a torch model is exported to `.safetensors` or `.pt`"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """A checkpoint's parts, first of all the one that is wanted where it is there: it is all that has to be read.
+def _known(reader: Reader, wanted: Wanted | None, own: Part) -> Mapping[Part, Facts]:
+    """What the parts that are to be read hold: the rank's own first, and alone where it has all that is wanted.
 
-    Attributes:
-        reader: of its files.
-        names: of the parameters and buffers that are wanted; None for all.
-        parts: that are read.
-        facts: of each part.
+    Raises:
+        CheckpointError: a part is missing, or they are of different states.
     """
-
-    reader: Reader
-    names: frozenset[str] | None
-    parts: tuple[Part, ...]
-    facts: Mapping[Part, Mapping[str, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, reader: Reader, wanted: Part, names: frozenset[str] | None) -> _Source:
-        """Find the parts. Raises CheckpointError where one is missing, or they are of different steps."""
-        parts = _parts(reader)
-        if wanted in parts:
-            alone = cls(reader=reader, names=names, parts=(wanted,), facts={wanted: _facts(reader, wanted)})
-            if names is None or names <= set(alone.facts[wanted].get("tensors", names)):
-                return alone  # a stage of other cuts has not all of it
-        facts = {part: _facts(reader, part) for part in parts}
-        held = [(part.stage, *sorted(known.get("tensors", ()))) for part, known in facts.items()]
-        mixed = len({known["step"] for known in facts.values()}) > 1 or len(set(held)) > parts[0].stages
-        if mixed:
-            raise _damaged(STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first"))
-        return cls(reader=reader, names=names, parts=parts, facts=facts)
-
-    def tensors(
-        self, file: str, wanted: Part, divide: Callable[[str, Tensor], bool]
-    ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What a rank wants of one kind of file, and all ranks' rows of what is divided for it.
-
-        Args:
-            file: `MODEL` or `OPTIMIZER`.
-            wanted: part of what is divided.
-            divide: whether a tensor that is whole in the checkpoint is divided for the rank.
-        """
-        found: dict[str, Tensor] = {}
-        rows: dict[str, int] = {}
-        for part in self.parts:
-            if self._wanted(part, wanted):
-                for name, held in _tensors(self.reader, file.format(part.suffix)).items():
-                    if not self._named(name):
-                        continue
-                    size = self._size(part, name, held, divide)
-                    if size is None:
-                        found.setdefault(name, held)
-                    else:
-                        rows[name] = size
-                        _take(found, name, held, part.rows(size), wanted.rows(size))
-        return found, {} if wanted == WHOLE else rows
-
-    def _wanted(self, part: Part, wanted: Part) -> bool:
-        """Whether a part's files hold anything that is wanted and not in the first ones."""
-        if part == self.parts[0]:
-            return True
-        tensors = {name: one for name, one in self.facts[part]["tensors"].items() if self._named(name)}
-        sizes = [one["shape"][0] for one in tensors.values() if one["rows"] is not None]
-        return bool(part.stages > 1 and tensors) or any(_overlap(part.rows(size), wanted.rows(size)) for size in sizes)
-
-    def _named(self, name: str) -> bool:
-        """Whether a tensor, or the parameter whose slot it is, is wanted."""
-        return self.names is None or name in self.names or name.rpartition("/")[0] in self.names
-
-    def _size(self, part: Part, name: str, held: Tensor, divide: Callable[[str, Tensor], bool]) -> int | None:
-        """All ranks' rows of a tensor; None where a rank wants all of it and has it here."""
-        if part.of == 1:
-            return held.shape[0] if divide(name, held) else None
-        described = self.facts[part]["tensors"][name]
-        return None if described["rows"] is None else int(described["shape"][0])
+    parts = _parts(reader)
+    known: dict[Part, Facts] = {part: _facts(reader, part) for part in parts if part == own}
+    if known and (len(parts) == 1 or (wanted is not None and _alone(known[own], wanted))):
+        return known
+    known |= {part: _facts(reader, part) for part in parts if part != own}
+    kinds = {(part.stage, *sorted(facts["tensors"][MODEL])) for part, facts in known.items()}
+    if len({facts["step"] for facts in known.values()}) > 1 or len(kinds) > parts[0].stages:
+        raise _damaged(STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first"))
+    return known
 
 
-def _take(found: dict[str, Tensor], name: str, held: Tensor, have: range, want: range) -> None:
-    """Copy the rows that are held and wanted to their place."""
-    if have == want:
-        found[name] = held
-        return
-    if name not in found:
-        found[name] = held.new_empty((len(want), *held.shape[1:]))
-    both = _overlap(have, want)
-    into = found[name][both.start - want.start : both.stop - want.start] if both else found[name][:0]
-    into.copy_(held[both.start - have.start : both.stop - have.start] if both else held[:0])
+def _alone(facts: Facts, wanted: Wanted) -> bool:
+    """Whether a part has all that is wanted; a stage of other cuts, or a shard of other layers, has not."""
+    boxes = _boxes([facts], wanted)
+    return wanted.keys() <= facts["tensors"][MODEL].keys() and all(
+        _held(facts["tensors"][kind][name]) == box for kind, named in boxes.items() for name, box in named.items()
+    )
 
 
-def _overlap(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _boxes(known: Sequence[Facts], wanted: Wanted | None) -> dict[str, dict[str, Box]]:
+    """Boxes that are wanted of the tensors of each kind: of the optimizer's as of their parameters."""
+    boxes: dict[str, dict[str, Box]] = {MODEL: {}, OPTIMIZER: {}}
+    for facts in known:
+        for kind, described in facts["tensors"].items():
+            for name, one in described.items():
+                owner = name if kind == MODEL else name.rpartition("/")[0]
+                if wanted is None or owner in wanted:
+                    box, whole = (wanted or {}).get(owner), Box.all_of(one["shape"])
+                    boxes[kind][name] = box if box and box.shape == whole.shape else whole
+    return boxes
+
+
+def _joined(reader: Reader, kind: str, known: Mapping[Part, Facts], boxes: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is wanted of one kind of file. Raises CheckpointError where the files have not all of it."""
+    found: dict[str, Tensor] = {}
+    taken: dict[str, set[Box]] = {name: set() for name in boxes}
+    for part, facts in known.items():
+        described = {name: one for name, one in facts["tensors"][kind].items() if name in boxes}
+        held = {name: _held(one) for name, one in described.items()}
+        for name in [name for name in held if name not in found]:
+            found[name] = torch.empty(boxes[name].size, dtype=getattr(torch, described[name]["dtype"]))
+        news = {name: box.both(boxes[name]) for name, box in held.items()}
+        news = {name: box for name, box in news.items() if box.count and box not in taken[name]}
+        tensors = _tensors(reader, _FILE.format(kind, part.suffix)) if news or len(known) == 1 else {}
+        for name, box in news.items():
+            taken[name].add(box)
+            if held[name] == boxes[name]:
+                found[name] = tensors[name]
+            else:
+                found[name][box.inside(boxes[name])] = tensors[name][box.inside(held[name])]
+    for name, parts in taken.items():
+        if sum(box.count for box in parts) != boxes[name].count:
+            raise _damaged(STATE.format(next(iter(known)).suffix), ValueError(f"{name} is not whole in all parts"))
+    return found
+
+
+def _held(described: Mapping[str, Any]) -> Box:
+    """Which box of a tensor a file holds."""
+    start, stop = zip(*described["held"], strict=True) if described["held"] else ((), ())
+    return Box(shape=tuple(described["shape"]), start=tuple(start), stop=tuple(stop))
 
 
 def _parts(reader: Reader) -> tuple[Part, ...]:
     """The parts that a checkpoint is of, in order."""
-    names = reader.names()
-    matches = [match for match in map(_PARTS.fullmatch, names) if match]
-    if STATE.format("") in names or not matches:
-        return (WHOLE,)
-    kind, place, count = matches[0].groups()
-    return Part.read(kind, int(place), int(count)).every
+    matches = [match for match in map(_PARTS.fullmatch, reader.names()) if match]
+    return Part.read(matches[0][1]).every if matches else (WHOLE,)
 
 
 def _tensors(reader: Reader, name: str) -> dict[str, Tensor]:
@@ -253,7 +223,7 @@ def _tensors(reader: Reader, name: str) -> dict[str, Tensor]:
 
 def _facts(reader: Reader, part: Part) -> dict[str, Any]:
     name = STATE.format(part.suffix)
-    expected = {"step", "optimizer", "options", "plain"} | ({"tensors"} if part != WHOLE else set())
+    expected = {"step", "optimizer", "options", "plain", "tensors"}
     try:
         facts = json.loads(_bytes(reader, name))
         version, missing = facts["format"], expected - set(facts)

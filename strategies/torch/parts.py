@@ -1,8 +1,11 @@
-"""What a rank holds of a model that is divided: a pipeline's stage, and rows of each parameter as FSDP2 cuts them."""
+"""What a rank holds of a model that is divided: its place in the layout, and a box of each tensor."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -10,33 +13,47 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Part:
-    """One of `stages` stages, and of what is divided by rows the part that `rows` says.
+    """A rank's place among those that hold a model together; replicas have the same one.
 
     Attributes:
-        index, of: which of so many parts of each divided tensor.
-        stage, stages: which of so many stages of the model.
+        stage, stages: which of so many stages of a pipeline.
+        shard, shards: which of so many parts of each parameter, by FSDP2.
+        tensor, tensors: which of so many parts of each layer that is divided, by tensor parallelism.
     """
 
-    index: int = 0
-    of: int = 1
     stage: int = 0
     stages: int = 1
+    shard: int = 0
+    shards: int = 1
+    tensor: int = 0
+    tensors: int = 1
 
-    def rows(self, size: int) -> range:
-        """Of so many rows. The last parts may be shorter, or empty."""
-        each = -(-size // self.of)
-        return range(min(self.index * each, size), min((self.index + 1) * each, size))
+    @property
+    def _places(self) -> list[tuple[str, int, int]]:
+        """Kind, place and count of each dimension along which the model is divided."""
+        places = [
+            ("stage", self.stage, self.stages),
+            ("shard", self.shard, self.shards),
+            ("tensor", self.tensor, self.tensors),
+        ]
+        return [each for each in places if each[2] > 1]
 
     @property
     def name(self) -> str:
-        """As state tags name it."""
-        return f"stage-{self.stage}" if self.stages > 1 else f"shard-{self.index}"
+        """As state tags name it: `stage-0`, `shard-1`, `stage-0.tensor-1`; `state` for all of a model."""
+        return ".".join(f"{kind}-{place}" for kind, place, _ in self._places) or "state"
+
+    @property
+    def layout(self) -> str:
+        """What all parts have in common, as state tags name it: `shard-4`, or `stage-2.tensor-2`."""
+        return ".".join(f"{kind}-{count}" for kind, _, count in self._places) or "replicated"
 
     @property
     def every(self) -> tuple[Part, ...]:
         """All parts, in order."""
-        places = ((stage, index) for stage in range(self.stages) for index in range(self.of))
-        return tuple(Part(index=index, of=self.of, stage=stage, stages=self.stages) for stage, index in places)
+        places = product(range(self.stages), range(self.shards), range(self.tensors))
+        counts = {"stages": self.stages, "shards": self.shards, "tensors": self.tensors}
+        return tuple(Part(stage=stage, shard=shard, tensor=tensor, **counts) for stage, shard, tensor in places)
 
     @property
     def whole(self) -> frozenset[str]:
@@ -45,22 +62,92 @@ class Part:
 
     @property
     def suffix(self) -> str:
-        """In the names of a checkpoint's files; empty for all of a model."""
-        count = self.stages * self.of
-        return f".{self.name}-of-{count}" if count > 1 else ""
+        """In the names of a checkpoint's files: `.shard-0-of-4`; empty for all of a model."""
+        return "".join(f".{kind}-{place}-of-{count}" for kind, place, count in self._places)
 
     @classmethod
-    def read(cls, kind: str, place: int, count: int) -> Part:
+    def read(cls, suffix: str) -> Part:
         """The part of which a suffix tells."""
-        return cls(stage=place, stages=count) if kind == "stage" else cls(index=place, of=count)
+        fields: dict[str, int] = {}
+        for told in suffix.split(".")[1:]:
+            kind, place, _, count = told.split("-")
+            fields |= {kind: int(place), f"{kind}s": int(count)}
+        return cls(**fields)
 
 
 WHOLE = Part()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A part of a tensor: a run of indices in each dimension.
+
+    Attributes:
+        shape: of the whole tensor.
+        start, stop: of each dimension.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, shape: Sequence[int]) -> Box:
+        """A whole tensor."""
+        return cls(shape=tuple(shape), start=(0,) * len(shape), stop=tuple(shape))
+
+    @classmethod
+    def share(cls, shape: Sequence[int], dimension: int, index: int, of: int) -> Box:
+        """One of so many parts along a dimension. The last ones may be shorter, or empty."""
+        size, start, stop = shape[dimension], [0] * len(shape), [*shape]
+        each = -(-size // of)
+        start[dimension], stop[dimension] = min(index * each, size), min((index + 1) * each, size)
+        return cls(shape=tuple(shape), start=tuple(start), stop=tuple(stop))
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its own shape."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def count(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.size)
+
+    def both(self, other: Box) -> Box:
+        """What lies in both of two boxes of a tensor; `count` is 0 where nothing does."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(max(low, high) for low, high in zip(start, map(min, self.stop, other.stop), strict=True))
+        return Box(shape=self.shape, start=start, stop=stop)
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """Where it lies in a tensor of which `outer` is held."""
+        edges = zip(self.start, self.stop, outer.start, strict=True)
+        return tuple(slice(start - origin, stop - origin) for start, stop, origin in edges)
+
+    def within(self, outer: Box) -> Box:
+        """The same of a larger tensor, of which `outer` is what this one calls the whole."""
+        start = tuple(low + origin for low, origin in zip(self.start, outer.start, strict=True))
+        stop = tuple(high + origin for high, origin in zip(self.stop, outer.start, strict=True))
+        return Box(shape=outer.shape, start=start, stop=stop)
+
+
 def divided(tensor: Tensor) -> bool:
     """Whether a tensor is one of which this rank holds a part."""
     return hasattr(tensor, "to_local")  # a DTensor, without importing what one-device jobs never need
+
+
+def box_of(tensor: Tensor, part: Part) -> Box | None:
+    """What a rank holds of a tensor that FSDP2 divides, by its first dimension; None of one that is not divided.
+
+    The tensor's own mesh is not asked: torch remembers what an operation made by meshes that are equal, so that it may
+    be one of a group that is gone, with the place that this process had there.
+    """
+    if not divided(tensor):
+        return None
+    box = Box.share(tensor.shape, 0, part.shard, part.shards)
+    assert box.size == tuple(local(tensor).shape), "FSDP2 gives each rank as many rows"
+    return box
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.group import Group, Move, StateTag
 from trainwright.core.plan import Plan
+from trainwright.core.sections import misplaced, place_of, section_of
 from trainwright.strategies.torch import evaluation, state
 from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.compiling import compile_blocks
@@ -31,7 +32,7 @@ from trainwright.strategies.torch.links import Links
 from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Caller, Objective, Share
-from trainwright.strategies.torch.parts import WHOLE, Part
+from trainwright.strategies.torch.parts import WHOLE, Box, Part
 from trainwright.strategies.torch.pipe import Pipe
 from trainwright.strategies.torch.replica import AUTOCAST, Replica
 from trainwright.strategies.torch.step import Runner, Totals, shares
@@ -158,14 +159,14 @@ class Pipeline(Member):
     # --- steps --------------------------------------------------------------------------------------------
 
     def evaluate_step(self, feed: Feed) -> Sums:
-        """Local sums of `loss` and the metrics, on the last stage; nothing on the others, which call it alike."""
+        """Local sums of `loss` and the metrics, on the stage with the loss; nothing on the others, which call it."""
         if self._part == WHOLE:
             return super().evaluate_step(feed)
         through = self._through(feed)
         return self._guarded(lambda: evaluation.evaluate(self._built.model, self._caller(), feed, through))
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows, on the last stage; nothing on the others, which call it alike."""
+        """The model's outputs for the feed's rows, on the stage with the loss; nothing on the others, which call it."""
         if self._part == WHOLE:
             return super().predict_step(feed)
         through = self._through(feed)
@@ -177,8 +178,10 @@ class Pipeline(Member):
         plain = super()._tag()
         if self._part == WHOLE or self._job is None:
             return plain
-        cuts = hashlib.sha256("\n".join(self._job[1].cuts).encode()).hexdigest()[:8]
-        names, layout = frozenset({self._part.name}), f"pipeline-{self._part.stages}-{cuts}"
+        plan = self._job[1]
+        order = [section for stage in range(self._part.stages) for section in _sections(plan, stage)]
+        cuts = hashlib.sha256("\n".join((*plan.cuts, str(order))).encode()).hexdigest()[:8]
+        names, layout = frozenset({self._part.name}), f"{self._part.layout}-{cuts}"
         return StateTag(step=plain.step, layout=layout, pieces=names, whole=self._part.whole, sound=plain.sound)
 
     def _place(self, plan: Plan) -> Part:
@@ -204,16 +207,16 @@ class Pipeline(Member):
             raise JobError(problems, where=self._where)
         return Replica(spec, plan, self._device, self._where, part=self._part, place=partial(self._stage, spec, plan))
 
-    def _stage(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> None:
+    def _stage(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> dict[str, Box]:
         """Keep this rank's stage of a whole model, and bring it to the device."""
         assert spec.sample is not None, "a job brings a sample"
         self._checksum = state.checksum(model)
         part = self._part
         caller = Caller(spec=spec, device=torch.device("cpu"), autocast=AUTOCAST.get(plan.precision), where=self._where)
         columns = caller.inputs(spec.sample())
-        own = range(part.stage, part.stages * plan.chunks, part.stages)
-        given, compiled = [columns[name] for name in spec.inputs], spec.compile == "inductor"
+        own, compiled = _sections(plan, part.stage), spec.compile == "inductor"
         prepare = partial(compile_blocks, device=self._device, cuts=plan.cuts) if compiled else as_it_is
+        given = [columns[name] for name in spec.inputs]
         self._cut = Cut(model, plan.cuts, own, given, caller.precisely, self._where, prepare)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise JobError(
@@ -221,6 +224,7 @@ class Pipeline(Member):
                 where=self._where,
             )
         model.to(self._device)
+        return {}
 
     def _warmed(self, feed: Feed) -> Runner:
         """A runner that has run once on all ranks."""
@@ -271,8 +275,8 @@ class Pipeline(Member):
         """This rank's links in the group; every rank asks for them at the same moment of a formation."""
         assert self._group is not None and self._job is not None, "build() comes first"
         if self._links is None:
-            mesh = replace(self._job[1].mesh, data=self._group.size // self._part.stages)
-            self._links = Links.of(mesh, self._group.rank, self._device, self._group.deadline_s)
+            plan = self._job[1].resized(self._group.size)
+            self._links = Links.of(plan, self._group.rank, self._device, self._group.deadline_s)
         return self._links
 
     def _shared(self) -> tuple[tuple[nn.Parameter, distributed.ProcessGroup, bool], ...]:
@@ -282,15 +286,20 @@ class Pipeline(Member):
         columns = self._linked().columns
         found = []
         for name, sections in sorted(self._cut.shared.items()):
-            stages = sorted({section % self._part.stages for section in sections})
+            stages = sorted({self._holder(section) for section in sections})
             groups = [self._linked().group([column[stage] for stage in stages]) for column in columns]
             if len(stages) > 1 and name in names:
                 group = groups[self._group.rank % len(columns)]
                 found.append((names[name], group, self._part.stage == stages[0]))
         return tuple(found)
 
+    def _holder(self, section: int) -> int:
+        """The stage that holds a section."""
+        assert self._job is not None, "build() comes first"
+        return place_of(self._job[1].schedule, section=section, stages=self._part.stages)[0]
+
     def _through(self, feed: Feed) -> evaluation.Through:
-        """Gives a micro-batch's outputs on the last stage."""
+        """Gives a micro-batch's outputs on the stage that ends the model."""
         if not isinstance(self._runner, PipelineRunner):
             self.warm(feed)
         assert isinstance(self._runner, PipelineRunner), "it is warm"
@@ -331,11 +340,19 @@ def _pieces(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     return pieces
 
 
+def _sections(plan: Plan, stage: int) -> list[int]:
+    """The sections that a stage holds, by chunk."""
+    stages = plan.mesh.pipeline
+    return [section_of(plan.schedule, stage=stage, stages=stages, chunk=chunk) for chunk in range(plan.chunks)]
+
+
 def _problems(spec: ModelSpec, plan: Plan) -> Iterator[str]:
     """What of a job a pipeline cannot do."""
     if spec.step is not None or not spec.inputs:
         yield "a pipeline runs the model stage by stage, so that step= cannot: give the job inputs=, targets= and loss="
-    if len(plan.cuts) + 1 != plan.mesh.pipeline * plan.chunks:
-        sections = plan.mesh.pipeline * plan.chunks
-        yield f"the plan has {len(plan.cuts)} cuts for {sections} sections: it needs one less than there are sections"
+    if misplaced(plan.schedule, plan.chunks):
+        yield misplaced(plan.schedule, plan.chunks)
+    if len(plan.cuts) + 1 != plan.sections:
+        found = f"{len(plan.cuts)} cuts for {plan.sections} sections"
+        yield f"the plan has {found}: it needs one less than there are sections"
     yield from spec.collation.static_problems()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.torch.compiling import compile_whole
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.laps import Laps
-from trainwright.strategies.torch.parts import WHOLE, Part, divided
+from trainwright.strategies.torch.parts import WHOLE, Box, Part, box_of
 from trainwright.strategies.torch.recomputing import recompute
 from trainwright.strategies.torch.scaling import Scale
 
@@ -39,8 +39,9 @@ class Replica:
         plan: says the precision, and into how many parts a batch goes.
         device: where the model lives.
         where: the rank, for errors.
-        part: what this rank holds of each parameter.
-        place: brings the model to where it lives, and divides it; by default it is moved to `device`.
+        part: of the model, that this rank holds.
+        place: brings the model to where it lives, and divides it; tells what it left of each tensor that it cut, by all
+            of its names. By default the model is moved to `device`.
 
     Attributes:
         model: the user's module.
@@ -68,7 +69,7 @@ class Replica:
         where: str,
         *,
         part: Part = WHOLE,
-        place: Callable[[nn.Module], object] | None = None,
+        place: Callable[[nn.Module], Mapping[str, Box]] | None = None,
     ) -> None:
         self.spec, self.autocast, self.device, self.part = spec, AUTOCAST.get(plan.precision), device, part
         self.scale = Scale() if plan.precision == "fp16" else None
@@ -82,7 +83,7 @@ class Replica:
         _check_model(self.model, spec, plan, where)
         if plan.recompute == "full":
             recompute(self.model, plan.cuts)
-        (place or self._place)(self.model)
+        self._cut = (place or self._settled)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
         with user_code("optimizer()", where):
@@ -117,13 +118,15 @@ class Replica:
             self.device, self.laps = device, Laps(device)
             self._move(self.model)
 
-    def _place(self, model: nn.Module) -> None:
-        self._move(model)
+    def _settled(self, model: nn.Module) -> Mapping[str, Box]:
+        """Where the model is whole."""
         if self.spec.compile == "inductor":
             compile_whole(model, self.device)
+        return self._move(model)
 
-    def _move(self, model: nn.Module) -> None:
+    def _move(self, model: nn.Module) -> Mapping[str, Box]:
         model.to(self.device)
+        return {}
 
     def reseed(self, seed: int) -> None:
         """Make what torch draws next a function of `seed` alone, on the CPU and on the replica's device."""
@@ -132,15 +135,21 @@ class Replica:
             torch.cuda.manual_seed(seed)
 
     @property
-    def divided(self) -> frozenset[str]:
-        """Full names of the parameters of which this rank holds a part."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        return frozenset(name for name, parameter in named if divided(parameter))
+    def boxes(self) -> dict[str, Box]:
+        """What this rank holds of each parameter and buffer that is divided, by full name."""
+        found = {}
+        for name, held in self.model.state_dict().items():
+            inner, outer = box_of(held, self.part), self._cut.get(name)
+            box = inner.within(outer) if inner and outer else inner or outer
+            if box:
+                found[name] = box
+        return found
 
     @property
-    def held(self) -> frozenset[str]:
-        """Full names of the parameters and persistent buffers that this rank holds, or a part of."""
-        return frozenset(self.model.state_dict())
+    def wanted(self) -> dict[str, Box | None]:
+        """What this rank holds, by full name: a box of a tensor that is divided, None for all of one that is not."""
+        boxes = self.boxes
+        return {name: boxes.get(name) for name in self.model.state_dict()}
 
     def buffers(self) -> list[Tensor]:
         """All buffers, those that are not saved included, as they are now."""

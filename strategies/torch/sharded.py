@@ -29,7 +29,7 @@ from trainwright.strategies.torch.group import compared, same_start
 from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective
-from trainwright.strategies.torch.parts import Part, local
+from trainwright.strategies.torch.parts import Box, Part, local
 from trainwright.strategies.torch.replica import Replica
 from trainwright.strategies.torch.state import HostState
 from trainwright.strategies.torch.step import Runner, Totals
@@ -176,19 +176,21 @@ class Sharded(Member):
 
     def _tag(self) -> StateTag:
         plain = super()._tag()
-        names, layout = frozenset({self._part.name}), f"sharded-{self._part.of}"
-        return StateTag(step=plain.step, layout=layout, pieces=names, whole=self._part.whole, sound=plain.sound)
+        part = self._part
+        names = frozenset({part.name})
+        return StateTag(step=plain.step, layout=part.layout, pieces=names, whole=part.whole, sound=plain.sound)
 
     def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
         if self._mesh is None:
             self._mesh, self._column, self._part = self._meshed(plan)
         mesh = self._mesh
 
-        def place(model: nn.Module) -> None:
+        def place(model: nn.Module) -> dict[str, Box]:
             self._checksum = state.checksum(model)
             if spec.compile == "inductor":
                 compile_blocks(model, self._device)
             divide(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
+            return {}
 
         replica = Replica(spec, plan, self._device, self._where, part=self._part, place=place)
         self._calls = Calls(replica.model, replica.names)
@@ -205,7 +207,7 @@ class Sharded(Member):
                 [f"{group.size} ranks cannot hold a model in {shard} parts: use a multiple of {shard} workers"],
                 where=self._where,
             )
-        part = Part(index=group.rank % shard, of=shard)
+        part = Part(shard=group.rank % shard, shards=shard)
         world = distributed.group.WORLD
         assert world is not None, "form() has joined it"
         if replicas == 1:
@@ -214,7 +216,7 @@ class Sharded(Member):
         deadline = timedelta(seconds=group.deadline_s)
         rows = [distributed.new_group(row, timeout=deadline) for row in ranks.tolist()]
         columns = [distributed.new_group(column, timeout=deadline) for column in ranks.T.tolist()]
-        own = [columns[part.index], rows[group.rank // shard]]
+        own = [columns[part.shard], rows[group.rank // shard]]
         names = ("replicate", "shard")
         return DeviceMesh.from_group(own, self._device.type, mesh=ranks, mesh_dim_names=names), own[0], part
 
@@ -255,7 +257,7 @@ class Sharded(Member):
             probe=Probe(objective, ()),  # no rank sees a gradient of its own
             local=self._unreplicated,
             calls=self._calls,
-            replicas=self._group.size // part.of,
+            replicas=self._group.size // part.shards,
         )
         self._throwaway(runner, feed)
         self._calls.take()

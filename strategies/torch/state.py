@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.torch.parts import WHOLE, Part, divided, local
+from trainwright.strategies.torch.parts import WHOLE, Box, Part, divided, local
 from trainwright.strategies.torch.replica import Replica, set_option, settings
 from trainwright.strategies.torch.scaling import Scale
 
@@ -32,8 +32,8 @@ class HostState:
         optimizer: name of the optimizer's class.
         scale: of the losses: its factor, and steps since it changed; None where they are not scaled.
         trained: names of the parameters that are trained, where they are known.
-        part: what is held of the tensors that are divided.
-        rows: of each of these all ranks' rows together, by name, or `<parameter>/<key>` in the optimizer.
+        part: of the model, that is held.
+        boxes: what is held of each tensor that is divided, by name, or `<parameter>/<key>` in the optimizer.
     """
 
     step: int | None
@@ -44,7 +44,7 @@ class HostState:
     scale: tuple[float, int] | None = None
     trained: tuple[str, ...] = ()
     part: Part = WHOLE
-    rows: Mapping[str, int] = field(default_factory=dict)
+    boxes: Mapping[str, Box] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -95,7 +95,7 @@ def held(replica: Replica) -> HostState:
         scale=None if replica.scale is None else (replica.scale.factor, replica.scale.since),
         trained=tuple(replica.names.values()),
         part=replica.part,
-        rows=_rows(model, slots),
+        boxes=replica.boxes | _slot_boxes(replica, slots),
     )
 
 
@@ -177,38 +177,47 @@ def _set_options(replica: Replica, options: list[dict[str, Any]]) -> None:
 def _slots(replica: Replica) -> Slots:
     """The optimizer's state by parameter name."""
     found: Slots = {}
+    boxes = replica.boxes
     for parameter, entries in replica.optimizer.state.items():
+        name = replica.names[parameter]
         for key, value in entries.items():
             if not isinstance(value, (Tensor, *_PLAIN)):
                 raise CheckpointError(
                     f"the optimizer keeps a {type(value).__name__} as {key!r} in its state, which cannot be saved",
                     remedy="use an optimizer whose state is tensors and numbers",
                 )
-            if isinstance(value, Tensor) and divided(value) and not _alike(value, parameter):
+            if isinstance(value, Tensor) and not _alike(value, parameter, name in boxes):
                 raise CheckpointError(
                     f"the optimizer keeps {key!r} divided otherwise than the parameter, which cannot be saved",
                     remedy='use an optimizer that works number by number, such as AdamW, or strategy="data_parallel"',
                 )
-        found[replica.names[parameter]] = dict(entries)
+        found[name] = dict(entries)
     return found
 
 
-def _alike(slot: Any, parameter: Any) -> bool:
-    """Whether of both the same rows are held."""
-    return tuple(slot.shape) == tuple(parameter.shape) and slot.placements == parameter.placements
+def _alike(slot: Any, parameter: Any, cut: bool) -> bool:
+    """Whether of both the same is held, or the slot is not of the parameter's kind and the parameter is whole."""
+    if divided(slot):
+        return tuple(slot.shape) == tuple(parameter.shape) and slot.placements == parameter.placements
+    return not cut or slot.numel() == 1 or slot.shape == local(parameter).shape
 
 
-def _rows(model: Mapping[str, Tensor], slots: Slots) -> dict[str, int]:
-    """All ranks' rows of what is divided, by name."""
-    named = {**model, **{f"{name}/{key}": value for name, entries in slots.items() for key, value in entries.items()}}
-    return {name: value.shape[0] for name, value in named.items() if isinstance(value, Tensor) and divided(value)}
+def _slot_boxes(replica: Replica, slots: Slots) -> dict[str, Box]:
+    """What is held of the optimizer's tensors: as of their parameters, where they have their shape."""
+    boxes, held = replica.boxes, {name: local(parameter).shape for parameter, name in replica.names.items()}
+    return {
+        f"{name}/{key}": boxes[name]
+        for name, entries in slots.items()
+        for key, value in entries.items()
+        if name in boxes and isinstance(value, Tensor) and local(value).shape == held[name] and value.dim()
+    }
 
 
 def _forms(state: HostState) -> Slots:
     """The optimizer's plain values, and the forms of its tensors."""
     return {
         name: {
-            key: _Shape(shape=tuple(value.shape), dtype=value.dtype, like=f"{name}/{key}" in state.rows)
+            key: _Shape(shape=tuple(value.shape), dtype=value.dtype, like=f"{name}/{key}" in state.boxes)
             if isinstance(value, Tensor)
             else value
             for key, value in entries.items()
@@ -292,9 +301,7 @@ def _host(tensor: Tensor) -> Tensor:
 
 def _check(own: Mapping[str, Tensor], replica: Replica, state: HostState) -> None:
     """Raise CheckpointError unless a state fits."""
-    problems = [*_misfits(own, state)]
-    if state.part != replica.part:
-        problems.append(f"part {state.part.index} of {state.part.of}, and this rank holds another")
+    problems = [*_misfits(own, replica.boxes, state)]
     strangers = sorted(set(state.slots) - set(replica.names.values()))
     if strangers:
         problems.append(f"optimizer state of {strangers[0]!r}, which the model does not train")
@@ -312,20 +319,21 @@ def _check(own: Mapping[str, Tensor], replica: Replica, state: HostState) -> Non
         )
 
 
-def _misfits(own: Mapping[str, Tensor], state: HostState) -> Iterator[str]:
+def _misfits(own: Mapping[str, Tensor], boxes: Mapping[str, Box], state: HostState) -> Iterator[str]:
     """Parameters and buffers that do not fit, in words."""
-    found = {name: _form(value, state.rows.get(name)) for name, value in state.model.items()}
+    found = {name: _form(value, state.boxes.get(name)) for name, value in state.model.items()}
     for name, value in own.items():
+        form = _form(value, boxes.get(name))
         if name not in found:
-            yield f"{name}: missing in the checkpoint, {_form(value)} in the job"
-        elif found[name] != _form(value):
-            yield f"{name}: {found[name]} in the checkpoint, {_form(value)} in the job"
-        elif state.model[name].shape != local(value).shape:
+            yield f"{name}: missing in the checkpoint, {form} in the job"
+        elif found[name] != form:
+            yield f"{name}: {found[name]} in the checkpoint, {form} in the job"
+        elif state.boxes.get(name) != boxes.get(name):
             yield f"{name}: another part of it than this rank holds"
     for name in sorted(set(found) - set(own)):
         yield f"{name}: {found[name]} in the checkpoint, none in the job"
 
 
-def _form(tensor: Tensor, rows: int | None = None) -> str:
-    shape = tuple(tensor.shape) if rows is None else (rows, *tensor.shape[1:])
+def _form(tensor: Tensor, box: Box | None) -> str:
+    shape = tuple(tensor.shape) if box is None else box.shape
     return f"shape {shape} of {str(tensor.dtype).removeprefix('torch.')}"

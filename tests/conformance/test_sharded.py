@@ -59,7 +59,7 @@ def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("name", "alone", "parts"),
     [
-        ("two", {"shard-0"}, ["shard-0", "shard-1"]),
+        ("two", {"state"}, ["shard-0", "shard-1"]),
         ("stages", {"state"}, ["stage-0", "stage-1"]),
     ],
 )

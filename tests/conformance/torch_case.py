@@ -103,26 +103,27 @@ def state(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
     for file, data in files.items():
         if file.endswith(".json"):
             facts = json.loads(data)
-            facts.pop("tensors", None)  # which rows a part holds
+            facts.pop("tensors")  # which boxes a part holds
             plain = np.array(json.dumps(facts, sort_keys=True))
             assert arrays.setdefault("state.json", plain) == plain, "parts of different states"
     return arrays
 
 
 def _joined(files: Mapping[str, bytes]) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """The arrays of each kind of file; of a divided model the parts one after the other."""
+    """The arrays of each kind of file; of a divided model all parts' boxes, which agree where they overlap."""
     joined: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    filled: dict[str, npt.NDArray[Any]] = {}
     for file in sorted(file for file in files if file.endswith(".safetensors")):
         kind, _, part = file.removesuffix(".safetensors").partition(".")
-        facts = json.loads(files[f"state.{part}.json"]) if part else {}
+        facts = json.loads(files[f"state.{part}.json" if part else "state.json"])["tensors"][kind]
         arrays = joined.setdefault(f"{kind}.safetensors", {})
         for name, value in safetensors.numpy.load(files[file]).items():
-            rows = facts["tensors"][name]["rows"] if part else None
-            if rows is None:
-                arrays.setdefault(name, value)
-            else:
-                assert rows == [len(arrays.get(name, ())), len(arrays.get(name, ())) + len(value)], name
-                arrays[name] = np.concatenate((arrays[name], value)) if name in arrays else value
+            whole = arrays.setdefault(name, np.zeros(facts[name]["shape"], value.dtype))
+            there = filled.setdefault(f"{kind}/{name}", np.zeros(whole.shape, bool))
+            box = tuple(slice(start, stop) for start, stop in facts[name]["held"])
+            assert np.array_equal(whole[box][there[box]], value[there[box]]), name
+            whole[box], there[box] = value, True
+    assert all(each.all() for each in filled.values())
     return joined
 
 
