@@ -74,9 +74,13 @@ class Job(BaseModel):
         probe: before the first step measure plans that are predicted to be about as good, where the run is long enough
             for that to pay, and go on with the quickest. Nothing of it is left in state, order or randomness.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
-        precision: `fp32` leaves the model's own types, `bf16` computes under autocast.
+        precision: `fp32` leaves the model's own types, `bf16` computes under autocast, and so does `fp16`, for torch
+            models, with losses scaled as `torch.amp.GradScaler` does: a step whose gradient overflows changes nothing,
+            on any rank, and the scale is halved.
         compile: how steps run: `auto` as the framework does by itself (TensorFlow as a graph), `eager` operation by
-            operation, to look into them with a debugger, or `xla` compiled by TensorFlow's XLA (`jit_compile`).
+            operation, to look into them with a debugger, `xla` compiled by TensorFlow's XLA (`jit_compile`), or
+            `inductor` by `torch.compile`: the model, of one in parts each block. Dropout is drawn
+            otherwise then, and a CPU needs a C++ compiler.
         run: whose steps: `step`, trainwright's, or `fit`, Keras' own on one node: the model's `train_step`, its
             `compile`, metrics of any kind, callbacks and validation after each `evaluate_epochs` epochs, as `Model.fit`
             has them. Fed, copied and resumed as all runs are, in the middle of an epoch too; callbacks begin anew then.
@@ -150,8 +154,8 @@ class Job(BaseModel):
     plan: str | None = None
     probe: bool = True
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    precision: Literal["fp32", "bf16"] = "fp32"
-    compile: Literal["auto", "eager", "xla"] = "auto"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
     run: Literal["step", "fit"] = "step"
     callbacks: Callable[[], Sequence[Any]] | None = None
     accumulation: Annotated[int, Field(ge=1)] | None = None

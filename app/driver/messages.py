@@ -106,6 +106,7 @@ class SegmentReport:
         finished: nothing is left to train, though steps may be left.
         skipped: samples that this process has put into the quarantine so far.
         passed: steps that changed nothing so far, because their loss was not finite.
+        overflowed: likewise, because their gradient was too large for `fp16`.
         prefetch: how far it reads ahead by now.
         own_s: median over its last steps of what it does before it waits for others; None where that is not known.
         phases: what its last steps took; None where too few were timed since it was told last.
@@ -118,6 +119,7 @@ class SegmentReport:
     tag: StateTag
     skipped: int = 0
     passed: int = 0
+    overflowed: int = 0
     prefetch: Prefetch | None = None
     own_s: float | None = None
     finished: bool = False
