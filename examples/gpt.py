@@ -26,6 +26,7 @@ from torch.nn import functional
 import trainwright as tw
 
 FOLDER = Path("data/king-james")
+EPOCH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Size:
         heads, groups: of attention: queries' heads, and those of keys and values.
         hidden: width inside a feed-forward layer.
         batch_size: sequences of `context` tokens.
-        epochs: passes over the text.
+        epochs: of EPOCH sequences.
         rate: highest learning rate.
     """
 
@@ -57,13 +58,13 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        context=32, width=32, depth=2, heads=4, groups=2, hidden=64, batch_size=256, epochs=1, rate=1e-2, vocabulary=512
+        context=32, width=32, depth=2, heads=4, groups=2, hidden=64, batch_size=64, epochs=4, rate=6e-3, vocabulary=512
     ),
     "laptop": Size(
-        context=128, width=192, depth=5, heads=6, groups=2, hidden=512, batch_size=32, epochs=4, rate=4e-3
+        context=128, width=192, depth=5, heads=6, groups=2, hidden=512, batch_size=32, epochs=8, rate=6e-3
     ),
     "cluster": Size(
-        context=1024, width=1024, depth=24, heads=16, groups=4, hidden=2816, batch_size=256, epochs=20, rate=1e-3
+        context=1024, width=1024, depth=24, heads=16, groups=4, hidden=2816, batch_size=256, epochs=6, rate=1e-3
     ),
 }  # fmt: skip
 
@@ -198,14 +199,15 @@ def cross_entropy(logits: Tensor, given: tuple[Tensor, Tensor]) -> tw.Terms:
 def bits_per_character(logits: Tensor, given: tuple[Tensor, Tensor], *, characters: Tensor) -> tw.Terms:
     """Of the tokens that are to be predicted; `characters` (vocabulary,) says for how many each stands."""
     tokens, new = given
-    lengths = characters[tokens[:, 1:].long()]
+    lengths = characters.to(tokens.device)[tokens[:, 1:].long()]
     return tw.Terms(surprise(logits, tokens) / (math.log(2) * lengths), predicted(tokens, new) * lengths)
 
 
 def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
     """-log p of each token but the first, in nats: (rows, tokens - 1)."""
-    follow = tokens[:, 1:].long()
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), follow.flatten(), reduction="none").view_as(follow)
+    follow = tokens.long().roll(-1, dims=1)  # on the last there follows nothing: its value is left out
+    values = functional.cross_entropy(logits.flatten(0, 1), follow.flatten(), reduction="none")
+    return values.view_as(follow)[:, :-1]
 
 
 def predicted(tokens: Tensor, new: Tensor) -> Tensor:
@@ -265,6 +267,7 @@ def job(size: Literal["tiny", "laptop", "cluster"] = "laptop") -> tw.Job:
         inputs="tokens",
         targets=("tokens", "new"),
         batch_size=chosen.batch_size,
+        epoch_samples=EPOCH,
         epochs=chosen.epochs,
         evaluate_epochs=chosen.epochs,
         metrics={"bits_per_character": partial(bits_per_character, characters=characters)},

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+
+import trainwright as tw
+from trainwright.jobfile import load_job
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 CREATURES = ("fowl", "cattle", "great whales", "creeping things", "beasts of the earth")
@@ -40,49 +38,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.fixture
-def gpt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The job file as a module."""
+@pytest.fixture(autouse=True)
+def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    spec = importlib.util.spec_from_file_location("gpt", EXAMPLES / "gpt.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpt", module)
-    spec.loader.exec_module(module)
-    return module
 
 
-def test_every_character_counts_once(gpt: ModuleType, folder: Path) -> None:
+def test_every_character_counts_once(folder: Path) -> None:
     """With a model that gives every token the same chance the answer is known."""
-    job = gpt.job("tiny")
+    job = load_job(str(EXAMPLES / "gpt.py"), ["size=tiny"])
     columns = {name: torch.from_numpy(column) for name, column in job.evaluate.source.arrays.items()}
-    flat = torch.zeros(*columns["tokens"].shape, gpt.SIZES["tiny"].vocabulary)
+    flat = torch.zeros(*columns["tokens"].shape, 512)
     bits = job.metrics["bits_per_character"](flat, (columns["tokens"], columns["new"]))
     rest = (folder / "data" / "king-james" / "test.txt").read_text()
-    learnt = Tokenizer.from_file(str(folder / "data" / "king-james" / "tokens-512.json"))
+    learnt = Tokenizer.from_file("data/king-james/tokens-512.json")
     tokens = len(learnt.encode(rest).ids)
     assert bits.weights.sum() == len(rest) and (bits.weights > 0).sum() == tokens
     total = float((bits.values * bits.weights).sum())
     assert total / len(rest) == pytest.approx(tokens * 9 / len(rest), rel=1e-5)
 
 
-def command(folder: Path, *arguments: object) -> str:
-    """What a Python program prints that must succeed."""
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_it_is_trained_in_a_pipeline_and_writes_on(folder: Path) -> None:
-    size = ("--set", "size=tiny", "--set", "batch_size=64")
-    layout = ("--set", "plan=pp=2,schedule=1f1b,accumulation=4", "--set", "spares=0")
-    told = command(folder, "-m", "trainwright", "fit", EXAMPLES / "gpt.py", *size, *layout)
-    found = re.search(r"bits_per_character (\d\.\d+)", told)
-    assert found and 0.1 < float(found[1]) < 1.0, told
-    wish = ("And God", "--tokens", 40, "--temperature", 0)
-    text = command(folder, EXAMPLES / "generate.py", *wish, *size)
+def test_it_is_trained_in_a_pipeline_and_writes_on(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["size=tiny", "epochs=1"]
+    run = tw.fit(load_job(str(EXAMPLES / "gpt.py"), [*size, "plan=pp=2,schedule=1f1b,accumulation=4", "spares=0"]))
+    assert 0.1 < run.metrics["bits_per_character"] < 1.0
+    capsys.readouterr()
+    wish = ["And God", "--tokens", "40", "--temperature", "0", "--set", size[0]]
+    monkeypatch.setattr("sys.argv", ["generate.py", *wish])
+    runpy.run_path(str(EXAMPLES / "generate.py"), run_name="__main__")
+    text = capsys.readouterr().out
     assert text.startswith("And God") and "after their kind: and God saw that it was good.\n" in text
