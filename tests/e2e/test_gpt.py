@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 from pathlib import Path
 
@@ -55,6 +56,33 @@ def test_every_character_counts_once(folder: Path) -> None:
     assert bits.weights.sum() == len(rest) and (bits.weights > 0).sum() == tokens
     total = float((bits.values * bits.weights).sum())
     assert total / len(rest) == pytest.approx(tokens * 9 / len(rest), rel=1e-5)
+
+
+def test_two_optimizers_as_one_are_both() -> None:
+    """Also where the rate is changed from outside, and from a state that was put in the place of theirs."""
+    job = load_job(str(EXAMPLES / "gpt.py"), ["size=tiny"])
+    one = job.model()
+    other = copy.deepcopy(one)
+    joined, rate = job.optimizer(list(one.parameters())), job.optimizer.keywords["rate"]
+    inner = [each for name, each in other.named_parameters() if name.startswith("blocks.") and each.dim() == 2]
+    rest = [each for name, each in other.named_parameters() if not name.startswith("blocks.") or each.dim() != 2]
+    apart = [
+        torch.optim.Muon(inner, lr=2 * rate, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True),
+    ]
+    tokens = torch.arange(64).view(2, 32)
+    for _ in range(3):
+        for model, steps in ((one, [joined]), (other, apart)):
+            model.zero_grad()
+            model(tokens).square().sum().backward()
+            for optimizer in steps:
+                optimizer.step()
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.5
+        kept = {parameter: copy.deepcopy(entries) for parameter, entries in joined.state.items()}
+        joined.state.clear()
+        joined.state.update(kept)
+    assert all(torch.equal(mine, its) for mine, its in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def test_it_is_trained_in_a_pipeline_and_writes_on(
