@@ -60,6 +60,9 @@ def whole(strategy: str, question: Question) -> Infeasible | None:
     elif question.profile.untraced:
         reason = "the model's forward cannot be followed, so that there is no saying where it may be cut"
         hint = f"it raised {question.profile.untraced}"
+    elif question.pins.mesh and question.pins.mesh.pipeline > len(question.profile.layers):
+        reason = f"{question.pins.mesh.pipeline} stages for {len(question.profile.layers)} layers"
+        hint = f"use pp={len(question.profile.layers)} or fewer"
     return Infeasible(strategy=strategy, reason=reason, hint=hint) if reason else None
 
 

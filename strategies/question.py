@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 from trainwright.core.cluster import Cluster
+from trainwright.core.errors import PlanError
 from trainwright.core.job import Job
 from trainwright.core.plan import Infeasible, Mesh, Placement, Plan
 from trainwright.core.plantext import Pins
@@ -53,6 +54,13 @@ class Question:
         """What a job asks. Raises PlanError where its `plan=` cannot be read."""
         pins = Pins.parse(job.plan or "")
         pinned = max(1, pins.mesh.size // (job.devices or 1)) if pins.mesh else None
+        if pins.mesh and job.workers and job.workers * (job.devices or 1) != pins.mesh.size:
+            has = f"workers={job.workers}" + (f" of {job.devices} devices" if job.devices else "")
+            raise PlanError(
+                f"the degrees of plan={pins.text!r} multiply to {pins.mesh.size}, and the job has {has}",
+                where="plan",
+                remedy=f"change a degree, or set workers={pinned} or leave it out",
+            )
         return cls(
             profile=profile,
             cluster=cluster,

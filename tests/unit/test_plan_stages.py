@@ -78,6 +78,11 @@ def test_it_is_chosen_where_a_device_cannot_hold_the_model() -> None:
         ({"profile": replace(DEEP, untraced="ValueError: no")}, "cannot be followed.*ValueError: no"),
         ({"profile": replace(DEEP, keras_backend="torch")}, "Keras calls its layers"),
         ({"workers": 1}, "workers=1 is pinned"),
+        ({"plan": "pp=2,dp=2", "workers": 2, "strategy": None}, "multiply to 4, and the job has workers=2.*workers=4"),
+        ({"plan": "pp=9", "strategy": None}, "pipeline: 9 stages for 8 layers .use pp=8 or fewer"),
+        ({"plan": "pp=2,dp=8", "batch_size": 4, "strategy": None}, "batch_size=4 is smaller than the 8 data ranks"),
+        ({"plan": "pp=2,schedule=interleaved,accumulation=3"}, "3 micro-batches are no multiple of the 2 stages"),
+        ({"plan": "pp=2,schedule=interleaved,chunks=5,accumulation=2"}, "chunks|layers"),
     ],
 )
 def test_why_it_cannot_be(changes: dict[str, object], words: str) -> None:
