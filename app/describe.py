@@ -17,8 +17,8 @@ from trainwright.datasets.sources import Index
 # Fields that say where or how fast a job runs, and never what it computes.
 _FREE = frozenset(
     {
-        "storage", "workers", "min_workers", "max_workers", "shrink_s", "spares", "strategy", "plan", "accelerator",
-        "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
+        "storage", "workers", "min_workers", "max_workers", "shrink_s", "spares", "strategy", "plan", "probe",
+        "accelerator",        "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
         "replace_stragglers", "devices", "tf_config",
     }

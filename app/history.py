@@ -21,6 +21,8 @@ from trainwright.core.events import (
     Noted,
     Placed,
     Prefetched,
+    Probed,
+    Replanned,
     RunEnded,
     RunStarted,
     Stacks,
@@ -262,6 +264,8 @@ class _Folding:
                 stood = f"rank {event.rank} ({event.node}) stood at:\n{event.text}"
                 last = self.failures[-1]
                 self.failures[-1] = replace(last, detail="\n".join(part for part in (last.detail, stood) if part))
+            case Replanned() | Probed():
+                self._replanned(event)
             case Leaving() | Straggling():
                 self.notes.append(Noted(time_s=event.time_s, text=event.text))
             case Noted():
@@ -286,6 +290,18 @@ class _Folding:
         self.start, self.end, self.waiting, self.cause, self.formed = event, None, None, None, False
         self.processes.clear()
         self.sessions.append(Session(token=event.token, started_s=event.time_s, ended_s=event.time_s))
+
+    def _replanned(self, event: Replanned | Probed) -> None:
+        """Another plan from now on. Of what was measured beside it, its figures are why it was not chosen."""
+        self.notes.append(Noted(time_s=event.time_s, text=event.text))
+        rejected = list(self.start.rejected)
+        if isinstance(event, Probed):
+            names = {row["name"].partition(" ")[0] for row in event.rows}
+            left = [item for item in rejected if item.get("strategy") not in names]
+            others = [row for row in event.rows if row["name"] != event.name]
+            rejected = [{"plan": row["name"], "reason": event.told(row)} for row in others] + left
+        self.start = replace(self.start, plan=event.plan, rejected=rejected)
+        self.measured.clear()
 
     def _close_start(self) -> None:
         """Count a session that never formed as start-up."""

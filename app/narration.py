@@ -21,7 +21,9 @@ from trainwright.core.events import (
     Noted,
     Placed,
     Prefetched,
+    Probed,
     Promoted,
+    Replanned,
     Resized,
     RunEnded,
     RunStarted,
@@ -129,6 +131,10 @@ class Narrator:
                 return [Line(text=event.text, tone="warning")]
             case Resized():
                 return [resized_line(event)]
+            case Replanned():
+                return [replanned_line(event)]
+            case Probed():
+                return [Line(text=event.text, tone="good")]
             case Formed():
                 return self._tell_formed(event)
             case Steps():
@@ -227,6 +233,11 @@ def resized_line(event: Resized) -> Line:
     return Line(text=f"{text}; the global batch stays", tone="warning" if event.workers < event.former else "good")
 
 
+def replanned_line(event: Replanned) -> Line:
+    """`the layout changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
+    return Line(text=event.text, tone="warning" if event.why else "good")
+
+
 def evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
     """`step 235 (epoch 1): accuracy 0.8812, loss 0.3312 (2.1 s)`."""
     metrics = ", ".join(f"{name} {words.figure(value)}" for name, value in sorted(event.metrics.items()))
@@ -322,6 +333,10 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=event.text, tone="warning")
         case Resized():
             return resized_line(event)
+        case Replanned():
+            return replanned_line(event)
+        case Probed():
+            return Line(text=event.text, tone="good")
         case Formed():
             begins = event.source == "initial" and event.step == 0
             state = f"after {words.duration(event.seconds)}" if begins else f"again: {recovery_text(event)}"

@@ -12,6 +12,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Infeasible, Plan, Rejected
 from trainwright.core.plantext import Pins
 from trainwright.core.profile import ModelProfile
+from trainwright.layouts import contenders
 from trainwright.pictures import timeline_svg
 from trainwright.planview import STALE, plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
@@ -34,6 +35,7 @@ class Decision:
         profile: of the model.
         cluster: what there is.
         used: the part of it that the job may use.
+        contenders: plans that are measured before the first step, the chosen one first; empty where none are.
     """
 
     chosen: Plan
@@ -42,6 +44,7 @@ class Decision:
     profile: ModelProfile
     cluster: Cluster
     used: Cluster
+    contenders: tuple[Plan, ...] = ()
 
     @property
     def timeline(self) -> str:
@@ -83,6 +86,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         profile=profile,
         cluster=cluster,
         used=allowed,
+        contenders=contenders(chosen, eligible, job),
     )
 
 
@@ -227,5 +231,5 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rej
     if plan.topology == "independent":
         reason += f"; {STALE}"
     if plan.engine and divides(plan) and not divides(chosen):
-        reason += "; a model is divided where it does not fit otherwise, since that takes longer than is predicted"
+        reason += "; a model is divided unmeasured where it does not fit otherwise: it takes longer than predicted"
     return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, RunConflict, nearest
+from trainwright.core.events import Probed, RunStarted
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
@@ -15,7 +16,9 @@ from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
 from trainwright.datasets.sources import Index
 from trainwright.describe import changes, describe
 from trainwright.discover import discover
-from trainwright.log import RunLog
+from trainwright.journal import read_events
+from trainwright.layouts import pays
+from trainwright.log import Entry, RunLog
 from trainwright.planfile import with_plan
 from trainwright.planner import Decision, choose
 from trainwright.profiling import profile_job
@@ -39,6 +42,7 @@ class Prepared:
         evaluate: index of the evaluation set.
         steps_per_epoch: global steps of one epoch.
         description: the job in words.
+        measured: name of the plan that was the quickest when plans were measured; empty where none were.
     """
 
     job: Job
@@ -47,6 +51,7 @@ class Prepared:
     evaluate: Index | None
     steps_per_epoch: int
     description: dict[str, str]
+    measured: str = ""
 
     @property
     def total_steps(self) -> int:
@@ -75,8 +80,22 @@ def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
         description=describe(job, train=train, evaluate=evaluate),
     )  # fmt: skip
     if not fresh:
-        _check_past(prepared, resume)
+        head = RunLog(store, job.name).head()
+        if head is not None:
+            _check_past(prepared, head, resume)
+            return replace(prepared, measured=_measured(prepared))
     return prepared
+
+
+def _measured(prepared: Prepared) -> str:
+    """Of the run's past; see `Prepared.measured`."""
+    name = ""
+    for event in read_events(prepared.store, prepared.job.name):
+        if isinstance(event, RunStarted) and event.fresh:
+            name = ""
+        elif isinstance(event, Probed):
+            name = event.name
+    return name
 
 
 def profile_of(prepared: Prepared) -> ModelProfile:
@@ -93,7 +112,7 @@ def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
     """The plan for a given cluster."""
     profile = profile_of(prepared)
     job = with_plan(prepared.job, profile, cluster)
-    decision = choose(profile, cluster, job)
+    decision = _settled(choose(profile, cluster, job), prepared)
     _check_fit(prepared, decision.chosen)
     notes = [*decision.chosen.notes]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
@@ -101,6 +120,25 @@ def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
     if prepared.train.in_order:
         notes.append(_IN_ORDER)
     return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))
+
+
+def _settled(decision: Decision, prepared: Prepared) -> Decision:
+    """What was measured once counts, and nothing is measured where it would not pay."""
+    known = [plan for plan in decision.contenders if plan.name == prepared.measured]
+    if known:
+        note = "it was the quickest when plans were measured"
+        chosen = replace(known[0], notes=(*known[0].notes, note))
+        return replace(decision, chosen=chosen, contenders=())
+    if not decision.contenders or not pays(decision.contenders, prepared.total_steps):
+        return replace(decision, contenders=())
+    names = [plan.strategy for plan in decision.contenders]
+    rejected = [
+        replace(item, reason=f"{item.reason}; both are measured before the first step")
+        if item.plan.strategy in names
+        else item
+        for item in decision.rejected
+    ]
+    return replace(decision, rejected=tuple(rejected))
 
 
 def _check_fit(prepared: Prepared, plan: Plan) -> None:
@@ -133,10 +171,9 @@ def _missing(job: Job, where: str, schema: Iterable[str]) -> Iterable[str]:
                 yield f"{field}={column!r} is no column of {where}: {nearest(column, names)}"
 
 
-def _check_past(prepared: Prepared, resume: bool) -> None:
+def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
     """Refuse to go on silently with another job's run."""
-    head = RunLog(prepared.store, prepared.job.name).head()
-    if head is None or resume:
+    if resume:
         return
     name, where = prepared.job.name, prepared.store.uri_of(prepared.job.name)
     changed = changes(head.job, prepared.description)

@@ -19,15 +19,19 @@ from trainwright.datasets.stream import Fetcher, schedule_of
 from trainwright.describe import essence
 from trainwright.driver import messages as m
 from trainwright.driver.decide import begin, decide
+from trainwright.driver.layouts import Layouts
 from trainwright.driver.state import Settings
 from trainwright.driver.world import World
 from trainwright.journal import Journal, Listener
+from trainwright.layouts import layouts_of
 from trainwright.ledger import RunLedger
+from trainwright.planfile import with_plan
 from trainwright.planner import Decision
 from trainwright.planview import others_of
 from trainwright.prepare import Prepared
 from trainwright.store import Store
 from trainwright.strategies import engine_class
+from trainwright.strategies.question import Question
 from trainwright.travel import by_value, pack
 from trainwright.versions import versions
 from trainwright.worker import WorkOrder
@@ -41,6 +45,7 @@ class Session:
     def __init__(self, prepared: Prepared, decision: Decision, *, fresh: bool = False) -> None:
         self._prepared, self._decision, self._fresh = prepared, decision, fresh
         job = prepared.job
+        self._layouts = _layouts(prepared, decision)
         self._journal = Journal(prepared.store, job.name)
         self._ledger = RunLedger(
             prepared.store,
@@ -94,6 +99,8 @@ class Session:
                 if isinstance(effect, m.Finish):
                     return effect
                 self._world.carry_out(effect)
+                if isinstance(effect, m.Emit) and isinstance(effect.event, events.Probed):
+                    self._journal.flush_soon()  # so that nothing is measured again
             if isinstance(event, m.Committed):
                 self._journal.flush_soon()  # what was told of the checkpoint included
             event = self._world.next()
@@ -107,6 +114,7 @@ class Session:
         return Settings(
             workers=plan.workers,
             min_workers=min(plan.workers, job.min_workers or plan.workers),
+            last_resort=1 if self._layouts and not (job.workers or job.elastic) else None,
             max_workers=max(plan.workers, job.max_workers or job.workers or 0),
             spares=job.spares if job.spares is not None else _spares(plan, capabilities),
             spares_stay=bool(plan.placement.accelerators),
@@ -124,6 +132,7 @@ class Session:
             spike_limit=job.skip_limit if job.on_spike == "rollback" else 0,
             pass_limit=job.skip_limit if job.on_crash_loop == "skip" else 0,
             samples_of=partial(_samples_of, _schedule(self._prepared), plan),
+            layouts=self._layouts,
             place_deadline_s=job.place_deadline_s,
             shrink_s=job.shrink_s,
             replace_stragglers=job.replace_stragglers,
@@ -149,7 +158,7 @@ class Session:
             run=job.name,
             train=prepared.train,
             evaluate=prepared.evaluate,
-            identity=_identity(prepared, self._decision.chosen),
+            identity=_identity(prepared, self._decision.chosen, self._layouts),
             preemption_s=job.preemption_s,
             fetcher=fetcher,
             evaluate_fetcher=evaluate_fetcher,
@@ -193,15 +202,28 @@ def _schedule(prepared: Prepared) -> Schedule:
     return schedule_of(prepared.train, **prepared.job.ordering())
 
 
-def _identity(prepared: Prepared, plan: Plan) -> str:
-    """Of job, data and plan, as far as a worker's state depends on them."""
-    facts = {"job": essence(prepared.description), "plan": asdict(replace(plan, estimate=None))}
+def _layouts(prepared: Prepared, decision: Decision) -> Layouts | None:
+    job = with_plan(prepared.job, decision.profile, decision.cluster)
+    question = Question.of(job, decision.profile, decision.used)
+    return layouts_of(job, question, decision.contenders or (decision.chosen,))
+
+
+def _identity(prepared: Prepared, plan: Plan, layouts: Layouts | None) -> str:
+    """Of job, data and plan, as far as a worker process is good for nothing else."""
+    known = asdict(replace(plan, estimate=None, notes=()))
+    lasting = ("batch_size", "precision", "keras_backend", "devices_per_worker", "placement")
+    facts = {
+        "job": essence(prepared.description),
+        "plan": {name: known[name] for name in lasting} if layouts else known,
+    }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _samples_of(schedule: Schedule, plan: Plan, step: int, rank: int, workers: int) -> tuple[int, ...]:
+def _samples_of(
+    schedule: Schedule, first: Plan, step: int, rank: int, workers: int, plan: Plan | None
+) -> tuple[int, ...]:
     """Rows of the training set that a worker is fed in a step, which is counted from 1."""
-    feeding, steps = plan.resized(workers).feed_of(rank), range(step - 1, step)
+    feeding, steps = (plan or first.resized(workers)).feed_of(rank), range(step - 1, step)
     shares = [schedule.share(steps, data_rank, feeding.total) for data_rank in feeding.data_ranks]
     return tuple(int(sample) for share in shares if share.real[0] for sample in share.samples)
 

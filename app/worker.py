@@ -9,15 +9,17 @@ import gc
 import itertools
 import math
 import os
+import statistics
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
-from trainwright.core.checkpoint import FileEntry
+from trainwright.core.checkpoint import FileEntry, Writer
 from trainwright.core.data import Feed, StepReport, Sums
 from trainwright.core.engine import Engine, StateCopy
 from trainwright.core.errors import NonFiniteLoss, StoreDown
@@ -29,6 +31,7 @@ from trainwright.datasets.feeds import weightless
 from trainwright.datasets.salvage import Salvage, Skipped
 from trainwright.datasets.sources import Index
 from trainwright.datasets.stream import Feeds, Fetcher, Stream
+from trainwright.driver.layouts import Probing, Reservation
 from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
 from trainwright.keeper import Fetch, Shelf, ShelfReader, no_fetch
 from trainwright.meter import Meter
@@ -40,6 +43,7 @@ from trainwright.strategies import engine_class
 from trainwright.travel import unpack
 
 INTERRUPT_DEADLINE_S = 5.0
+Save = Callable[[StateCopy, Writer], None]  # of the engine that made the copy, which may be gone by then
 REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
 
 
@@ -79,6 +83,7 @@ class Worker:
 
     def __init__(self, order: WorkOrder, node: str = "", fetch: Fetch = no_fetch) -> None:
         self._order, self._node, self._fetch = order, node, fetch
+        self._plan = order.plan
         self._engine: Engine = engine_class(order.plan)()
         self._store = open_store(order.storage)
         self._shelf = Shelf(self._store.uri_of(order.run))
@@ -89,6 +94,7 @@ class Worker:
         self._records, self._meter = StepRecords(), Meter()
         self._wish = threading.Event()
         self._built = False
+        self._tried = False  # steps were taken of which nothing may be left
         self._seat = (-1, 0)  # rank and world size that the streams are for
         self._spare = False
         self._generation = 0
@@ -102,7 +108,7 @@ class Worker:
         self._passed: set[int] = set()  # steps whose loss was not finite
         self._passing: dict[int, str] = {}  # steps whose batch ends the workers, and how
         self._blank: Feed | None = None  # of weight 0, of another step than those
-        self._copies: dict[str, StateCopy] = {}  # by the verb that they are for
+        self._copies: dict[str, tuple[StateCopy, Save]] = {}  # by the verb that they are for
 
     def rehearse(self) -> None:
         """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
@@ -115,15 +121,29 @@ class Worker:
         if capabilities.reform == "new_process" or capabilities.topology != "collective":
             return
         peer = Peer(rank=0, address=self._engine.reserve(REHEARSAL, "worker"))
-        threads = self._order.plan.placement.threads
+        threads = self._plan.placement.threads
         self.form(Group(generation=REHEARSAL, rank=0, peers=(peer,), threads=threads))
         assert self._stream is not None, "form opens the streams"
         self._engine.warm(self._stream.warm_feed(0))
         self._engine.leave()
 
-    def reserve(self, generation: Generation) -> Address:
-        """Bind a port for the generation to come."""
-        return self._engine.reserve(generation, "worker")
+    def reserve(self, wanted: Reservation) -> Address:
+        """Bind a port for the generation to come; begin anew where its plan wants another layout than is built."""
+        plan = wanted.plan or self._order.plan
+        if self._tried or plan.layout != self._plan.layout:
+            self._begin_anew(plan)
+        if plan != self._plan:
+            self._plan, self._seat = plan, (-1, 0)
+        return self._engine.reserve(wanted.generation, "worker")
+
+    def _begin_anew(self, plan: Plan) -> None:
+        """Let go of the engine with all that it holds, for another one."""
+        with self._turnover:
+            self._engine.leave()
+            self._engine = engine_class(plan)()
+        self._built = self._tried = False
+        gc.unfreeze()
+        gc.collect()  # a model's modules and hooks hold each other
 
     def form(self, group: Group) -> StateTag:
         """Join the group; build model, optimizer and streams the first time."""
@@ -135,14 +155,14 @@ class Worker:
         tag = self._engine.form(group)
         if self._seat != (group.rank, group.size):
             rehearsal = group.generation == REHEARSAL
-            self._open(group.rank, self._order.plan if rehearsal else self._order.plan.resized(group.size))
+            self._open(group.rank, self._plan if rehearsal else self._plan.resized(group.size))
             self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
             assert self._stream is not None
             row = partial(self._job.train.row, self._order.train, self._job.columns)
             validation = self._evaluation_feeds if self._job.evaluate is not None else None
             spec = self._job.model_spec(self._stream.total_steps, row, validation)
-            tag = self._engine.build(spec, self._order.plan)
+            tag = self._engine.build(spec, self._plan)
             self._built = True
             gc.freeze()  # `leave` collects what holds the group: 0.13 s where it looks through all imports, 0.1 ms so
             gc.enable()
@@ -202,6 +222,24 @@ class Worker:
         self._records.begin(self._generation, heal.step)
         self._meter.begin()
         return replace(tag, step=heal.step)
+
+    def probe(self, wanted: Probing) -> float:
+        """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""
+        assert self._stream is not None, "heal comes before probe"
+        self._tried = True
+        feed, begun, took = self._stream.full_feed(0), time.perf_counter(), list[float]()
+        over = False
+        while not over:
+            before = time.perf_counter()
+            over = len(took) >= wanted.steps or (len(took) > 0 and before - begun > wanted.seconds)
+            try:
+                over = self._engine.train_step(replace(feed, step=len(took), wish=over)).wish
+            except NonFiniteLoss:  # so many steps on one batch may lead anywhere; on all ranks at once
+                if len(took) < 2:
+                    raise
+                break
+            took.append(time.perf_counter() - before)
+        return statistics.median(took[1:])
 
     def run(self, until: int) -> SegmentReport:
         """Step until that many steps are complete, or a wish to stop has reached every rank."""
@@ -276,20 +314,21 @@ class Worker:
         """Copy the state to host memory; steps may go on at once."""
         begun = time.perf_counter()
         copy = self._engine.snapshot()
-        self._copies.update(dict.fromkeys(wanted.verbs, copy))
+        self._copies.update(dict.fromkeys(wanted.verbs, (copy, self._engine.save)))
         return Snapshot(step=wanted.step, size_bytes=copy.size_bytes, blocked_s=time.perf_counter() - begun)
 
     def upload(self, path: str) -> tuple[FileEntry, ...]:
         """Write the last snapshot's files into a checkpoint's folder."""
         writer = CheckpointWriter(self._store, self._order.run, path)
-        self._engine.save(self._copies.pop("upload"), writer)
+        copy, save = self._copies.pop("upload")
+        save(copy, writer)
         return writer.entries
 
     def keep(self, order: KeepOrder) -> tuple[FileEntry, ...]:
         """Put the last snapshot's files into the node's memory, where they outlive this process."""
-        copy = self._copies.pop("keep")
+        copy, save = self._copies.pop("keep")
         writer = self._shelf.write(order.version, copy.size_bytes, order.hold)
-        self._engine.save(copy, writer)
+        save(copy, writer)
         return writer.entries
 
     def stop(self) -> None:

@@ -163,7 +163,11 @@ class Stream:
         return Feeds(self._chunks(start_step))
 
     def warm_feed(self, step: int = 0, avoid: Collection[int] = ()) -> Feed:
-        """A feed of the shape of an ordinary step: real samples, all of weight 0.
+        """As `full_feed`, with all samples of weight 0."""
+        return weightless(self.full_feed(step, avoid))
+
+    def full_feed(self, step: int = 0, avoid: Collection[int] = ()) -> Feed:
+        """A feed of the shape of an ordinary step, of real samples.
 
         Args:
             step: about where the feeds will start, so that what is read for it is of use to them.
@@ -183,7 +187,7 @@ class Stream:
             distinct, back = np.unique(few, return_inverse=True)
             columns, _ = self._read(share.samples[distinct], share.epoch)
             shares[rank] = share, {name: array[back] for name, array in columns.items()}
-        return weightless(self._assembly.feed(start, shares))
+        return self._assembly.feed(start, shares)
 
     def _chunks(self, step: int) -> Iterator[list[Feed]]:
         while step < self.total_steps:

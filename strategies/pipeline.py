@@ -60,9 +60,6 @@ def whole(strategy: str, question: Question) -> Infeasible | None:
     elif question.profile.untraced:
         reason = "the model's forward cannot be followed, so that there is no saying where it may be cut"
         hint = f"it raised {question.profile.untraced}"
-    elif question.elastic:
-        reason = "a pipeline needs a multiple of the workers that there were in the beginning"
-        hint = "leave min_workers and max_workers out"
     return Infeasible(strategy=strategy, reason=reason, hint=hint) if reason else None
 
 

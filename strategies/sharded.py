@@ -22,9 +22,9 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
     if refusal:
         yield refusal
         return
-    if question.elastic:
-        reason = "the model is divided over as many workers as there were in the beginning"
-        yield Infeasible(strategy="sharded", reason=reason, hint="leave min_workers and max_workers out")
+    if ranks == 1:
+        hint = "wait until there is room for two"
+        yield Infeasible(strategy="sharded", reason="there is room for one worker only now", hint=hint)
         return
     for zero in (2, 3) if question.offload else (1, 2, 3):
         own = engine if zero > 1 else ""

@@ -126,6 +126,61 @@ class Resized(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replanned(Event):
+    """The next generation works under another plan, whose facts are in `plan`; the state comes from the newest copy."""
+
+    kind = "replanned"
+    plan: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    former: str = ""
+    workers: int = 0
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """`the layout changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
+        workers = f"{self.workers} worker{'s' if self.workers != 1 else ''}"
+        text = f"the layout changes from {self.former} to {self.name} on {workers}"
+        return f"{text}: {self.why}" if self.why else f"{text}, as in the beginning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed(Event):
+    """Plans were measured before the first step, and the quickest goes on.
+
+    Attributes:
+        plan: facts of the quickest.
+        name: of it.
+        rows: of each, the quickest first: name, predicted_s, refitted_s (by the calibration with what was measured),
+            measured_s (of a step; None where it could not be), note.
+        seconds: that it took.
+    """
+
+    kind = "probed"
+    plan: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """`measured in 9 s before the first step: pipeline (pp=2) takes 10.1 ms (12 ms predicted), ...; it goes on`."""
+        took = "; ".join(f"{row['name']} {self.told(row)}" for row in self.rows)
+        return f"plans were measured in {self.seconds:.0f} s before the first step: {took}"
+
+    @staticmethod
+    def told(row: dict[str, Any]) -> str:
+        """`takes 10.1 ms a step (12 ms predicted, 10.4 ms with what was measured), and goes on`."""
+        if row["measured_s"] is None:
+            return f"was set aside: {row['note']}"
+        predicted = (
+            f"{1e3 * row['predicted_s']:.3g} ms predicted, {1e3 * row['refitted_s']:.3g} ms with what was measured"
+        )
+        goes_on = f", and {row['note']}" if row["note"] else ""
+        return f"takes {1e3 * row['measured_s']:.3g} ms a step ({predicted}){goes_on}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Formed(Event):
     """A generation is ready to step. `source` says where its state came from, `nodes` which ranks each node holds."""
 
@@ -296,8 +351,8 @@ class RunEnded(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        RunStarted, Waiting, Placed, Promoted, Leaving, Straggling, Resized, Formed, Steps, Prefetched, Measured,
-        Evaluated, Checkpointed, Kept, CheckpointSkipped, Failed, Stacks, Noted, RunEnded,
+        RunStarted, Waiting, Placed, Promoted, Leaving, Straggling, Resized, Replanned, Probed, Formed, Steps,
+        Prefetched, Measured, Evaluated, Checkpointed, Kept, CheckpointSkipped, Failed, Stacks, Noted, RunEnded,
     )
 }  # fmt: skip
 

@@ -37,6 +37,11 @@ class Mesh:
         """Pipeline stage of a rank."""
         return rank // (self.data * self.shard * self.tensor)
 
+    def part_of(self, rank: int) -> int:
+        """Which part of a replica a rank holds, counted in the order of ranks; the same in all replicas."""
+        inner = self.shard * self.tensor
+        return self.stage_of(rank) * inner + rank % inner
+
     def data_rank_of(self, rank: int) -> int:
         """Data rank of a rank; the same data rank means the same samples."""
         return rank // self.tensor % self.data_ranks
@@ -156,6 +161,11 @@ class Plan:
 
         return text_of(self)
 
+    @property
+    def name(self) -> str:
+        """`pipeline (pp=2,schedule=1f1b,accumulation=4)`, `one_device`."""
+        return f"{self.strategy} ({self.text})" if self.text else self.strategy
+
     def micro_batches(self, batch_size: int) -> tuple[int, int]:
         """How many micro-batches a data rank's share of so many samples makes, and the samples of the largest."""
         share = -(-batch_size // self.mesh.data_ranks)
@@ -172,6 +182,12 @@ class Plan:
     def workers(self) -> int:
         """Number of worker actors."""
         return self.mesh.size // self.devices_per_worker
+
+    @property
+    def layout(self) -> Plan:
+        """What a process builds for: two plans of one layout differ in replicas, micro-batches and figures alone."""
+        mesh = replace(self.mesh, data=1)
+        return replace(self, mesh=mesh, accumulation=1, micro_batch=0, estimate=None, notes=())
 
     def resized(self, workers: int) -> Plan:
         """The same plan on more or fewer workers: its data dimension changes, the global batch does not.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainwright.core.group import Generation
-from trainwright.driver import checkpointing, ending, forming, keeping, leaving, recovering, staffing, training
+from trainwright.driver import checkpointing, ending, forming, keeping, leaving, probing, recovering, staffing, training
 from trainwright.driver import messages as m
 from trainwright.driver.milestones import hang_deadline_s
 from trainwright.driver.state import Phase, Settings, State
@@ -20,8 +20,11 @@ Decision = tuple[State, tuple[m.Effect, ...]]
 
 _ALL = frozenset(Phase) - {Phase.READY}
 _CALLING = frozenset(
-    {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.RUNNING, Phase.SNAPSHOTTING, Phase.EVALUATING}
-)
+    {
+        Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING, Phase.RUNNING, Phase.SNAPSHOTTING,
+        Phase.EVALUATING,
+    }
+)  # fmt: skip
 _WORKING = _CALLING | {Phase.GATHERING, Phase.WAITING}
 _LIVING = _WORKING | {Phase.CLOSING}
 _TIMED: Mapping[str, frozenset[Phase]] = {
@@ -29,7 +32,7 @@ _TIMED: Mapping[str, frozenset[Phase]] = {
     "shrink": frozenset({Phase.GATHERING}),
     "leave": frozenset({Phase.GATHERING}),
     "call": frozenset({Phase.RESERVING, Phase.FORMING, Phase.HEALING}),
-    "hang": frozenset({Phase.RUNNING, Phase.EVALUATING, Phase.SNAPSHOTTING}),
+    "hang": frozenset({Phase.RUNNING, Phase.EVALUATING, Phase.SNAPSHOTTING, Phase.PROBING}),
     "pause": frozenset({Phase.RUNNING}),
     "notice": frozenset({Phase.RUNNING, Phase.WAITING}),
     "upload": frozenset({Phase.WAITING, Phase.CLOSING}),
@@ -40,19 +43,19 @@ _TIMED: Mapping[str, frozenset[Phase]] = {
 POSSIBLE: Mapping[str, frozenset[Phase]] = {
     "Acquired": frozenset({Phase.ACQUIRING}),
     "Lost": _ALL - {Phase.FINISHED},
-    "Started": _WORKING,  # spares at any time
+    "Started": _WORKING - {Phase.PROBING},  # spares at any time
     "Returned": _CALLING | {Phase.GATHERING},
     "Raised": _CALLING | {Phase.GATHERING},
     "Returned interrupt": frozenset({Phase.GATHERING}),
-    "Returned upload": _LIVING,
-    "Raised upload": _LIVING,
-    "Returned keep": _WORKING,
-    "Raised keep": _WORKING,
+    "Returned upload": _LIVING - {Phase.PROBING},
+    "Raised upload": _LIVING - {Phase.PROBING},
+    "Returned keep": _WORKING - {Phase.PROBING},
+    "Raised keep": _WORKING - {Phase.PROBING},
     "Died": _LIVING,
     "Noticed": _WORKING,
-    "Progressed": _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING},
-    "Committed": _LIVING,
-    "CommitFailed": _LIVING,
+    "Progressed": _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING},
+    "Committed": _LIVING - {Phase.PROBING},
+    "CommitFailed": _LIVING - {Phase.PROBING},
     "StopAsked": _ALL - {Phase.FINISHED},
     "Released": frozenset({Phase.RELEASING}),
     **{f"Expired {name}": phases for name, phases in _TIMED.items()},
@@ -134,6 +137,7 @@ def _acquired(turn: Turn, event: m.Acquired) -> None:
         ending.close(turn, "stopped")
     else:
         turn.change(kept=event.kept, versions=event.kept.version if event.kept else 0)
+        probing.plan_trials(turn, event)
         staffing.begin(turn, event.living)
 
 
@@ -235,6 +239,7 @@ COMPLETED: Mapping[Phase, Callable[[Turn], None]] = {
     Phase.RESERVING: forming.reserved,
     Phase.FORMING: forming.formed,
     Phase.HEALING: forming.healed,
+    Phase.PROBING: probing.probed,
     Phase.RUNNING: training.segment_ended,
     Phase.SNAPSHOTTING: checkpointing.snapshotted,
     Phase.EVALUATING: training.evaluated,

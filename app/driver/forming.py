@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 
 from trainwright.core.arranging import ranks_by_node
-from trainwright.core.events import Formed
+from trainwright.core.events import Formed, Replanned
 from trainwright.core.group import Address, Generation, Group, Peer, StateTag
+from trainwright.core.plan import Plan
+from trainwright.driver import probing
 from trainwright.driver.agree import agree, agree_at, writers_of
 from trainwright.driver.keeping import keepers_of
+from trainwright.driver.layouts import Reservation
 from trainwright.driver.loops import note
 from trainwright.driver.messages import Heal
 from trainwright.driver.spikes import rolled_back
-from trainwright.driver.staffing import place
-from trainwright.driver.state import Phase, State
+from trainwright.driver.staffing import arrange, place
+from trainwright.driver.state import Member, Phase, State
 from trainwright.driver.turn import Turn
 
 
@@ -22,10 +25,50 @@ def reserve(turn: Turn) -> None:
     """Begin the next generation: every rank binds a port."""
     state = turn.state
     generation = Generation(token=state.generation.token, number=state.generation.number + 1)
+    plan = probing.candidate(turn) or _plan(turn)
+    if plan is not None and state.plan is not None and plan.layout == state.plan.layout:
+        _keep_parts(turn, plan)
+    arrange(turn, plan)
     turn.disarm()
-    turn.enter(Phase.RESERVING, generation=generation)
-    turn.call_all("reserve", generation)
+    turn.enter(Phase.RESERVING, generation=generation, plan=plan)
+    turn.call_all("reserve", Reservation(generation=generation, plan=plan))
     turn.arm("call", state.settings.call_deadline_s)
+
+
+def _plan(turn: Turn) -> Plan | None:
+    """The plan for as many workers as there are; another layout than before is told of."""
+    state, layouts = turn.state, turn.settings.layouts
+    if layouts is None:
+        return None
+    plan, former = layouts.on(len(state.members), turn.settings.fewest), state.plan or layouts.plans[0]
+    assert plan is not None and plan.workers == len(state.members), "the members were seated for a plan"
+    if plan.layout != former.layout:
+        why = layouts.lacking(plan.workers)
+        turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former.name, workers=plan.workers, why=why))
+    return plan
+
+
+def _keep_parts(turn: Turn, plan: Plan) -> None:
+    """Where there are more or fewer replicas than before, give each member a rank that holds what it holds.
+
+    Whoever can stay at a rank does, those first who hold a part of the state.
+    """
+    parts = [plan.mesh.part_of(rank * plan.devices_per_worker) for rank in range(plan.workers)]
+    seated: dict[int, Member] = {}
+    claims: tuple[Callable[[int, Member], Iterable[int]], ...] = (
+        lambda rank, member: [rank] if parts[rank] == member.part else [],
+        lambda rank, member: (other for other, part in enumerate(parts) if part == member.part),
+        lambda rank, member: [rank],
+        lambda rank, member: range(len(parts)),
+    )
+    unseated = dict(enumerate(turn.state.members))
+    for claim in claims:
+        for rank, member in [*unseated.items()]:
+            free = next((other for other in claim(rank, member) if other not in seated), None)
+            if free is not None:
+                seated[free] = unseated.pop(rank)
+    members = tuple(seated[rank] for rank in range(len(parts)))
+    turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
 
 
 def reserved(turn: Turn) -> None:
@@ -100,6 +143,9 @@ def healed(turn: Turn) -> None:
     tags: Mapping[int, StateTag] = state.answers
     reform = state.settings.reform
     assert all((tag.step or 0) == heal.step for tag in tags.values()), f"ranks stand apart, not at {heal.step}"
+    if state.trials is not None:
+        probing.begin(turn)
+        return
     turn.emit(
         Formed(
             generation=state.generation.number,
@@ -117,9 +163,8 @@ def healed(turn: Turn) -> None:
         phase=Phase.READY,
         step=heal.step,
         progress=heal.step,
-        members=tuple(replace(member, fresh=False) if member.fresh else member for member in state.members),
+        members=tuple(_ready(member, tags[rank], state.plan, rank) for rank, member in enumerate(state.members)),
         writers=writers_of(tags),
-        pieces=tuple(tags[rank].pieces for rank in sorted(tags)),
         keepers=() if state.keep_off else keepers_of(tags, [member.node for member in state.members], reform),
         kept_s=turn.now_s if heal.source != "keeper" else state.kept_s,
         layout=tags[0].layout,
@@ -128,3 +173,11 @@ def healed(turn: Turn) -> None:
         evaluated=min(state.evaluated, heal.step) if state.spiked else state.evaluated,
         spiked=0,
     )
+
+
+def _ready(member: Member, tag: StateTag, plan: Plan | None, rank: int) -> Member:
+    """A member that holds its part of the state."""
+    part = plan.mesh.part_of(rank * plan.devices_per_worker) if plan else 0
+    if not member.fresh and (member.pieces, member.part) == (tag.pieces, part):
+        return member
+    return replace(member, fresh=False, pieces=tag.pieces, part=part)

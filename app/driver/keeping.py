@@ -1,7 +1,7 @@
 """Copies of the state in the nodes' memory: they outlive every process, and are newer than the last checkpoint.
 
 One version is whole at any time, a second one may be on its way; it counts when each keeper has delivered its files.
-Nothing is kept where the ranks' own memory does as well: pieces that live on two nodes, in processes that survive.
+Nothing is kept where the ranks' own memory does as well: each piece lives on two nodes, in processes that survive.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ TOKEN_BITS = 32  # a later driver's versions are higher
 def keepers_of(tags: Mapping[int, StateTag], nodes: Sequence[str], reform: Reform) -> tuple[int, ...]:
     """The ranks that copy what they hold: for each piece the lowest holder on each of two nodes, where there are two.
 
+    None where each piece lives on two nodes, in processes that survive; a copy of some pieces alone is of no use.
+
     Args:
         tags: what each rank holds, by rank.
         nodes: by rank.
     """
     keepers: set[int] = set()
+    needed = reform == "new_process"
     for piece in sorted(frozenset().union(*(tag.pieces for tag in tags.values()))):
         by_node: dict[str, int] = {}
         for rank in sorted(tags):
             if piece in tags[rank].pieces:
                 by_node.setdefault(nodes[rank], rank)
-        if reform == "new_process" or len(by_node) < COPIES:
-            keepers.update(sorted(by_node.values())[:COPIES])
-    return tuple(sorted(keepers))
+        keepers.update(sorted(by_node.values())[:COPIES])
+        needed = needed or len(by_node) < COPIES
+    return tuple(sorted(keepers)) if needed else ()
 
 
 def wants_keep(state: State, now_s: float) -> bool:

@@ -139,7 +139,8 @@ def _refill(turn: Turn, going: frozenset[int]) -> None:
         if spare_for(turn.state, turn.state.members[rank].node) is not None:
             place(turn, [rank], kill=True)
     rest = going & turn.state.rank_of.keys()
-    if rest and len(turn.state.members) - len(rest) >= turn.settings.fewest:
+    left = len(turn.state.members) - len(rest)
+    if rest and left >= turn.settings.fewest and turn.state.seats(left):
         dismiss(turn, rest, "told to leave")
     elif rest:
         place(turn, sorted(turn.state.rank_of[worker] for worker in rest), kill=True)
@@ -148,9 +149,11 @@ def _refill(turn: Turn, going: frozenset[int]) -> None:
 def _is_safe(state: State) -> bool:
     """Whether those who stay hold the whole state, and keep it."""
     going = goers(state)
-    whole = frozenset().union(*state.pieces)
-    stay = [pieces for member, pieces in zip(state.members, state.pieces, strict=True) if member.worker not in going]
-    return state.settings.reform == "in_place" and bool(stay) and whole == frozenset().union(*stay)
+    whole = frozenset().union(*(member.pieces for member in state.members))
+    stay = [member.pieces for member in state.members if member.worker not in going]
+    if state.settings.reform != "in_place" or not stay or state.loses_state(len(stay)):
+        return False
+    return whole == frozenset().union(*stay)
 
 
 def _writers(state: State) -> tuple[int, ...]:
@@ -159,7 +162,7 @@ def _writers(state: State) -> tuple[int, ...]:
     holders: dict[str, int] = {}
     for rank, member in enumerate(state.members):
         if member.worker not in going:
-            holders = dict.fromkeys(state.pieces[rank], rank) | holders
+            holders = dict.fromkeys(member.pieces, rank) | holders
     return tuple(sorted(set(holders.values())))
 
 

@@ -83,6 +83,7 @@ def _samples(state: State, loop: Loop) -> str:
     """`; its share of the batch holds samples 3, 17 and 40`."""
     if state.settings.samples_of is None or not 0 <= loop.rank < len(state.members):
         return ""
-    samples = [str(sample) for sample in sorted(state.settings.samples_of(loop.step, loop.rank, len(state.members)))]
+    found = state.settings.samples_of(loop.step, loop.rank, len(state.members), state.plan)
+    samples = [str(sample) for sample in sorted(found)]
     shown, more = ", ".join(samples[:SHOWN_SAMPLES]), len(samples) - SHOWN_SAMPLES
     return f"; its share of that batch holds samples {shown}{f' and {more} more' if more > 0 else ''}"

@@ -4,9 +4,10 @@ Verbs of `Call`, in the order of a run (the worker's methods of the same names):
 
 | verb       | argument            | answers                  | thread |
 |------------|---------------------|--------------------------|--------|
-| reserve    | Generation          | Address                  | steps  |
+| reserve    | Reservation         | Address                  | steps  |
 | form       | Group               | StateTag                 | steps  |
 | heal       | Heal                | StateTag                 | steps  |
+| probe      | Probing             | seconds of a step        | steps  |
 | run        | until: int          | SegmentReport            | steps  |
 | evaluate   | step: int           | Sums                     | steps  |
 | snapshot   | Copying             | Snapshot                 | steps  |
@@ -33,7 +34,7 @@ from trainwright.core.noise import Noise
 from trainwright.core.phases import Phases
 
 Verb = Literal[
-    "reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
+    "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
 ]  # fmt: skip
 FailureKind = Literal["user", "peer", "data", "storage", "internal"]
 Outcome = Literal["done", "stopped", "failed"]
@@ -104,8 +105,7 @@ class SegmentReport:
         stopped: a wish was heard.
         finished: nothing is left to train, though steps may be left.
         skipped: samples that this process has put into the quarantine so far.
-        passed: steps that changed nothing so far, because their loss was not finite.
-        overflowed: likewise, because their gradient was too large for `fp16`.
+        passed, overflowed: steps that changed nothing so far: their loss was not finite, or their gradient too large.
         prefetch: how far it reads ahead by now.
         own_s: median over its last steps of what it does before it waits for others; None where that is not known.
         phases: what its last steps took; None where too few were timed since it was told last.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from trainwright.core.errors import CheckpointError, HangError, StorageError, TrainwrightError, WorkerLost
 from trainwright.core.events import Failed, Stacks, Waiting
-from trainwright.driver import leaving, loops
+from trainwright.driver import leaving, loops, probing
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
@@ -57,7 +57,9 @@ def raised(turn: Turn, event: m.Raised) -> None:
     rank, error, kind = state.rank_of[event.worker], event.failure.error, event.failure.kind
     detail = error.detail if isinstance(error, TrainwrightError) else ""
     failed = _failed(turn, event.worker, rank, _text(error), detail)
-    if kind in ("user", "data") or isinstance(error, CheckpointError):
+    if state.trials is not None and kind in ("user", "data", "internal"):
+        _try_another(turn, Blame(error=error, event=failed), kill=kind == "internal")
+    elif kind in ("user", "data") or isinstance(error, CheckpointError):
         turn.emit(failed)
         if event.verb == "upload":
             forget(turn, frozenset({event.worker}), error)
@@ -73,6 +75,18 @@ def raised(turn: Turn, event: m.Raised) -> None:
             turn.change(kept=None)  # what could not be read is not asked for again
         turn.change(awaiting=state.awaiting - {event.worker})
         gather(turn, Blame(error=error, event=failed))
+
+
+def _try_another(turn: Turn, blame: Blame, *, kill: bool) -> None:
+    """A rank cannot work under the plan on trial: the others let go. No failure of the run."""
+    worker = frozenset({blame.event.worker})
+    probing.set_aside(turn, blame.error)
+    turn.change(awaiting=turn.state.awaiting - worker)
+    if turn.state.phase is not Phase.GATHERING:
+        _let_idle_go(turn, worker, False)
+    turn.change(blame=blame)
+    if kill:
+        _replace(turn, worker, kill=True)
 
 
 def silent(turn: Turn, deadline_s: float) -> None:
@@ -141,11 +155,12 @@ def gather(
     if entering or again or state.blame is None:
         recent = tuple(failed_s for failed_s in state.failed_s if failed_s > turn.now_s - HOUR_S)
         turn.change(failures=turn.state.failures + 1, failed_s=(*recent, turn.now_s), blame=blame)
-        if leaving.was_expected(state, blame):
+        if leaving.was_expected(state, blame) or (entering and probing.is_spare_try(state)):
             turn.change(failures=state.failures, failed_s=state.failed_s)
     elif state.blame.peer and not blame.peer:
         turn.change(blame=blame)
-    if (entering and state.phase in _STEPPING) or (state.suspect and state.suspect.peer and not again):
+    stepping = entering and state.phase in _STEPPING and not probing.is_spare_try(state)
+    if stepping or (state.suspect and state.suspect.peer and not again):
         turn.change(suspect=blame)
     lost, left = frozenset(lost), frozenset(left)
     if entering:
@@ -237,7 +252,7 @@ def gathered(turn: Turn) -> bool:
         told = f"failure {len(state.failed_s)} within an hour; failures_an_hour={budget}"
         close(turn, "failed", _last_straw(turn, told))
         return False
-    return ready_to_form(turn) and not _backs_off(turn)
+    return ready_to_form(turn) and not _backs_off(turn) and probing.settled(turn)
 
 
 def _backs_off(turn: Turn) -> bool:

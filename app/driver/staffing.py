@@ -6,12 +6,14 @@ recruit holds a slot of its own and waits to join. Ranks are given anew in each 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from trainwright.core.arranging import seats
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Noted, Placed, Promoted, Resized, Waiting
+from trainwright.core.plan import Plan
 from trainwright.driver import keeping
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
@@ -207,25 +209,39 @@ def ready_to_form(turn: Turn) -> bool:
         _shrink(turn)
     if not turn.state.starting:
         _join(turn)
-        _arrange(turn)
     return not turn.state.starting
 
 
-def _arrange(turn: Turn) -> None:
-    """Lay the ranks over the nodes as the mesh wants them, while none has been told its rank and built its part."""
+def arrange(turn: Turn, plan: Plan | None) -> None:
+    """Lay the ranks over the nodes as the mesh wants them, where none has been told its rank or all begin anew."""
     state, mesh = turn.state, turn.settings.mesh
-    if mesh is None or any(member.told for member in state.members):
+    anew = plan is not None and state.plan is not None and plan.layout != state.plan.layout
+    if mesh is None or (any(member.told for member in state.members) and not anew):
         return
-    order = seats(mesh, [member.home or member.node for member in state.members], len(turn.settings.devices))
+    order = seats(
+        plan.mesh if plan else mesh,
+        [member.home or member.node for member in state.members],
+        len(turn.settings.devices),
+    )
     members = tuple(state.members[place] for place in order)
     turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
 
 
 def may_grow(state: State) -> bool:
     """Whether a recruit is up, and the survivors can take it in."""
-    recruits = any(spare.slot is not None and spare.ready for spare in state.spares.values())
     room = len(state.members) < state.settings.most and state.settings.reform == "in_place"
-    return recruits and room and not state.stopping
+    return room and not state.stopping and wanted(state) > len(state.members)
+
+
+def wanted(state: State) -> int:
+    """How many of the members and the recruits that are up the run can use."""
+    ready = len(state.members) + len(_ready(state))
+    return state.seats(min(ready, state.settings.most))
+
+
+def _ready(state: State) -> list[int]:
+    """Recruits that are up."""
+    return sorted(worker for worker, spare in state.spares.items() if spare.slot is not None and spare.ready)
 
 
 def pause(turn: Turn) -> None:
@@ -245,8 +261,10 @@ def regroup(turn: Turn) -> None:
 
 
 def _may_shrink(state: State) -> bool:
-    enough = len(state.members) - len(state.starting) >= state.settings.fewest
-    return enough and state.settings.fewest < len(state.members) and "shrink" not in state.timers
+    if state.settings.fewest == len(state.members) or "shrink" in state.timers:
+        return False
+    left = len(state.members) - len(state.starting)
+    return left >= state.settings.fewest and state.seats(left) > 0
 
 
 def _shrink(turn: Turn) -> None:
@@ -260,15 +278,30 @@ def _shrink(turn: Turn) -> None:
 
 
 def _join(turn: Turn) -> None:
-    """Recruits that are up get ranks, as far as there is room."""
-    state = turn.state
-    room = state.settings.most - len(state.members)
-    ready = sorted(worker for worker, spare in state.spares.items() if spare.slot is not None and spare.ready)[:room]
-    if ready:
+    """Recruits that are up get ranks, as far as there is room; members that the plan has no rank for go."""
+    state, count = turn.state, len(turn.state.members)
+    total = wanted(state)
+    if state.loses_state(total) and state.progress > max(state.committed, state.kept.step if state.kept else 0):
+        total = state.seats(count)  # what the members hold is newer than any copy: they grow when there is one
+    change = total - count
+    if change > 0:
+        ready = _ready(state)[:change]
         spares = {worker: spare for worker, spare in state.spares.items() if worker not in ready}
         joining = tuple(_recruited(worker, state.spares[worker]) for worker in ready)
         turn.change(spares=spares)
         _seat(turn, (*state.members, *joining), "there is room")
+    elif change < 0:
+        dismiss(turn, _needless(state, -change), "no plan for more")
+
+
+def _needless(state: State, number: int) -> frozenset[int]:
+    """So many members whose part others hold too, as far as there are such; the last ones where there is a choice."""
+    going: list[Member] = []
+    for _ in range(number):
+        stay = [member for member in state.members if member not in going]
+        held = Counter(member.part for member in stay)
+        going.append(max(reversed(stay), key=lambda member: (member.part < 0, held[member.part])))
+    return frozenset(member.worker for member in going)
 
 
 def _recruited(worker: int, spare: Spare) -> Member:
@@ -312,11 +345,17 @@ def spare_died(turn: Turn, event: m.Died) -> None:
 
 
 def place_expired(turn: Turn) -> None:
-    """Not all processes started in time."""
+    """Not all processes started in time: where nobody said how many there must be, fewer go on from now on."""
+    if turn.settings.last_resort is not None and not turn.state.stopping:
+        turn.change(settings=replace(turn.settings, min_workers=turn.settings.last_resort))
+        if _may_shrink(turn.state):
+            return  # `recovering.gathered` sees to it
     state = turn.state
-    total, missing = len(state.members), len(state.starting)
+    total, missing, layouts = len(state.members), len(state.starting), state.settings.layouts
+    lacking = layouts.lacking(total - missing) if layouts is not None and missing < total else ""
     error = ResourceError(
         f"{total - missing} of {_count(total)} started within {state.settings.place_deadline_s:g} s",
+        where=lacking,
         remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
     )
     close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)

@@ -11,7 +11,8 @@ from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.data import Prefetch
 from trainwright.core.events import Failed
 from trainwright.core.group import Generation, Reform, Topology
-from trainwright.core.plan import Mesh
+from trainwright.core.plan import Mesh, Plan
+from trainwright.driver.layouts import Layouts, Trials
 from trainwright.driver.messages import Heal, KeptFile, KeptState, Outcome, Passed
 
 
@@ -19,7 +20,8 @@ class Phase(Enum):
     """What the workers are doing as far as the driver knows.
 
     An unbroken run goes ACQUIRING, GATHERING, RESERVING, FORMING, HEALING, then RUNNING, SNAPSHOTTING and EVALUATING as
-    the milestones want, WAITING for the last upload, CLOSING, RELEASING, FINISHED. Every failure leads to GATHERING.
+    the milestones want, WAITING for the last upload, CLOSING, RELEASING, FINISHED. Every failure leads to GATHERING;
+    so does PROBING, which follows HEALING under each plan that is to be measured.
     """
 
     ACQUIRING = "acquiring"
@@ -27,6 +29,7 @@ class Phase(Enum):
     RESERVING = "reserving"
     FORMING = "forming"
     HEALING = "healing"
+    PROBING = "probing"  # throwaway steps of a plan are measured
     READY = "ready"  # every rank stands at `State.step`, idle; only within a decision
     RUNNING = "running"
     SNAPSHOTTING = "snapshotting"
@@ -37,7 +40,7 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-RECOVERING = frozenset({Phase.GATHERING, Phase.RESERVING, Phase.FORMING, Phase.HEALING})
+RECOVERING = frozenset({Phase.GATHERING, Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING})
 NO_GENERATION = Generation(token=0, number=0)
 
 
@@ -48,6 +51,7 @@ class Settings:
     Attributes:
         workers: world size at the start, in processes.
         min_workers: fewest to go on with where no replacement comes; None for all of them.
+        last_resort: the same once `place_deadline_s` has passed without some; None for no fewer then either.
         max_workers: to which the world grows where there is room; None for `workers`.
         spares: processes that wait for a rank to become free, warmed up.
         spares_stay: a spare takes ranks of its own node alone, since it takes over their accelerators.
@@ -64,7 +68,8 @@ class Settings:
         max_loss_ratio: a loss more than so many times the usual one is a spike; None looks at none.
         spike_limit: spikes that the run is taken back from; 0 ends it.
         pass_limit: batches that may be passed by, where their step fails again and again.
-        samples_of: rows of the training set, by step (from 1), rank and number of workers: what errors name.
+        samples_of: rows of the training set, by step (from 1), rank, number of workers and plan: what errors name.
+        layouts: plans by number of workers; None where one is for any number.
         place_deadline_s: for all missing processes to start.
         preemption_s: from a preemption notice to the end of the process.
         replace_stragglers: workers whose part of a step takes so many times that of the others; None replaces none.
@@ -87,6 +92,7 @@ class Settings:
     total_steps: int
     steps_per_epoch: int
     min_workers: int | None = None
+    last_resort: int | None = None
     max_workers: int | None = None
     spares: int = 0
     spares_stay: bool = False
@@ -101,7 +107,8 @@ class Settings:
     max_loss_ratio: float | None = None
     spike_limit: int = 0
     pass_limit: int = 0
-    samples_of: Callable[[int, int, int], Sequence[int]] | None = None
+    samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None
+    layouts: Layouts | None = None
     place_deadline_s: float = 300.0
     shrink_s: float = 30.0
     preemption_s: float = 25.0
@@ -138,6 +145,8 @@ class Member:
         home: Ray's id of the node.
         told: it was told its rank.
         fresh: until its first generation is ready.
+        pieces: of the state, that it held when it was ready last.
+        part: of a replica, that these are; -1 for none.
     """
 
     worker: int
@@ -146,6 +155,8 @@ class Member:
     home: str = ""
     told: bool = False
     fresh: bool = True
+    pieces: frozenset[str] = frozenset()
+    part: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +240,8 @@ class State:
 
     Attributes:
         members: by rank.
+        plan: that the generation works under, or the one before; None where `Settings.layouts` is.
+        trials: of plans, while they last.
         rank_of: rank by worker; a worker that is not in it is dead to the driver.
         starting: workers placed and not up yet.
         spares: those that wait, by worker, recruits among them; none of them is in `rank_of` or `starting`.
@@ -273,7 +286,6 @@ class State:
         stopping: the run is to end.
         pausing: the ranks were asked to pause, since a recruit is up.
         leaving: when those who were told to go will be gone, by worker; some may be dead by now (see `leaving`).
-        pieces: of the state, by rank.
         compared: step at which the ranks' paces were compared last.
         slow: how often in a row a worker was found slow.
         named_slow: workers that were said to be.
@@ -291,6 +303,8 @@ class State:
     phase: Phase = Phase.ACQUIRING
     generation: Generation = NO_GENERATION
     members: tuple[Member, ...] = ()
+    plan: Plan | None = None
+    trials: Trials | None = None
     rank_of: Mapping[int, int] = field(default_factory=dict)
     next_worker: int = 0
     starting: frozenset[int] = frozenset()
@@ -341,7 +355,6 @@ class State:
     stopping: bool = False
     pausing: bool = False
     leaving: Mapping[int, float] = field(default_factory=dict)
-    pieces: tuple[frozenset[str], ...] = ()
     compared: int = 0
     slow: Mapping[int, int] = field(default_factory=dict)
     named_slow: frozenset[int] = frozenset()
@@ -355,6 +368,20 @@ class State:
     error: Exception | None = None
     timers: Mapping[str, int] = field(default_factory=dict)
     clock: int = 0
+
+    def seats(self, room: int) -> int:
+        """How many of so many workers the run can use; 0 where there is no plan for them."""
+        layouts = self.settings.layouts
+        if layouts is None:
+            return room
+        plan = layouts.on(room, self.settings.fewest)
+        return plan.workers if plan else 0
+
+    def loses_state(self, workers: int) -> bool:
+        """Whether so many workers would begin anew, in another layout than the generation's."""
+        layouts = self.settings.layouts
+        plan = layouts.on(workers, self.settings.fewest) if layouts else None
+        return plan is not None and self.plan is not None and plan.layout != self.plan.layout
 
     @property
     def committed(self) -> int:

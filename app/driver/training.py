@@ -16,7 +16,7 @@ from trainwright.driver.ending import close
 from trainwright.driver.keeping import wants_keep
 from trainwright.driver.loops import careful
 from trainwright.driver.milestones import copies_due, evaluation_due, hang_deadline_s, next_milestone, pause_after_s
-from trainwright.driver.staffing import may_grow, pause, regroup, replenish
+from trainwright.driver.staffing import may_grow, pause, regroup, replenish, wanted
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
 
@@ -38,11 +38,9 @@ def proceed(turn: Turn) -> None:
     elif _wants_evaluation(state):
         _evaluate(turn)
     elif not state.ending:
-        (regroup if may_grow(state) else _run)(turn)
+        (_grow if may_grow(state) else _run)(turn)
     elif state.upload is not None:
-        turn.enter(Phase.WAITING)
-        if not state.upload.committing:
-            turn.arm("upload", state.settings.upload_deadline_s)
+        _await_upload(turn)
     elif state.committed >= state.step:
         close(turn, "done" if state.step >= state.settings.total_steps else "stopped")
     else:
@@ -58,6 +56,25 @@ def _wanted_copies(state: State, now_s: float) -> tuple[Literal["upload", "keep"
 def _wants_evaluation(state: State) -> bool:
     cut_short = state.stopping and state.step < state.settings.total_steps
     return not cut_short and state.evaluated < state.step and evaluation_due(state.settings, state.step)
+
+
+def _grow(turn: Turn) -> None:
+    """Take recruits in; where all begin anew for that, from a checkpoint of this very step, which is waited for."""
+    state, upload = turn.state, turn.state.upload
+    if not state.loses_state(wanted(state)) or state.committed >= state.step:
+        regroup(turn)
+    elif upload is None and state.considered != state.step:
+        snapshot(turn, "upload")
+    elif upload is not None and upload.step == state.step:
+        _await_upload(turn)
+    else:
+        _run(turn)  # an older one is on its way, or this one failed: at the next pause
+
+
+def _await_upload(turn: Turn) -> None:
+    turn.enter(Phase.WAITING)
+    if turn.state.upload is not None and not turn.state.upload.committing:
+        turn.arm("upload", turn.settings.upload_deadline_s)
 
 
 def _run(turn: Turn) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import Scenario, least_of
 from tests.simulation.store import Store, Violation
 from trainwright.core import events
 from trainwright.core.errors import (
@@ -37,6 +37,8 @@ class Facts:
         self.recovering = False
         self.lost: Exception | None = None
         self.user: list[Exception] = []
+        self.trying = False  # plans are measured
+        self.tried: list[Exception] = []  # what was raised then
         self.storage_in_a_row = 0
         self.cuts: set[int] = set()  # generations cut without a death, not told of yet
         self.most_faults = 0
@@ -48,9 +50,11 @@ class Facts:
         self.evaluated: dict[int, dict[str, float]] = {}
         self.release: m.Release | None = None
 
-    def resumed(self, step: int) -> None:
-        """The driver begins at a checkpoint."""
-        self.start = self.high = self.line = step
+    def resumed(self, event: m.Acquired, settings: Settings) -> None:
+        """The driver begins, at a checkpoint where there is one."""
+        self.start = self.high = self.line = event.head.step if event.head else 0
+        plans = settings.layouts.plans if settings.layouts else ()
+        self.trying = len(plans) > 1 and not (event.head or event.living or event.kept)
 
     def hear(self, event: m.Happening) -> None:
         """Note what matters of a delivered event."""
@@ -90,7 +94,10 @@ class Facts:
 
     def _raised(self, event: m.Raised) -> None:
         kind = event.failure.kind
-        if event.verb == "upload" and kind == "storage":
+        if self.trying and kind in ("user", "data", "internal"):
+            self.tried.append(event.failure.error)
+            self.recovering = self.unquiet = True
+        elif event.verb == "upload" and kind == "storage":
             self.storage_in_a_row += 1
         elif kind in ("user", "data"):
             if self.release is None:
@@ -122,7 +129,10 @@ class Facts:
 
     def called(self, call: m.Call) -> None:
         """The driver calls a worker."""
+        if call.verb == "probe" and not self.trying:
+            raise Violation("plans are tried although steps of the run were taken")
         if call.verb == "run":
+            self.trying = False
             if self.stop_at is not None:
                 raise Violation("steps are begun after a wish to stop")
             self.recovering = False
@@ -194,7 +204,7 @@ class Facts:
         if self.user and self.lost is None and not self._spent(scenario) and not any(error is e for e in self.user):
             raise Violation(f"failed with {error!r} instead of {self.user[0]!r}")
         if isinstance(error, (UserCodeError, NonFiniteLoss, DataError)):
-            right = any(error is e for e in self.user)
+            right = any(error is e for e in (*self.user, *self.tried[:1]))
         elif isinstance(error, ResourceError):
             waiting = [p for p in driver.processes.values() if p.alive and not p.up]
             right = any(now_s + 1e-6 - p.born_s >= scenario.settings.place_deadline_s for p in waiting)
@@ -203,7 +213,8 @@ class Facts:
         elif isinstance(error, StorageError):
             right = error is self.lost or self._spent(scenario) or self._store_is_out(scenario)
         else:
-            right = isinstance(error, (WorkerLost, HangError, RuntimeError)) and self._spent(scenario)
+            spent = isinstance(error, (WorkerLost, HangError, RuntimeError)) and self._spent(scenario)
+            right = spent or error in self.tried[:1]
         if not right:
             raise Violation(f"failed with {error!r}, but {self.most_faults} faults were to be recovered from")
 
@@ -217,4 +228,4 @@ class Facts:
 def _whole(metrics: dict[str, float], settings: Settings) -> bool:
     """Whether each rank of a world within its bounds was counted once."""
     right = abs(metrics["rank"] - (metrics["size"] + 1) / 2) < 1e-9
-    return right and settings.fewest - 1e-9 <= metrics["size"] <= settings.most + 1e-9
+    return right and least_of(settings) - 1e-9 <= metrics["size"] <= settings.most + 1e-9

@@ -8,15 +8,17 @@ from typing import Any
 
 from tests.simulation.clock import Clock
 from tests.simulation.memory import Memory
-from tests.simulation.processes import Process, Team, apply
-from tests.simulation.scenario import Scenario
+from tests.simulation.plans import stage_piece, whole_of
+from tests.simulation.processes import TRIED, Process, Team, apply
+from tests.simulation.scenario import Scenario, least_of
 from tests.simulation.store import Store, Violation
+from tests.simulation.uploads import Uploads
 from trainwright.core.data import Sums
 from trainwright.core.errors import DataError, PeerLost, StorageError, UserCodeError
-from trainwright.core.group import Address
+from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
 
-COLLECTIVE = frozenset({"form", "heal", "run"})
+COLLECTIVE = frozenset({"form", "heal", "probe", "run"})
 
 
 class Labour:
@@ -27,16 +29,28 @@ class Labour:
         self.clock, self.store, self.right = clock, store, right
         self.deliver: Callable[[Any, m.Happening], None] = lambda driver, event: None
         size = scenario.settings.workers
-        self._pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2}[scenario.layout]
-        self.whole = frozenset(self._piece(rank) for rank in range(size))
+        self._pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2, "planned": 1}[scenario.layout]
+        self._whole = frozenset(self._piece(rank) for rank in range(size))
         self.outage_until_s = 0.0
-        self.upload_faults: list[str] = []
-        self.memory = Memory(self)
+        self.memory, self.uploads = Memory(self), Uploads(self)
         self.crash_step = 0
         self.crash_rank = 0
 
     def _piece(self, rank: int) -> str:
         return "state" if self._pieces == 1 else f"piece-{rank % self._pieces}"
+
+    def tag(self, process: Process) -> StateTag:
+        """What a process says it holds."""
+        if process.plan is None:
+            return process.tag(self.scenario.layout, self._whole)
+        stages = process.plan.mesh.pipeline
+        return process.tag(f"{process.plan.strategy}-{stages}", whole_of(stages))
+
+    def is_whole(self, names: list[str]) -> bool:
+        """Whether files together hold a state, each once."""
+        count = int(names[0].rpartition("-")[2]) if names and names[0].startswith("stage-") else 1
+        whole = self._whole if self.scenario.layout != "planned" else whole_of(count)
+        return set(names) == whole and len(names) == len(whole)
 
     def between(self, low: float, high: float) -> float:
         """A random duration."""
@@ -47,7 +61,7 @@ class Labour:
     def begin(self, process: Process, call: m.Call) -> None:
         """A call reaches a living process."""
         if call.verb == "upload":
-            self._upload(process, call)
+            self.uploads.begin(process, call)
         elif call.verb == "keep":
             self.memory.keep(process, call)
         elif call.verb == "stop":
@@ -75,13 +89,15 @@ class Labour:
                 if process.member:
                     raise Violation(f"worker {process.worker} is to join a group, but has not left the one before")
                 process.member = True
+                if call.argument.plan is not None:
+                    process.turn_to(call.argument.plan)
                 process.team = process.driver.team(call.generation.number)
                 process.team.members.append(process)
                 self.answer(process, Address(host="host", port=process.worker + 1), 0.01, 0.1)
             case "leave":
                 process.member = False
                 self.part(process)
-                self.answer(process, process.tag(self.scenario.layout, self.whole), 0.01, 0.3)
+                self.answer(process, self.tag(process), 0.01, 0.3)
             case "evaluate":
                 self._must_stand(process, call)
                 size = process.team.size  # type: ignore[union-attr]
@@ -89,7 +105,9 @@ class Labour:
                 self.answer(process, sums, 0.1, 1.0)
             case "snapshot":
                 self._must_stand(process, call)
-                process.copies.update(dict.fromkeys(call.argument.verbs, (process.step, process.lineage)))
+                process.copies.update(
+                    dict.fromkeys(call.argument.verbs, (process.piece, process.step, process.lineage))
+                )
                 self.answer(process, m.Snapshot(step=process.step, size_bytes=8, blocked_s=0.005), 0.01, 0.2)
 
     def _must_stand(self, process: Process, call: m.Call) -> None:
@@ -162,16 +180,28 @@ class Labour:
             bounds = self.scenario.settings
             if process.rank in team.ranks or not 0 <= process.rank < team.size:
                 raise Violation(f"rank {process.rank} of {team.size} is given to worker {process.worker} too")
-            if not bounds.fewest <= team.size <= bounds.most:
-                raise Violation(f"{team.size} workers, outside of {bounds.fewest} to {bounds.most}")
+            if not least_of(bounds) <= team.size <= bounds.most:
+                raise Violation(f"{team.size} workers, outside of {least_of(bounds)} to {bounds.most}")
             team.ranks.add(process.rank)
-            process.piece = self._piece(process.rank)
+            self._hold(process, team)
         if team.broken:
             self._lose_peers(process)
             return
         team.arrived.append(process)
         if len(team.arrived) == team.size and not any(member.hung for member in team.members):
             self._start(team)
+
+    def _hold(self, process: Process, team: Team) -> None:
+        """Take the piece of its rank."""
+        if process.plan is None:
+            process.piece = self._piece(process.rank)
+            return
+        if process.plan.workers != team.size or process.plan != team.members[0].plan:
+            raise Violation(f"{team.size} workers form under {process.plan} and {team.members[0].plan}")
+        piece = stage_piece(process.plan.mesh.stage_of(process.rank), process.plan.mesh.pipeline)
+        if piece != process.piece:
+            process.drop()
+        process.piece = piece
 
     def _start(self, team: Team) -> None:
         team.ticket += 1
@@ -196,8 +226,13 @@ class Labour:
             return
         if team.verb == "heal":
             self._heal(team, arrived)
+        if team.verb == "probe":
+            for process in arrived:
+                self._try(process)
+                self.answer(process, self.rand(), 0.0, 0.2)
+            return
         for process in arrived:
-            self.answer(process, process.tag(self.scenario.layout, self.whole), 0.0, 0.2)
+            self.answer(process, self.tag(process), 0.0, 0.2)
 
     def _heal(self, team: Team, arrived: list[Process]) -> None:
         heal: m.Heal = team.argument
@@ -208,6 +243,8 @@ class Labour:
         token = arrived[0].driver.token
         self.memory.check(heal, token)
         if heal.kept is not None:
+            if not self.is_whole(list({item.file.name for item in heal.kept.files})):
+                raise Violation(f"healed from parts of a state: {heal.kept}")
             for process in arrived:
                 process.take(*self.memory.kept[heal.kept.version, heal.kept.files[0].file.name])
         if heal.source == "checkpoint":
@@ -231,6 +268,10 @@ class Labour:
         team.passing = frozenset(passed.step for passed in heal.passing)
         if len(team.passing) > self.scenario.settings.pass_limit:
             raise Violation(f"too many steps are passed by: {team.passing}")
+
+    def _try(self, process: Process) -> None:
+        process.take(process.step + 1, TRIED)
+        process.tried = True
 
     def _check_level(self, team: Team) -> None:
         if any((member.step, member.lineage) != (team.step, team.lineage) for member in team.arrived):
@@ -259,7 +300,7 @@ class Labour:
         stopped, team.wish = team.wish, False
         for process in arrived:
             process.take(team.step, team.lineage)
-            tag = process.tag(self.scenario.layout, self.whole)
+            tag = self.tag(process)
             self.answer(process, m.SegmentReport(step=team.step, stopped=stopped, tag=tag), 0.0, 0.4)
 
     # --- breaking -----------------------------------------------------------------------------------------
@@ -282,6 +323,8 @@ class Labour:
                 self._leave_step(team, process, torn)
             elif team.verb == "heal":
                 self._leave_heal(team, process, torn)
+            elif team.verb == "probe":
+                self._try(process)
             if not process.hung:
                 self._lose_peers(process)
 
@@ -347,33 +390,3 @@ class Labour:
     def _tell_death(self, process: Process) -> None:
         process.told = True
         self.deliver(process.driver, m.Died(worker=process.worker, cause="killed"))
-
-    # --- uploads ------------------------------------------------------------------------------------------
-
-    def _upload(self, process: Process, call: m.Call) -> None:
-        if process.upload is not None:
-            raise Violation(f"worker {process.worker} is asked for a second upload during one")
-        if "upload" not in process.copies:
-            raise Violation("an upload without a snapshot")
-        process.upload = call
-        fault = self.upload_faults.pop(0) if self.upload_faults else ""
-        if fault == "hangs":
-            process.upload_hung = True
-            return
-        self.clock.after(self.between(0.2, 4.0), self._uploaded, process, call, fault)
-
-    def _uploaded(self, process: Process, call: m.Call, fault: str) -> None:
-        if not process.alive or process.upload is not call:
-            return
-        process.upload = None
-        about: dict[str, Any] = {"worker": process.worker, "generation": call.generation, "verb": "upload"}
-        if fault == "internal":
-            process.raised = True
-            failure = m.Failure(kind="internal", error=RuntimeError("a bug"))
-            self.deliver(process.driver, m.Raised(**about, failure=failure))
-        elif fault or self.clock.now_s < self.outage_until_s:
-            failure = m.Failure(kind="storage", error=StorageError("the store did not answer"))
-            self.deliver(process.driver, m.Raised(**about, failure=failure))
-        else:
-            files = self.store.write(call.argument, process.piece, *process.copies.pop("upload"))
-            self.deliver(process.driver, m.Returned(**about, value=files))

@@ -34,7 +34,7 @@ class Memory:
         """Whether it cannot be read any more: the next driver's versions remove those of one that is fenced."""
         return self.lost or any((kept.version, item.file.name) not in self.kept for item in kept.files)
 
-    def _delivered(self, process: Process, call: m.Call, copy: tuple[int, int]) -> None:
+    def _delivered(self, process: Process, call: m.Call, copy: tuple[str, int, int]) -> None:
         if not process.alive:
             return
         about: dict[str, Any] = {"worker": process.worker, "generation": call.generation, "verb": "keep"}
@@ -45,10 +45,11 @@ class Memory:
             return
         for key in [key for key in self.kept if key[0] < order.version and key[0] not in order.hold]:
             del self.kept[key]
-        self.kept[order.version, process.piece] = copy
+        piece, *state = copy
+        self.kept[order.version, piece] = (state[0], state[1])
         if call.generation.token != process.driver.token:
             return  # the driver that asked is dead
-        file = FileEntry(name=process.piece, size_bytes=8, sha256="")
+        file = FileEntry(name=piece, size_bytes=8, sha256="")
         self._labour.deliver(process.driver, m.Returned(**about, value=(file,)))
 
     def check(self, heal: m.Heal, token: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from trainwright.core.group import StateTag
+from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 
 FRESH = 1  # the lineage of a build: no step applied yet
 TORN = -1  # the lineage of a state that was interrupted
+TRIED = -2  # of one that took throwaway steps
 
 
 def apply(lineage: int, index: int) -> int:
@@ -43,6 +45,7 @@ class Process:
         "member",
         "noticed",
         "piece",
+        "plan",
         "raise_next",
         "raised",
         "rank",
@@ -54,6 +57,7 @@ class Process:
         "ticket",
         "told",
         "trained",
+        "tried",
         "up",
         "upload",
         "upload_hung",
@@ -77,8 +81,10 @@ class Process:
         self.member = False  # of a team that it has not left
         self.freed: Team | None = None  # the team whose connections were shut
         self.piece = "state"
+        self.plan: Plan | None = None  # what it builds for
+        self.tried = False  # it took throwaway steps
         self.step, self.lineage, self.sound, self.trained = 0, FRESH, True, False
-        self.copies: dict[str, tuple[int, int]] = {}  # by the verb that they are for
+        self.copies: dict[str, tuple[str, int, int]] = {}  # by the verb that they are for
 
     def tag(self, layout: str, whole: frozenset[str]) -> StateTag:
         """What it says it holds."""
@@ -98,6 +104,17 @@ class Process:
     def take(self, step: int, lineage: int) -> None:
         """Hold a sound state."""
         self.step, self.lineage, self.sound, self.trained = step, lineage, True, True
+
+    def turn_to(self, plan: Plan) -> None:
+        """Build for a plan: anew, where it is of another layout or throwaway steps were taken."""
+        if self.tried or self.plan is None or self.plan.layout != plan.layout:
+            self.tried = False
+            self.drop()
+        self.plan = plan
+
+    def drop(self) -> None:
+        """Hold what was just built."""
+        self.step, self.lineage, self.sound, self.trained = 0, FRESH, True, False
 
     def tear(self) -> None:
         """Be interrupted while the state changes."""

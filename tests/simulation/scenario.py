@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+from tests.simulation.plans import Plans, staged
 from trainwright.driver.state import Settings
 
 KINDS = {
@@ -39,6 +40,11 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
 
 
+def least_of(settings: Settings) -> int:
+    """Fewest workers that a run may ever go on with."""
+    return settings.fewest if settings.last_resort is None else settings.last_resort
+
+
 def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> Scenario:
     """The scenario of a seed; `workers` overrides the world size drawn from 1 to 8, `also` adds kinds of faults."""
     rng = Random(seed)
@@ -67,7 +73,9 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     settings = replace(settings, keep_s=rng.choice((None, None, 0.5, 2.0)), checkpoint_auto=rng.random() < 0.1)
     settings = replace(settings, pass_limit=Random(seed + 2**33).choice((0, 1, 5)))
     scenario = Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
-    return _elastic(scenario, Random(seed + 2**32)) if scenario.layout == "replicated" else scenario
+    if scenario.layout != "replicated":
+        return scenario
+    return _planned(_elastic(scenario, Random(seed + 2**32)), Random(seed + 2**34))
 
 
 def _elastic(scenario: Scenario, rng: Random) -> Scenario:
@@ -79,6 +87,27 @@ def _elastic(scenario: Scenario, rng: Random) -> Scenario:
         scenario.settings, min_workers=rng.randint(1, count), max_workers=count + rng.randint(0, 2), shrink_s=8.0
     )
     return replace(scenario, settings=bounds)
+
+
+def _planned(scenario: Scenario, rng: Random) -> Scenario:
+    """A quarter of those that reform in place have plans of their own for some numbers of workers, or to measure."""
+    settings = scenario.settings
+    if settings.reform == "new_process" or settings.workers > 8 or rng.random() < 0.75:
+        return scenario
+    count = settings.workers
+    stages = [number for number in range(1, count + 1) if count % number == 0]
+    tried = rng.choice((1, 1, 2, 3))
+    plans = tuple(staged(rng.choice(stages), count, name) for name in ("first", "second", "third")[:tried])
+    others = frozenset(number for number in range(1, count + 1) if rng.random() < 0.6)
+    settings = replace(settings, layouts=Plans(plans=plans, others=others))
+    faults = scenario.faults
+    if settings.min_workers is None:
+        settings = replace(settings, last_resort=rng.choice((None, 1)))
+    if rng.random() < 0.7:  # room is lost, and comes back
+        settings = replace(settings, min_workers=rng.randint(1, count), last_resort=None, shrink_s=8.0)
+        at_s = 2.0 + rng.random() * settings.total_steps
+        faults += (Fault(kind="slow start", at_s=at_s), Fault(kind="kill", at_s=at_s + 0.1, target=rng.random()))
+    return replace(scenario, settings=settings, layout="planned", faults=faults)
 
 
 def unbroken(scenario: Scenario) -> Scenario:

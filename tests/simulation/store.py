@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.driver import messages as m
 
@@ -13,8 +15,8 @@ class Violation(AssertionError):
 class Store:
     """What is durable. Every commit is checked against the run's right lineage."""
 
-    def __init__(self, right: list[int], whole: frozenset[str]) -> None:
-        self._right, self._whole = right, whole
+    def __init__(self, right: list[int], is_whole: Callable[[list[str]], bool]) -> None:
+        self._right, self._is_whole = right, is_whole
         self.entries = 0
         self.owner = 0
         self.head: CheckpointRef | None = None
@@ -40,7 +42,7 @@ class Store:
         if token != self.owner:
             raise Violation("a fenced driver committed")
         names = [entry.name for entry in commit.files]
-        if set(names) != self._whole or len(names) != len(self._whole):
+        if not self._is_whole(names):
             raise Violation(f"step {commit.step}: a checkpoint of {names} is not whole")
         for entry in commit.files:
             if self.files[commit.path, entry.name] != (commit.step, self._right[commit.step]):

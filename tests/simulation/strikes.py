@@ -134,13 +134,13 @@ class Strikes:
     # --- storage ------------------------------------------------------------------------------------------
 
     def _on_upload_fails(self, fault: Fault) -> None:
-        self._world.labour.upload_faults.extend(["fails"] * (1 + int(fault.amount * 5)))
+        self._world.labour.uploads.faults.extend(["fails"] * (1 + int(fault.amount * 5)))
 
     def _on_upload_hangs(self, fault: Fault) -> None:
-        self._world.labour.upload_faults.append("hangs")
+        self._world.labour.uploads.faults.append("hangs")
 
     def _on_upload_internal(self, fault: Fault) -> None:
-        self._world.labour.upload_faults.append("internal")
+        self._world.labour.uploads.faults.append("internal")
 
     def _on_commit_fails(self, fault: Fault) -> None:
         self._failing_commits += 1 + int(fault.amount * 4)

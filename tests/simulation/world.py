@@ -79,7 +79,7 @@ class World:
         right = lineages(scenario.settings.total_steps + 1)
         self.clock = Clock()
         self.labour = Labour(scenario, self.rng, self.clock, None, right)  # type: ignore[arg-type]
-        self.store = self.labour.store = Store(right, self.labour.whole)
+        self.store = self.labour.store = Store(right, self.labour.is_whole)
         self.labour.deliver = self.deliver
         self.strikes = Strikes(self)
         self.drivers: list[Driver] = []
@@ -195,7 +195,7 @@ class World:
             event = self.store.acquire()
             driver.token = event.token
             event = replace(event, **self._inherit(driver))
-            driver.facts.resumed(event.head.step if event.head else 0)
+            driver.facts.resumed(event, self.scenario.settings)
             self.deliver(driver, event)
 
     def _inherit(self, driver: Driver) -> dict[str, Any]:

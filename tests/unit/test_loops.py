@@ -10,12 +10,13 @@ from tests.unit.story import HEAD, Story
 from trainwright.core import events
 from trainwright.core.errors import HangError, TrainwrightError, WorkerLost
 from trainwright.core.group import Address, StateTag
+from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 from trainwright.driver.loops import backoff_s
 from trainwright.driver.state import Phase
 
 
-def samples_of(step: int, rank: int, workers: int) -> Sequence[int]:
+def samples_of(step: int, rank: int, workers: int, plan: Plan | None) -> Sequence[int]:
     return [100 * step + 10 * rank + workers]
 
 

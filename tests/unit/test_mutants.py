@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         name="shrinks below the fewest",
         module="staffing",
-        fragment="return enough and state.settings.fewest",
-        replacement="return state.settings.fewest",
+        fragment="return left >= state.settings.fewest and state.seats(left) > 0",
+        replacement="return left > 0",
         also=("never starts", "never starts", "kill two"),
     ),
     Mutant(
@@ -66,8 +66,28 @@ MUTANTS = (
     Mutant(
         name="lets a recruit join that is not up",
         module="staffing",
-        fragment="if spare.slot is not None and spare.ready)[:room]",
-        replacement="if spare.slot is not None)[:room]",
+        fragment="for worker, spare in state.spares.items() if spare.slot is not None and spare.ready)",
+        replacement="for worker, spare in state.spares.items() if spare.slot is not None)",
+    ),
+    Mutant(
+        name="gives ranks to more than a plan has",
+        module="staffing",
+        fragment="    elif change < 0:\n",
+        replacement="    elif change < -8:\n",
+    ),
+    Mutant(
+        name="measures plans in the middle of a run",
+        module="probing",
+        fragment="len(layouts.plans) > 1 and not begun",
+        replacement="len(layouts.plans) > 1",
+        also=("crash",),
+    ),
+    Mutant(
+        name="sets two plans aside for one failure",
+        module="probing",
+        fragment="    if not trials.trying:\n        return\n",
+        replacement="    if not trials.left:\n        return\n",
+        also=("user",),
     ),
     Mutant(
         name="forgets those who are to go in their groups",

@@ -225,13 +225,14 @@ def test_a_model_is_divided_only_where_it_does_not_fit_otherwise() -> None:
     fat = replace(PROFILE, layers=(replace(layer, parameters=10**8, parameter_bytes=4 * 10**8, flops=1e12),))
     decision = decide(tw.Cluster.parse("2xT4"), profile=fat, workers=2)
     (why,) = [item.reason for item in decision.rejected if item.plan.strategy == "sharded"]
-    assert decision.chosen.strategy == "data_parallel" and "takes longer than is predicted" in why
+    assert decision.chosen.strategy == "data_parallel" and "takes longer than predicted" in why
     assert decide(profile=fat, plan="dp=2,zero=2").chosen.zero == 2
     assert decide(profile=fat, plan="dp=2,fsdp=3").chosen.mesh == Mesh(data=2, shard=3)
     with pytest.raises(PlanError, match="sharded: trainwright has no engine for it yet"):
         decide(profile=fat, plan="dp=2,zero=1")
-    with pytest.raises(PlanError, match="as many workers as there were"):
-        decide(profile=fat, strategy="sharded", min_workers=2)
+    assert decide(profile=fat, strategy="sharded", min_workers=2).chosen.mesh.shard > 1
+    with pytest.raises(PlanError, match="room for one worker only now"):
+        decide(tw.Cluster.parse("1xT4"), profile=fat, strategy="sharded", min_workers=1, max_workers=2)
 
 
 def test_a_batch_that_is_too_large_for_two_fits_more() -> None:

@@ -76,13 +76,17 @@ def test_it_is_chosen_where_a_device_cannot_hold_the_model() -> None:
         ({"loss": None, "step": max, "inputs": ()}, "step= calls the model as a whole"),
         ({"profile": replace(DEEP, untraced="ValueError: no")}, "cannot be followed.*ValueError: no"),
         ({"profile": replace(DEEP, keras_backend="torch")}, "Keras calls its layers"),
-        ({"min_workers": 1, "max_workers": 2}, "a multiple of the workers"),
         ({"workers": 1}, "workers=1 is pinned"),
     ],
 )
 def test_why_it_cannot_be(changes: dict[str, object], words: str) -> None:
     with pytest.raises(PlanError, match=f"(?s){words}"):
         decide(LAPTOP, **{"profile": DEEP, "strategy": "pipeline", **changes})  # type: ignore[arg-type]
+
+
+def test_a_world_that_may_shrink_begins_with_the_stages_that_there_is_room_for() -> None:
+    chosen = decide(LAPTOP, profile=DEEP, strategy="pipeline", min_workers=1, max_workers=2).chosen
+    assert chosen.mesh.pipeline == chosen.workers == 2
 
 
 def test_what_is_computed_again_has_engines_for_modules_of_torch() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.simulation.plans import Plans, staged
 from tests.simulation.scenario import KINDS, Fault, Scenario, draw
 from tests.simulation.store import Violation
 from tests.simulation.world import simulate
@@ -90,6 +91,49 @@ def test_preempted_workers_cost_no_step_and_are_no_failure(kind: str, workers: i
         assert not any(event.steps_lost for event in formed)
         moved += len(formed) > 1
     assert moved > 30
+
+
+@pytest.mark.parametrize("keep_s", [None, 0.5])
+def test_lost_room_changes_the_layout_and_room_that_returns_changes_it_back_at_no_cost(keep_s: float | None) -> None:
+    plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
+    steps = {"total_steps": 240, "steps_per_epoch": 240, "checkpoint_steps": 5}
+    settings = Settings(workers=2, min_workers=1, keep_s=keep_s, **steps)  # type: ignore[arg-type]
+    settings = replace(settings, layouts=plans, shrink_s=3.0)
+    for tenth in range(50):
+        at_s = 3.0 + tenth / 10
+        lost = (Fault(kind="slow start", at_s=at_s), Fault(kind="kill", at_s=at_s + 0.05, target=tenth / 50))
+        outcome = simulate(Scenario(seed=tenth, settings=settings, layout="planned", faults=lost))
+        assert outcome.outcomes == ["done"]
+        changed = [event for event in outcome.emitted if isinstance(event, events.Replanned)]
+        assert [(event.name, bool(event.why)) for event in changed] == [
+            ("other", True), ("pipeline (pp=2,accumulation=1)", False),
+        ]  # fmt: skip
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        assert [event.workers for event in formed[-2:]] == [1, 2] and formed[-1].steps_lost == 0
+
+
+def test_more_replicas_of_a_pipeline_leave_every_stage_where_it_is() -> None:
+    settings = Settings(workers=2, max_workers=6, total_steps=30, steps_per_epoch=30)
+    settings = replace(settings, layouts=Plans(plans=(staged(2, 2),)))
+    for seed in range(20):
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout="planned"))
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        assert formed[-1].workers == 6 and outcome.outcomes == ["done"]
+        assert {(event.source, event.steps_lost) for event in formed[1:]} == {("replica", 0)}
+
+
+def test_plans_are_measured_once_and_leave_nothing_behind() -> None:
+    plans = Plans(plans=(staged(1, 2, "first"), staged(2, 2, "second"), staged(1, 2, "third")))
+    settings = Settings(workers=2, total_steps=9, steps_per_epoch=3, layouts=plans)
+    chosen = Counter[str]()
+    for seed in range(40):
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout="planned"))
+        (probed,) = [event for event in outcome.emitted if isinstance(event, events.Probed)]
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        assert [(event.source, event.step, event.steps_lost) for event in formed] == [("initial", 0, 0)]
+        assert outcome.outcomes == ["done"] and probed.seconds > 0
+        chosen[probed.name] += 1
+    assert len(chosen) == 3
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -1,0 +1,73 @@
+"""Plans measured on the workers before the first step: the quickest goes on, and nothing of it is left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import trainwright as tw
+from tests import jobs
+from tests.faults.test_pipeline import cross_entropy, momentum
+from tests.runs import told
+from trainwright import views
+from trainwright.core import events
+
+LONG = 1_000_000  # epochs: what is measured pays in the end
+STEPS = 6
+
+
+def fat() -> nn.Module:
+    """Gradients that take longer to reduce than to compute, of a small batch."""
+    wide = [nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.Linear(jobs.WIDTH, 2048), nn.Tanh(), *wide, nn.Linear(2048, jobs.CLASSES))
+
+
+def slim() -> nn.Module:
+    """Nothing to divide: a step is as long as what it costs to ask for it."""
+    return nn.Sequential(nn.Linear(jobs.WIDTH, 32), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, jobs.CLASSES))
+
+
+def first_steps(folder: Path, model: Callable[[], nn.Module], **fields: Any) -> dict[int, float]:
+    """Losses of a run that is stopped after a few steps."""
+    seen = threading.Event()
+
+    def listen(event: events.Event) -> None:
+        if isinstance(event, events.Steps) and event.step and event.step[-1] >= STEPS:
+            seen.set()
+
+    own = {"step": None, "model": model, "optimizer": momentum, "loss": cross_entropy, "inputs": "x", "targets": "y"}
+    run = tw.start(jobs.job(folder, **{**own, "batch_size": 8, "epochs": LONG, "checkpoint_steps": 10**9, **fields}))
+    run.listen(listen)
+    while run.state == "running" and not seen.wait(0.1):
+        pass
+    run.stop(now=True)
+    run.wait(60)
+    losses: dict[int, float] = {}
+    for event in told(folder, "faulty", events.Steps):
+        losses.update(zip(event.step, event.loss, strict=True))  # type: ignore[attr-defined]
+    return {step: losses[step] for step in range(1, STEPS + 1)}
+
+
+@pytest.mark.parametrize(("model", "wins"), [(fat, False), (slim, True)])
+def test_the_quickest_plan_goes_on_and_the_run_is_the_one_without(
+    model: Callable[[], nn.Module], wins: bool, tmp_path: Path, ray_cluster: None
+) -> None:
+    losses = first_steps(tmp_path / "probed", model)
+    (probed,) = told(tmp_path / "probed", "faulty", events.Probed)
+    assert isinstance(probed, events.Probed)
+    measured = {row["name"].partition(" ")[0]: row["measured_s"] for row in probed.rows}
+    assert len(measured) >= 2 and probed.name.startswith("data_parallel") == wins, probed.text
+    assert measured[probed.name.partition(" ")[0]] <= 1.02 * min(value for value in measured.values() if value)
+    assert len(told(tmp_path / "probed", "faulty", events.Placed)) == 2, "in the same processes"
+    assert len(told(tmp_path / "probed", "faulty", events.Formed)) == 1
+    shown = views.show(str(tmp_path / "probed"), "faulty").data
+    assert shown["plan"]["strategy"] == probed.name.partition(" ")[0]
+    assert any("ms a step" in other["reason"] for other in shown["others"])
+    plan = str(probed.name.partition("(")[2].rstrip(")"))
+    pinned = first_steps(tmp_path / "pinned", model, plan=plan, strategy=shown["plan"]["strategy"])
+    assert losses == pinned and not told(tmp_path / "pinned", "faulty", events.Probed)

@@ -1,0 +1,52 @@
+"""The plans of a simulated run: stages of a model, and whatever fewer workers can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from trainwright.core.events import Probed
+from trainwright.core.plan import Mesh, Placement, Plan
+
+
+def staged(stages: int, workers: int, strategy: str = "pipeline") -> Plan:
+    """A plan of so many stages on so many workers."""
+    mesh = Mesh(pipeline=stages, data=workers // stages)
+    return Plan(strategy=strategy, engine=f"{strategy}:Engine", mesh=mesh, batch_size=64, placement=Placement(cpus=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """Implements `driver.layouts.Layouts`. `others`: numbers of workers that there is a plan in one piece for."""
+
+    plans: tuple[Plan, ...]
+    others: frozenset[int] = frozenset()
+
+    def on(self, room: int, fewest: int) -> Plan | None:
+        """The first plan on as many as it can have, else another."""
+        replica = self.plans[0].mesh.pipeline
+        whole = room - room % replica
+        if whole >= max(fewest, 1):
+            return self.plans[0].resized(whole)
+        fitting = [workers for workers in self.others if fewest <= workers <= room]
+        return staged(1, max(fitting), "other") if fitting else None
+
+    def lacking(self, room: int) -> str:
+        """Why not; nothing where the first plan is there for them."""
+        stages = self.plans[0].mesh.pipeline
+        return f"{room} workers hold no {stages} stages" if room % stages else ""
+
+    def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[Plans, Probed]:
+        """The quickest."""
+        best = self.plans[min(step_s, key=step_s.__getitem__)]
+        return replace(self, plans=(best,)), Probed(plan=asdict(best), name=best.name)
+
+
+def stage_piece(stage: int, stages: int) -> str:
+    """What a rank of a stage holds."""
+    return f"stage-{stage}-of-{stages}" if stages > 1 else "state"
+
+
+def whole_of(stages: int) -> frozenset[str]:
+    """What all stages hold."""
+    return frozenset(stage_piece(stage, stages) for stage in range(stages))
