@@ -52,7 +52,7 @@ def test_a_step_that_overflows_changes_nothing_and_halves_the_scale() -> None:
     before = saved(engine).files["model.safetensors"]
     reports = steps(engine, range(12))
     over = [report.overflowed for report in reports]
-    assert over[:3] == [True] * 3 and not over[-1]
+    assert over[:3] == [True] * 3 and over.count(False) >= 4
     assert [report.step for report in reports] == [*range(1, 13)]
     assert all((report.gradient_norm is None) == report.overflowed for report in reports)
     assert scale_of(saved(engine)) == [2.0 ** (16 - sum(over)), over[::-1].index(True)]
