@@ -21,6 +21,13 @@ demo: setup ## train a small network on Fashion-MNIST, to a report
 	@done=$$($(BIN)/trainwright show fashion-mnist --json 2>/dev/null | grep -c '"state": "done"'); \
 	$(BIN)/trainwright fit examples/fashion_mnist.py $$(test "$$done" = 0 || echo --fresh) $(ARGS)
 
+.PHONY: lm
+lm: setup ## train a language model on the King James text, in a pipeline of two workers, to a report
+	@done=$$($(BIN)/trainwright show gpt-laptop --json 2>/dev/null | grep -c '"state": "done"'); \
+	$(BIN)/trainwright fit examples/gpt.py --set plan=pp=2,schedule=1f1b,accumulation=8 \
+		$$(test "$$done" = 0 || echo --fresh) $(ARGS)
+	@echo; $(BIN)/python examples/generate.py "In the beginning"
+
 .PHONY: test
 test: setup ## run all tests, in two processes; ARGS="-k word" picks some
 	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)

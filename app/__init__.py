@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.api import evaluate as evaluate
     from trainwright.api import export as export
     from trainwright.api import fit as fit
+    from trainwright.api import generate as generate
     from trainwright.api import load_model as load_model
     from trainwright.api import plan as plan
     from trainwright.api import predict as predict
@@ -53,6 +54,7 @@ _HOMES = {
     "evaluate": "trainwright.api",
     "export": "trainwright.api",
     "fit": "trainwright.api",
+    "generate": "trainwright.api",
     "load_model": "trainwright.api",
     "plan": "trainwright.api",
     "predict": "trainwright.api",
@@ -80,6 +82,7 @@ __all__ = [
     "evaluate",
     "export",
     "fit",
+    "generate",
     "load_model",
     "plan",
     "predict",

@@ -1,4 +1,5 @@
-"""What a user calls: plan, fit, start, evaluate, predict, load_model, export, chaos; with a Job or its file's path."""
+"""What a user calls: plan, fit, start, evaluate, predict, generate, load_model, export, chaos;
+with a Job or its file's path."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from typing import TYPE_CHECKING, Any, overload
 from trainwright.core.cluster import Cluster
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from trainwright.choices import Aim, Price
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
@@ -204,6 +208,43 @@ def predict(
         _job(job), data, to=to, columns=columns, keep=keep, step=step, workers=workers, batch_size=batch_size,
         range_rows=range_rows, fresh=fresh, verbose=verbose,
     )  # fmt: skip
+
+
+def generate(
+    job: Job | str,
+    prompts: Any,
+    *,
+    count: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    output: str | None = None,
+    step: int | None = None,
+) -> npt.NDArray[np.int64]:
+    """Prompts continued by a run's language model, in this process on one device.
+
+    The job's model must be causal, take one column of tokens, and give logits (rows, tokens, vocabulary).
+
+    Args:
+        prompts: (rows, tokens) integers.
+        count: tokens to add to each.
+        temperature: that logits are divided by before a token is drawn; 0 takes the likeliest.
+        top_k: draw among so many of the likeliest; by default all.
+        seed: of the draws: the same gives the same tokens.
+        output: name of the logits, where the model gives more, such as "logits".
+        step: the checkpoint at this step; by default the newest.
+
+    Returns:
+        (rows, tokens + count).
+
+    Raises:
+        TrainwrightError: the prompts or numbers are wrong, there is no checkpoint, or it does not fit the model.
+    """
+    from trainwright.generating import Sampling
+    from trainwright.generating import generate as continued
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
+    return continued(_job(job), prompts, count=count, sampling=sampling, output=output, step=step)
 
 
 def load_model(job: Job | str, *, step: int | None = None) -> Any:

@@ -65,6 +65,8 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         ResourceError: the job asks for more than the cluster has.
         PlanError: no strategy can run the job, or what is pinned cannot.
     """
+    if job.precision == "fp16" and profile.framework == "tensorflow":
+        raise PlanError('precision="fp16" is for models of torch', where="precision", remedy='use precision="bf16"')
     allowed, unknown = _known(usable(cluster, job))
     names = _names(job, profile.framework)
     question = Question.of(job, profile, allowed)

@@ -15,6 +15,8 @@ from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.group import Generation, Group, Peer
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
+from trainwright.datasets.index import Index
+from trainwright.datasets.sources import Dataset
 from trainwright.datasets.stream import Stream
 from trainwright.log import RunLog
 from trainwright.planner import choose
@@ -66,10 +68,7 @@ def evaluate(job: Job, step: int | None = None) -> dict[str, float]:
     if job.evaluate is None:
         raise JobError(["evaluate= is missing: give the job a data set to evaluate on"])
     reader = _reader(job, step)
-    alone = job.alone(accelerator="cpu")
-    index = job.evaluate.index()
-    here = Cluster(nodes=(Node(name="here", cpus=os.cpu_count() or 1, memory_bytes=0),))
-    plan = choose(profile_job(alone, job.evaluate, index), here, alone).chosen
+    alone, index, plan = alone_here(job, job.evaluate)
     engine = lone_engine(alone.model_spec(1, partial(job.evaluate.row, index, job.columns)), plan)
     engine.load(reader)
     stream = Stream(
@@ -77,6 +76,13 @@ def evaluate(job: Job, step: int | None = None) -> dict[str, float]:
         feeding=plan.feed_of(0), columns=job.columns,
     )  # fmt: skip
     return sum((engine.evaluate_step(feed) for feed in stream.feeds(0)), Sums()).means()
+
+
+def alone_here(job: Job, data: Dataset) -> tuple[Job, Index, Plan]:
+    """The job for one CPU device of this machine, the index of a data set of its, and the plan. Raises as planning."""
+    alone, index = job.alone(accelerator="cpu"), data.index()
+    here = Cluster(nodes=(Node(name="here", cpus=os.cpu_count() or 1, memory_bytes=0),))
+    return alone, index, choose(profile_job(alone, data, index), here, alone).chosen
 
 
 def lone_engine(spec: ModelSpec, plan: Plan) -> Engine:

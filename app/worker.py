@@ -104,6 +104,7 @@ class Worker:
         self._stream: Stream | None = None
         self._evaluation: Stream | None = None
         self._feeds: Feeds | None = None
+        self._overflowed = 0  # steps that changed nothing
         self._passed: set[int] = set()  # steps whose loss was not finite
         self._passing: dict[int, str] = {}  # steps whose batch ends the workers, and how
         self._blank: Feed | None = None  # of weight 0, of another step than those
@@ -262,6 +263,7 @@ class Worker:
             tag=StateTag(step=self._step),
             skipped=self._quarantine.count + self._evaluate_quarantine.count,
             passed=len(self._passed),
+            overflowed=self._overflowed,
             prefetch=self._feeds.prefetch,
             own_s=self._records.own_s,
             phases=self._meter.phases(last=over),
@@ -274,7 +276,9 @@ class Worker:
         if feed.step in self._passing:
             return self._pass_by(feed)
         try:
-            return self._engine.train_step(feed)
+            report = self._engine.train_step(feed)
+            self._overflowed += report.overflowed
+            return report
         except NonFiniteLoss as error:
             if self._job.on_nonfinite == "raise":
                 raise

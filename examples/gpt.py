@@ -11,6 +11,7 @@ the rest, given what stands before it, summed in bits, over the rest's character
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.nn import functional
 import trainwright as tw
 
 FOLDER = Path("data/king-james")
+EPOCH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Size:
         heads, groups: of attention: queries' heads, and those of keys and values.
         hidden: width inside a feed-forward layer.
         batch_size: sequences of `context` tokens.
-        epochs: passes over the text.
+        epochs: of EPOCH sequences.
         rate: highest learning rate.
     """
 
@@ -56,13 +58,13 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        context=32, width=32, depth=2, heads=4, groups=2, hidden=64, batch_size=256, epochs=1, rate=1e-2, vocabulary=512
+        context=32, width=32, depth=2, heads=4, groups=2, hidden=64, batch_size=64, epochs=4, rate=6e-3, vocabulary=512
     ),
     "laptop": Size(
-        context=128, width=192, depth=6, heads=6, groups=2, hidden=512, batch_size=16, epochs=4, rate=4e-3
+        context=128, width=192, depth=5, heads=6, groups=2, hidden=512, batch_size=32, epochs=8, rate=6e-3
     ),
     "cluster": Size(
-        context=1024, width=1024, depth=24, heads=16, groups=4, hidden=2816, batch_size=256, epochs=20, rate=1e-3
+        context=1024, width=1024, depth=24, heads=16, groups=4, hidden=2816, batch_size=256, epochs=6, rate=1e-3
     ),
 }  # fmt: skip
 
@@ -131,7 +133,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (rows, tokens) to logits (rows, tokens, vocabulary); the embedding is the output layer's too."""
+    """Tokens (rows, tokens) to logits (rows, tokens, vocabulary)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class GPT(nn.Module):
             if matrix.dim() == 2:  # what goes into the stream begins small, so that its depth does not matter
                 into = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(matrix, std=(matrix.shape[1] * (2 * size.depth if into else 1)) ** -0.5)
-        self.head.weight = self.embedding.weight
+        nn.init.zeros_(self.head.weight)  # at first all tokens are as likely
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the token that follows on each."""
@@ -197,14 +199,15 @@ def cross_entropy(logits: Tensor, given: tuple[Tensor, Tensor]) -> tw.Terms:
 def bits_per_character(logits: Tensor, given: tuple[Tensor, Tensor], *, characters: Tensor) -> tw.Terms:
     """Of the tokens that are to be predicted; `characters` (vocabulary,) says for how many each stands."""
     tokens, new = given
-    lengths = characters[tokens[:, 1:].long()]
+    lengths = characters.to(tokens.device)[tokens[:, 1:].long()]
     return tw.Terms(surprise(logits, tokens) / (math.log(2) * lengths), predicted(tokens, new) * lengths)
 
 
 def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
     """-log p of each token but the first, in nats: (rows, tokens - 1)."""
-    follow = tokens[:, 1:].long()
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), follow.flatten(), reduction="none").view_as(follow)
+    follow = tokens.long().roll(-1, dims=1)  # on the last there follows nothing: its value is left out
+    values = functional.cross_entropy(logits.flatten(0, 1), follow.flatten(), reduction="none")
+    return values.view_as(follow)[:, :-1]
 
 
 def predicted(tokens: Tensor, new: Tensor) -> Tensor:
@@ -216,14 +219,32 @@ def predicted(tokens: Tensor, new: Tensor) -> Tensor:
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
-def adamw(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """AdamW at the highest rate of the schedule; only matrices decay."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [each for each in parameters if each.dim() == 2], "weight_decay": 0.1},
-        {"params": [each for each in parameters if each.dim() != 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.99), fused=True)
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024), scaled as AdamW (Liu et al. 2025), for the matrices of blocks; AdamW for all else.
+
+    Args:
+        parameters: of the model, or of the part of it that is trained here.
+        vocabulary: tells the embedding from them.
+        rate: the highest of the schedule.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, vocabulary: int, rate: float) -> None:
+        every = list(parameters)
+        inner = [each for each in every if each.dim() == 2 and len(each) != vocabulary]
+        others = [each for each in every if all(each is not one for one in inner)]
+        self.parts: list[torch.optim.Optimizer] = []
+        if inner:
+            self.parts.append(torch.optim.Muon(inner, lr=2 * rate, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:
+        """One step of both."""
+        for part in self.parts:
+            part.step()
 
 
 def job(size: Literal["tiny", "laptop", "cluster"] = "laptop") -> tw.Job:
@@ -232,21 +253,23 @@ def job(size: Literal["tiny", "laptop", "cluster"] = "laptop") -> tw.Job:
     text = tw.datasets.king_james(FOLDER)
     learnt = tokenizer(text.train, chosen.vocabulary)
     first, rest = (np.array(learnt.encode(Path(part).read_text(encoding="ascii")).ids) for part in text)
-    half = chosen.context // 2
+    known, new = 3 * chosen.context // 4, chosen.context // 4  # of each sequence that judges
     characters = torch.tensor([len(learnt.decode([token])) for token in range(chosen.vocabulary)])
     return tw.Job(
         name=f"gpt-{size}",
         model=partial(GPT, chosen),
         loss=cross_entropy,
-        optimizer=partial(adamw, rate=chosen.rate),
+        optimizer=partial(Muon, vocabulary=chosen.vocabulary, rate=chosen.rate),
         schedule=partial(tw.schedules.linear, warmup=0.03),
         clip_norm=1.0,
         train=tw.datasets.table(windows(first, chosen.context, chosen.context - 1)),
-        evaluate=tw.datasets.table(windows(np.concatenate((first[-half:], rest)), chosen.context, half)),
+        evaluate=tw.datasets.table(windows(np.concatenate((first[-known:], rest)), chosen.context, new)),
         inputs="tokens",
         targets=("tokens", "new"),
         batch_size=chosen.batch_size,
+        epoch_samples=EPOCH,
         epochs=chosen.epochs,
+        evaluate_epochs=chosen.epochs,
         metrics={"bits_per_character": partial(bits_per_character, characters=characters)},
         storage="runs",
     )

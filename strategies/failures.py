@@ -58,7 +58,7 @@ class UserCode(ABC):
         if isinstance(error, Exception) and not isinstance(error, TrainwrightError):
             raise self.meaning(error) from None
 
-    def meaning(self, error: BaseException) -> PeerLost | UserCodeError:
+    def meaning(self, error: BaseException) -> TrainwrightError:
         """What an exception says."""
         if self.lost_peer(error):
             return peer_lost(error, self.where)

@@ -78,6 +78,7 @@ class StepReport:
         learning_rate: of the first parameter group, as used.
         gradient_norm: global norm before clipping; None when the job does not clip.
         wish: some rank wished to stop.
+        overflowed: nothing was applied, because the gradient was too large for `fp16`.
         finished: nothing is left to train, though steps may be left, as a callback of Keras' may decide.
         own_s: what this rank took before it waited for others; None where the engine cannot tell.
         phases: seconds of a late step, this one or one shortly before, by phase (see `trainwright.core.phases`); None
@@ -91,6 +92,7 @@ class StepReport:
     learning_rate: float
     gradient_norm: float | None = None
     wish: bool = False
+    overflowed: bool = False
     finished: bool = False
     own_s: float | None = field(default=None, compare=False)
     phases: Mapping[str, float] | None = field(default=None, compare=False)

@@ -31,7 +31,7 @@ class ModelSpec:
         inputs: column names given to the model, as positional arguments where there are no keywords.
         keywords: the model's argument that each of `inputs` is given as; empty, or as many.
         targets: column names given to loss and metrics (one value, or a tuple when several).
-        compile: `auto`, `eager` or `xla`.
+        compile: `auto`, `eager`, `xla` or `inductor`.
         collation: applied to each micro-batch before its columns become tensors.
         metrics: name -> (outputs, targets) -> (samples,) or Terms.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate.
@@ -54,7 +54,7 @@ class ModelSpec:
     inputs: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
-    compile: Literal["auto", "eager", "xla"] = "auto"
+    compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
     collation: Collation = field(default_factory=Collation)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     schedule: Callable[[int, int], float] | None = None
@@ -74,6 +74,8 @@ class ModelSpec:
         problems = self.collation.static_problems() if capabilities.static_shapes else []
         if self.compile == "xla" and not capabilities.xla:
             problems.append('compile="xla" is for TensorFlow models: leave it out')
+        if self.compile == "inductor" and not capabilities.inductor:
+            problems.append('compile="inductor" is for torch models: leave it out')
         if problems:
             raise JobError(problems)
 

@@ -33,6 +33,7 @@ class Capabilities:
         devices_per_worker: devices one actor drives; None means all of its node.
         static_shapes: every micro-batch must have the same number of rows.
         xla: it can compile steps by XLA.
+        inductor: it can compile models by `torch.compile`.
     """
 
     reform: Reform = "in_place"
@@ -41,6 +42,7 @@ class Capabilities:
     devices_per_worker: int | None = 1
     static_shapes: bool = False
     xla: bool = False
+    inductor: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

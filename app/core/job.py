@@ -50,33 +50,34 @@ class Job(BaseModel):
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
         workers: number of worker actors; by default what the planner finds best.
         min_workers: fewest with which the run goes on, or starts, where there is no room for more; by default all of
-            them, or where neither this nor `workers` nor `max_workers` is given, any number once `place_deadline_s` has
-            passed. The global batch stays, the results agree within float tolerance (not bitwise, nor with dropout).
-            Where fewer cannot carry the plan out, they go on under another from the newest copy of the state.
+            them, or with neither this nor `workers` nor `max_workers` any number after `place_deadline_s`. The global
+            batch stays, results agree within float tolerance (not bitwise, nor with dropout). Where fewer cannot carry
+            the plan out, they go on under another.
         max_workers: to which the run grows while there is room; by default `workers`.
         shrink_s: seconds that missing workers are waited for before the others go on without them.
         spares: processes that wait, warmed up, to take the rank of one that is lost; by default one where there are two
             workers or more. Each holds what a worker does before its first step: framework, model and one batch. Where
-            every failure needs new processes (TensorFlow) it is one for each of two workers or more, which holds the
-            framework alone (about 0.4 GB).
+            every failure needs new processes (TensorFlow), one for each worker, with the framework alone (0.4 GB).
         preemption_s: seconds from a preemption notice (SIGTERM to a worker's process) to its end: by then
             a checkpoint is made, and the rank goes to a spare, a new process or, within `min_workers`, to nobody.
         replace_stragglers: how many times as long as the others' a worker's own part of a step (data, forward and
             backward, known on the CPU) takes when another process gets its rank, once an hour and node; by default
             stragglers are only named.
-        devices: that each worker drives, where its strategy drives several (`tf_mirrored` and others): by default all
-            accelerators of its node; without any, logical devices of its CPU.
-        tf_config: where the addresses of TensorFlow's workers come from: `own` has each choose a port, and writes
-            their TF_CONFIG anew; `environment` takes each worker's address from the TF_CONFIG that it finds.
+        devices: that each worker drives, where its strategy drives several (`tf_mirrored`): by default all accelerators
+            of its node; without any, logical devices of its CPU.
+        tf_config: of TensorFlow's workers: `own` has each choose a port, and writes their TF_CONFIG anew; `environment`
+            takes each worker's address from the TF_CONFIG that it finds.
         strategy: name of a strategy to pin; by default what the planner finds best.
         plan: what to pin of the plan: degrees and choices such as `dp=4,tp=2,accumulation=2` (see `Plan.parse`; where a
             degree is given, those left out are 1), or a file that `trainwright plan --out` wrote.
-        probe: before the first step measure plans that are predicted to be about as good, where the run is long enough
-            for that to pay, and go on with the quickest. Nothing of it is left in state, order or randomness.
+        probe: measure plans that are predicted to be about as good before the first step of a run that is long enough,
+            and go on with the quickest; nothing of it is left in state, order or randomness.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
-        precision: `fp32` leaves the model's own types, `bf16` computes under autocast.
+        precision: `fp32` leaves the model's own types, `bf16` computes under autocast, and torch's `fp16` with losses
+            scaled as by `torch.amp.GradScaler`: a step that overflows changes nothing and halves the scale.
         compile: how steps run: `auto` as the framework does by itself (TensorFlow as a graph), `eager` operation by
-            operation, to look into them with a debugger, or `xla` compiled by TensorFlow's XLA (`jit_compile`).
+            operation for a debugger, `xla` by TensorFlow's XLA (`jit_compile`), or `inductor` by `torch.compile`: the
+            model, of one in parts each block, with other dropout; a CPU needs a C++ compiler.
         run: whose steps: `step`, trainwright's, or `fit`, Keras' own on one node: the model's `train_step`, its
             `compile`, metrics of any kind, callbacks and validation after each `evaluate_epochs` epochs, as `Model.fit`
             has them. Fed, copied and resumed as all runs are, in the middle of an epoch too; callbacks begin anew then.
@@ -92,9 +93,8 @@ class Job(BaseModel):
         checkpoint_steps: a checkpoint after this many steps; by default at the end of each epoch. `auto` lets their
             measured cost and the failures seen decide how often (Young, 1974).
         keeper_s: seconds between copies of the state in the nodes' shared memory, which outlive all processes: what a
-            failure of all workers costs at most. At most a hundredth of the time goes into them. They take twice the
-            state on one node (on two, where every failure needs new processes); 0 for none. Where replicas live on two
-            nodes or more none are made.
+            failure of all workers costs at most, in at most a hundredth of the time. They take twice the state on one
+            node (on two, where every failure needs new processes). 0 for none; none where replicas live on two nodes.
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
         inexact: what may differ between one device and many, such as `("batch_norm",)`.
@@ -150,8 +150,8 @@ class Job(BaseModel):
     plan: str | None = None
     probe: bool = True
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    precision: Literal["fp32", "bf16"] = "fp32"
-    compile: Literal["auto", "eager", "xla"] = "auto"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
     run: Literal["step", "fit"] = "step"
     callbacks: Callable[[], Sequence[Any]] | None = None
     accumulation: Annotated[int, Field(ge=1)] | None = None

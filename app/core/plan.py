@@ -99,7 +99,7 @@ class Plan:
         devices_per_worker: data ranks one actor drives (virtual or local devices).
         topology: of the engine.
         keras_backend: that the model was made with; empty for one that is not Keras'.
-        precision: `fp32` (the model's own types) or `bf16` (autocast).
+        precision: `fp32` (the model's own types), `bf16` (autocast) or `fp16` (autocast and scaled losses).
         micro_batch: samples of one micro-batch of a data rank; 0 where `accumulation` says how many there are.
         schedule: of a pipeline: `gpipe`, `1f1b`, `interleaved`, `zero_bubble` or `zbv`.
         chunks: of layers that each stage holds: some of an interleaved pipeline, two of `zbv`.

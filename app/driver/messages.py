@@ -105,7 +105,7 @@ class SegmentReport:
         stopped: a wish was heard.
         finished: nothing is left to train, though steps may be left.
         skipped: samples that this process has put into the quarantine so far.
-        passed: steps that changed nothing so far, because their loss was not finite.
+        passed, overflowed: steps that changed nothing so far: their loss was not finite, or their gradient too large.
         prefetch: how far it reads ahead by now.
         own_s: median over its last steps of what it does before it waits for others; None where that is not known.
         phases: what its last steps took; None where too few were timed since it was told last.
@@ -118,6 +118,7 @@ class SegmentReport:
     tag: StateTag
     skipped: int = 0
     passed: int = 0
+    overflowed: int = 0
     prefetch: Prefetch | None = None
     own_s: float | None = None
     finished: bool = False

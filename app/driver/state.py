@@ -292,6 +292,7 @@ class State:
         relieved: when a slow worker of a node was replaced last, by node.
         skipped: samples in the quarantines of the workers, as last told.
         passed: steps whose loss was not finite and which changed nothing, as last told.
+        overflowed: likewise, whose gradient was too large for `fp16`.
         prefetch: how far the ranks read ahead, as last told.
         advised: whether it was said that the batch is too large.
         timers: numbers of the timers that run, by name.
@@ -360,6 +361,7 @@ class State:
     relieved: Mapping[str, float] = field(default_factory=dict)
     skipped: int = 0
     passed: int = 0
+    overflowed: int = 0
     prefetch: Prefetch | None = None
     advised: bool = False
     outcome: Outcome = "failed"

@@ -125,7 +125,10 @@ def segment_ended(turn: Turn) -> None:
     passed = max(report.passed for report in reports)
     if passed > turn.state.passed:
         turn.emit(Noted(text=f"{passed} steps changed nothing so far, because their loss was not finite"))
-    turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped, passed=passed)
+    overflowed = max(report.overflowed for report in reports)
+    if overflowed > turn.state.overflowed:
+        turn.emit(Noted(text=f"{overflowed} steps changed nothing so far, because their gradient overflowed in fp16"))
+    turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped, passed=passed, overflowed=overflowed)
     _finish_early(turn, reports)
     straggling.compare(turn, {rank: report.own_s for rank, report in answers.items()})
     _tell_prefetch(turn, [report.prefetch for report in reports if report.prefetch])

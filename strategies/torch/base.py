@@ -30,7 +30,9 @@ dynamo.postpone()
 class TorchEngine:
     """A replica that steps by itself; `trainwright.core.engine.Engine` says who calls what, and when."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(reform="in_place", topology="collective", devices_per_worker=1)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reform="in_place", topology="collective", devices_per_worker=1, inductor=True
+    )
 
     def __init__(self) -> None:
         self._group: Group | None = None

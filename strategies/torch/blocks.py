@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -14,6 +14,16 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     _collect(model, sites, found)
     return found
+
+
+def outside(model: nn.Module, modules: Iterable[nn.Module], cuts: Iterable[str]) -> list[nn.Module]:
+    """Those of a model's modules inside of which none is at which it is cut."""
+    inside = [name.split(".") for name in cuts]
+    names = {module: name.split(".") for name, module in model.named_modules()}
+    paths = [(module, names[module]) for module in modules]
+    return [
+        module for module, path in paths if not any(len(cut) > len(path) and cut[: len(path)] == path for cut in inside)
+    ]
 
 
 def _collect(module: nn.Module, sites: Counter[int], found: list[nn.Module]) -> None:

@@ -8,12 +8,14 @@ import traceback
 import torch
 from torch import distributed
 
-from trainwright.strategies.failures import UserCode, folder_of
+from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.strategies.failures import UserCode, first_line, folder_of
 
 _LOST = re.compile(
     r"gloo/|Gloo connect|connectFullMesh|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|"
     r"Socket Timeout|wait timeout"
 )
+_COMPILER = ("torch._dynamo.", "torch._inductor.")
 
 
 class user_code(UserCode):
@@ -27,6 +29,16 @@ class user_code(UserCode):
         """Torch gives its own types only to some of these; gloo's are RuntimeErrors known by their text alone."""
         known = (distributed.DistBackendError, distributed.DistNetworkError, distributed.DistStoreError)
         return isinstance(error, known) or (type(error) is RuntimeError and _LOST.search(str(error)) is not None)
+
+    def meaning(self, error: BaseException) -> TrainwrightError:
+        """What an exception says; one of the compiler's own, what to do without it."""
+        if not type(error).__module__.startswith(_COMPILER):
+            return super().meaning(error)
+        missing = "no C++ compiler was found: install one, such as g++, or " if "CxxCompiler" in str(error) else ""
+        what = f"{self.what} cannot be compiled: {type(error).__name__}: {first_line(error)}"
+        found = JobError([f"{what}: {missing}leave compile= out"], where=self.where)
+        found.detail = self.traceback(error)
+        return found
 
     @classmethod
     def remedy(cls, error: BaseException) -> str:

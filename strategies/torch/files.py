@@ -4,7 +4,7 @@
 |-------------------------|-----------------------------------------------------------------------------|
 | `model.safetensors`     | the model's state dict: parameters and persistent buffers by full name      |
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
-| `state.json`            | the step, the optimizer's plain values by parameter, settings that it changed |
+| `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale  |
 
 A divided model has three such files for each part, `model.shard-0-of-4.safetensors`, `model.stage-0-of-2.safetensors`,
 `model.stage-0-of-2.tensor-1-of-2.safetensors` and so on, each written by a rank that holds the part. What is not
@@ -55,13 +55,15 @@ def write(state: HostState, writer: Writer) -> None:
                 tensors[f"{name}/{key}"] = value
             else:
                 plain.setdefault(name, {})[key] = value
-    facts = {
+    facts: dict[str, Any] = {
         "format": _FORMAT,
         "step": state.step,
         "optimizer": state.optimizer,
         "options": state.options,
         "plain": plain,
     }
+    if state.scale is not None:
+        facts["scale"] = list(state.scale)
     boxes, suffix = state.boxes, state.part.suffix
     facts["tensors"] = {
         MODEL: {name: _described(value, boxes.get(name)) for name, value in state.model.items()},
@@ -112,6 +114,7 @@ def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> Ho
         slots=slots,
         options=facts["options"],
         optimizer=facts["optimizer"],
+        scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
         part=part,
         boxes={name: box for kind in boxes.values() for name, box in kind.items() if box in given},
     )
@@ -181,11 +184,11 @@ def _joined(reader: Reader, kind: str, known: Mapping[Part, Facts], boxes: Mappi
     for part, facts in known.items():
         described = {name: one for name, one in facts["tensors"][kind].items() if name in boxes}
         held = {name: _held(one) for name, one in described.items()}
-        for name in held.keys() - found.keys():
+        for name in [name for name in held if name not in found]:
             found[name] = torch.empty(boxes[name].size, dtype=getattr(torch, described[name]["dtype"]))
         news = {name: box.both(boxes[name]) for name, box in held.items()}
         news = {name: box for name, box in news.items() if box.count and box not in taken[name]}
-        tensors = _tensors(reader, _FILE.format(kind, part.suffix)) if news else {}
+        tensors = _tensors(reader, _FILE.format(kind, part.suffix)) if news or len(known) == 1 else {}
         for name, box in news.items():
             taken[name].add(box)
             if held[name] == boxes[name]:

@@ -18,6 +18,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
+_COMPILED = "CompiledFunctionBackward"
 Groups = list[dict[str, Any]]  # what the second half starts from
 
 
@@ -25,6 +26,8 @@ def halves(roots: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequenc
     """Whether both halves together give all gradients of a graph."""
     ends = [each.grad_fn for each in roots if each.grad_fn is not None]
     consumers = construct_reverse_graph(ends)
+    if any(node.name() == _COMPILED for node in consumers):
+        return False  # one node gives the gradients of inputs and of parameters
     on_the_way, _ = reverse_closure([node for each in given if (node := _node(each))], set(), consumers)
     for parameter in parameters:
         node = _node(parameter)

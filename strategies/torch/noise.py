@@ -58,7 +58,7 @@ class Probe:
         norms, self._norms = self._norms, []
         samples = int(np.count_nonzero(share.batch.weights))
         if samples and norms:
-            unit = (share.rows / self._objective.world) ** 2 / samples  # gradients are of sums * world / rows
+            unit = (share.rows / self._objective.world / self._objective.scale) ** 2 / samples  # see `Objective.pull`
             parts, counted, shares = self._news
             self._news = (parts + torch.stack(norms).square().sum() * unit, counted + samples, shares + 1)
 

@@ -54,20 +54,20 @@ class Caller:
     Attributes:
         spec: the job's functions and columns.
         device: where the tensors are.
-        autocast: whether to compute in bfloat16 where that is safe (`torch.autocast`).
+        autocast: the type to compute in where that is safe (`torch.autocast`); None for the model's own.
         where: the rank, for errors.
         rescoring: whether backward computes attention's scores again.
     """
 
     spec: ModelSpec
     device: torch.device
-    autocast: bool
+    autocast: torch.dtype | None
     where: str
     rescoring: bool = False
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+        return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
 
     def keeping(self) -> AbstractContextManager[Any]:
         """The context in which activations are kept for backward."""
@@ -225,6 +225,7 @@ class Objective(nn.Module):
         carry: always zero; its gradient is (sum of weights, sum of weighted losses, wish to stop, news).
         tallies: the step's micro-batches so far with their losses.
         news: three numbers that the next micro-batch adds to the sums, once.
+        scale: by which the gradients are multiplied.
     """
 
     def __init__(self, model: nn.Module, caller: Caller, world: int) -> None:
@@ -234,6 +235,7 @@ class Objective(nn.Module):
         self.world = world
         kind = _carried_type(model)
         self.carry = nn.Parameter(torch.zeros(6, dtype=kind, device=caller.device))
+        self.scale = 1.0
         self.tallies: list[tuple[Share, Tensor]] = []
         self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
         self.news: tuple[Tensor, ...] = self._no_news
@@ -287,7 +289,7 @@ class Objective(nn.Module):
         weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
         news, self.news = self.news, self._no_news
         sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news)).mul_(self.world)
-        factor = 0.0 if share.muted else self.world / max(share.rows, 1)
+        factor = 0.0 if share.muted else self.scale * self.world / max(share.rows, 1)
         return Pull(values=values, slopes=weights * factor, carry=carry, sums=sums)
 
 

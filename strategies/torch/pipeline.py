@@ -25,7 +25,8 @@ from trainwright.core.plan import Plan
 from trainwright.core.sections import misplaced, place_of, section_of
 from trainwright.strategies.torch import evaluation, state
 from trainwright.strategies.torch.batches import copied
-from trainwright.strategies.torch.cutting import Cut
+from trainwright.strategies.torch.compiling import compile_blocks
+from trainwright.strategies.torch.cutting import Cut, as_it_is
 from trainwright.strategies.torch.group import compared, same_start
 from trainwright.strategies.torch.links import Links
 from trainwright.strategies.torch.member import Member
@@ -33,7 +34,7 @@ from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Caller, Objective, Share
 from trainwright.strategies.torch.parts import WHOLE, Box, Part
 from trainwright.strategies.torch.pipe import Pipe
-from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.replica import AUTOCAST, Replica
 from trainwright.strategies.torch.step import Runner, Totals, shares
 
 PIECE_BYTES = 25 * 2**20  # of gradients in one all-reduce, as in DDP
@@ -211,10 +212,12 @@ class Pipeline(Member):
         assert spec.sample is not None, "a job brings a sample"
         self._checksum = state.checksum(model)
         part = self._part
-        caller = Caller(spec=spec, device=torch.device("cpu"), autocast=plan.precision == "bf16", where=self._where)
+        caller = Caller(spec=spec, device=torch.device("cpu"), autocast=AUTOCAST.get(plan.precision), where=self._where)
         columns = caller.inputs(spec.sample())
-        own = _sections(plan, part.stage)
-        self._cut = Cut(model, plan.cuts, own, [columns[name] for name in spec.inputs], caller.precisely, self._where)
+        own, compiled = _sections(plan, part.stage), spec.compile == "inductor"
+        prepare = partial(compile_blocks, device=self._device, cuts=plan.cuts) if compiled else as_it_is
+        given = [columns[name] for name in spec.inputs]
+        self._cut = Cut(model, plan.cuts, own, given, caller.precisely, self._where, prepare)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise JobError(
                 [f"stage {part.stage} has no parameter to train: cut the model elsewhere, or into fewer stages"],

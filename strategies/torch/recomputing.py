@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.strategies.torch.blocks import blocks
+from trainwright.strategies.torch.blocks import blocks, outside
 
 
 def recompute(model: nn.Module, divided: Iterable[str] = ()) -> None:
@@ -19,12 +19,8 @@ def recompute(model: nn.Module, divided: Iterable[str] = ()) -> None:
     Args:
         divided: names of modules at which the model is cut: a block that one of them is inside of stays as it is.
     """
-    inside = [name.split(".") for name in divided]
-    names = {module: name.split(".") for name, module in model.named_modules()}
-    for module in blocks(model) or _children(model):
-        path = names[module]
-        if not any(len(cut) > len(path) and cut[: len(path)] == path for cut in inside):
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    for module in outside(model, blocks(model) or _children(model), divided):
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def _children(model: nn.Module) -> list[nn.Module]:

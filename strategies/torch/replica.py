@@ -15,10 +15,14 @@ from trainwright.core.data import fold
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
+from trainwright.strategies.torch.compiling import compile_whole
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.laps import Laps
 from trainwright.strategies.torch.parts import WHOLE, Box, Part, box_of
 from trainwright.strategies.torch.recomputing import recompute
+from trainwright.strategies.torch.scaling import Scale
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 
 
 class Attempt:
@@ -42,6 +46,7 @@ class Replica:
     Attributes:
         model: the user's module.
         optimizer: the user's optimizer.
+        scale: of the losses; None where they are not scaled.
         rescoring: backward computes attention's scores again.
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
@@ -66,7 +71,8 @@ class Replica:
         part: Part = WHOLE,
         place: Callable[[nn.Module], Mapping[str, Box]] | None = None,
     ) -> None:
-        self.spec, self.autocast, self.device, self.part = spec, plan.precision == "bf16", device, part
+        self.spec, self.autocast, self.device, self.part = spec, AUTOCAST.get(plan.precision), device, part
+        self.scale = Scale() if plan.precision == "fp16" else None
         self.rescoring = plan.recompute == "selective"
         self.step: int | None = None
         self.sound = True
@@ -77,7 +83,7 @@ class Replica:
         _check_model(self.model, spec, plan, where)
         if plan.recompute == "full":
             recompute(self.model, plan.cuts)
-        self._cut = (place or self._move)(self.model)
+        self._cut = (place or self._settled)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
         with user_code("optimizer()", where):
@@ -111,6 +117,12 @@ class Replica:
             assert self.step is None, "a trained replica stays where it is"
             self.device, self.laps = device, Laps(device)
             self._move(self.model)
+
+    def _settled(self, model: nn.Module) -> Mapping[str, Box]:
+        """Where the model is whole."""
+        if self.spec.compile == "inductor":
+            compile_whole(model, self.device)
+        return self._move(model)
 
     def _move(self, model: nn.Module) -> Mapping[str, Box]:
         model.to(self.device)
@@ -227,6 +239,17 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if extra:
         problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
+    half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
+    if half and plan.precision == "fp16":
+        problems.append(
+            f"parameter {half[0]!r} is of float16, in which small updates are lost: return the model in float32; "
+            'precision="fp16" computes in half precision where that is safe'
+        )
+    if spec.compile == "inductor" and plan.recompute == "selective":
+        problems.append(
+            'compile="inductor" chooses by itself what it computes again of attention: leave recompute=selective out, '
+            "or use recompute=full"
+        )
     norms = batch_norms(model)
     if norms and (plan.mesh.data_ranks > 1 or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
         problems.append(

@@ -23,6 +23,7 @@ from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.group import Group, Move, StateTag
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch import state
+from trainwright.strategies.torch.compiling import compile_blocks
 from trainwright.strategies.torch.dividing import Calls, divide, gathered, released
 from trainwright.strategies.torch.group import compared, same_start
 from trainwright.strategies.torch.member import Member
@@ -186,6 +187,8 @@ class Sharded(Member):
 
         def place(model: nn.Module) -> dict[str, Box]:
             self._checksum = state.checksum(model)
+            if spec.compile == "inductor":
+                compile_blocks(model, self._device)
             divide(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
             return {}
 

@@ -13,6 +13,7 @@ from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.torch.parts import WHOLE, Box, Part, divided, local
 from trainwright.strategies.torch.replica import Replica, set_option, settings
+from trainwright.strategies.torch.scaling import Scale
 
 Slots = dict[str, dict[str, Any]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,6 +30,7 @@ class HostState:
         slots: the optimizer's state by parameter name and key: tensors and plain values.
         options: for each parameter group the settings that training changed; the others are the job's.
         optimizer: name of the optimizer's class.
+        scale: of the losses: its factor, and steps since it changed; None where they are not scaled.
         trained: names of the parameters that are trained, where they are known.
         part: of the model, that is held.
         boxes: what is held of each tensor that is divided, by name, or `<parameter>/<key>` in the optimizer.
@@ -39,6 +41,7 @@ class HostState:
     slots: Slots
     options: list[dict[str, Any]]
     optimizer: str
+    scale: tuple[float, int] | None = None
     trained: tuple[str, ...] = ()
     part: Part = WHOLE
     boxes: Mapping[str, Box] = field(default_factory=dict)
@@ -89,6 +92,7 @@ def held(replica: Replica) -> HostState:
         },
         options=changed_options(replica),
         optimizer=type(replica.optimizer).__name__,
+        scale=None if replica.scale is None else (replica.scale.factor, replica.scale.since),
         trained=tuple(replica.names.values()),
         part=replica.part,
         boxes=replica.boxes | _slot_boxes(replica, slots),
@@ -111,6 +115,8 @@ def restore(replica: Replica, state: HostState) -> None:
         for name, key, value in _slot_tensors(replica):
             local(value).copy_(state.slots[name][key])
     _set_options(replica, state.options)
+    if replica.scale is not None:
+        replica.scale = Scale() if state.scale is None else Scale(factor=state.scale[0], since=state.scale[1])
     replica.step, replica.sound = state.step, True
 
 
@@ -132,7 +138,7 @@ def broadcast(
     """
     news: list[Any] = [_description(replica) if rank == source else None]
     distributed.broadcast_object_list(news, src=source, device=device, group=group)
-    step, slots, options, every_used = news[0]
+    step, slots, options, every_used, scale = news[0]
     if rank != source:
         replica.sound = False
         _make_slots(replica, slots)
@@ -140,7 +146,7 @@ def broadcast(
     _broadcast_tensors([local(tensor.detach()) for tensor in tensors], source, device, group)
     if rank != source:
         _set_options(replica, options)
-        replica.step, replica.sound, replica.every_used = step, True, every_used
+        replica.step, replica.sound, replica.every_used, replica.scale = step, True, every_used, scale
 
 
 def checksum(model: nn.Module) -> int:
@@ -247,7 +253,7 @@ def _empty_slot(parameter: Tensor, key: str, form: _Shape, group: Mapping[str, A
     return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 
-def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, Any]], bool | None]:
+def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, Any]], bool | None, Scale | None]:
     """What a newcomer must know before tensors can be sent."""
     slots = {
         name: {
@@ -258,7 +264,7 @@ def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, An
         }
         for name, entries in _slots(replica).items()
     }
-    return replica.step, slots, changed_options(replica), replica.every_used
+    return replica.step, slots, changed_options(replica), replica.every_used, replica.scale
 
 
 def _broadcast_tensors(

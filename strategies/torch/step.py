@@ -18,6 +18,7 @@ from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective, Share
 from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.scaling import FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,25 +88,30 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         NonFiniteLoss: on every rank, with nothing applied.
         PeerLost, UserCodeError, JobError: with nothing applied, unless the optimizer itself raised.
     """
-    laps, probe, spec = replica.laps, runner.probe, replica.spec
+    laps, probe, spec, scale = replica.laps, runner.probe, replica.spec, replica.scale
+    runner.objective.scale = scale.factor if scale else 1.0
     laps.begin(feed.step)
     sampled = probe.due(feed)
     with replica.attempt() as attempt:
         probe.send()
         with probe.watching() if sampled else nullcontext():
             runner.accumulate(replica, feed, sampled=sampled)
-        wants_norm = spec.clip_norm is not None or spec.guard
+        wants_norm = spec.clip_norm is not None or spec.guard or scale is not None
         gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
-        length, scatter = totals.norm, probe.heard(totals.told)
-        if not wants_norm:
-            totals = replace(totals, norm=None)
-        _check_finite(runner, totals, feed)
+        length = None if totals.norm is None else totals.norm / runner.objective.scale
+        totals, scatter = replace(totals, norm=length if wants_norm else None), probe.heard(totals.told)
+        overflowed = scale is not None and scale.factor > FLOOR and _overflowed(totals)
+        if not overflowed:
+            _check_finite(runner, totals, feed)
         rate = replica.set_rates(feed.step, runner.where)
         norm = None
-        if totals.weight:
+        if overflowed and scale is not None:
+            replica.scale = scale.overflowed()
+        elif totals.weight:
             norm = _scale(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
             replica.apply(feed.step, runner.where)
             attempt.applied = True
+            replica.scale = scale.applied() if scale else None
             laps.optimizer()
             if sampled and length is not None:
                 probe.keep(length, feed.rows)
@@ -118,6 +124,7 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         learning_rate=rate,
         gradient_norm=norm,
         wish=totals.wish,
+        overflowed=overflowed,
         own_s=laps.own_s if runner.tells_own else None,
         phases=None if sampled else phases,
         scatter=scatter,
@@ -180,15 +187,26 @@ def _totals(runner: Runner, gradients: list[Tensor], *, wants_norm: bool) -> Tot
 def _scale(
     runner: Runner, gradients: list[Tensor], totals: Totals, *, rows: int, largest: float | None
 ) -> float | None:
-    """Scale the gradients to the weighted mean's, then clip, in one pass; returns the norm before clipping."""
+    """Scale the gradients to the weighted mean's, then clip, in one pass; returns the norm before clipping.
+
+    Args:
+        totals: with the norm of the gradients as they would be without the scale of the losses.
+    """
     resolution = 4 * torch.finfo(runner.objective.carry.dtype).eps
     factor = 1.0 if abs(totals.weight - rows) <= resolution * rows else rows / totals.weight
     norm = None if totals.norm is None else totals.norm * factor
     if norm is not None and largest is not None and norm > largest:
         factor *= largest / norm
+    factor /= runner.objective.scale
     if factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     return norm
+
+
+def _overflowed(totals: Totals) -> bool:
+    """Whether a gradient that counts is not finite, though its loss is."""
+    finite = math.isfinite(totals.loss) and math.isfinite(totals.weight)
+    return finite and bool(totals.weight) and totals.norm is not None and not math.isfinite(totals.norm)
 
 
 def _check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:

@@ -1,4 +1,4 @@
-"""A Llama of Hugging Face's transformers as its users have it, divided: equal to one device."""
+"""A Llama of Hugging Face's transformers as its users have it, divided: it learns and writes as on one device."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.conformance.test_sharded import adamw
 from trainwright.core.data import Batch, Columns, Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.generating import Logits, Sampling, Tokens, continued
 
 TORCH = "trainwright.strategies.torch"
 PROBLEM = replace(PROBLEMS["ragged"], seed=3)
@@ -57,13 +58,27 @@ def trained(pool: Pool, engine: str, mesh: Mesh, **choices: Any) -> Any:
     job = ModelSpec(
         model=llama, loss=cross_entropy, optimizer=adamw, total_steps=STEPS,
         inputs=("tokens",), keywords=("input_ids",), targets=("tokens",), clip_norm=1.0, seed=3, sample=sample,
+        outputs=("logits",),
     )  # fmt: skip
     ids, data = problems.batches(PROBLEM), columns()
     feeds: list[list[Feed]] = [problems.feeds(PROBLEM, layout, step, ids[step], data) for step in range(STEPS)]
     with World(pool, "torch", layout, job) as world:
         world.start(feeds[0])
         reports: list[StepReport] = world.train(feeds)[0]
-        return reports, torch_case.state(world.files())
+        return reports, torch_case.state(world.files()), written(world)
+
+
+def written(world: World) -> list[list[int]]:
+    """What the model writes on where it was trained: all ranks predict alike, one of them has the logits."""
+
+    def predict(tokens: Tokens) -> Logits:
+        batch = Batch(columns={"tokens": tokens}, weights=np.ones(len(tokens)), samples=np.zeros(len(tokens), np.int64))
+        feed = Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=len(tokens))
+        answers = world.every("predict", lambda rank: (feed,))
+        return next(answer["logits"] for answer in answers if answer)
+
+    prompts = columns()["tokens"][:2, :3]
+    return continued(predict, prompts, CONTEXT, 4, Sampling(temperature=0.0)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +98,9 @@ CUT: dict[str, Any] = {"cuts": ("model.layers.1",), "schedule": "1f1b"}
     ],
 )
 def test_a_llama_is_that_of_one_device(pool: Pool, layout: dict[str, Any], alone: Any) -> None:
-    reports, state = trained(pool, **layout)
-    expected, whole = alone
+    reports, state, text = trained(pool, **layout)
+    expected, whole, told = alone
+    assert text == told
     assert [report.loss for report in reports] == pytest.approx([report.loss for report in expected], rel=1e-9)
     norms = [report.gradient_norm for report in expected]
     assert [report.gradient_norm for report in reports] == pytest.approx(norms, rel=1e-9)

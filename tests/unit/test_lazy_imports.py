@@ -30,6 +30,7 @@ PUBLIC = {
     "evaluate",
     "export",
     "fit",
+    "generate",
     "load_model",
     "plan",
     "predict",

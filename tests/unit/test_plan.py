@@ -210,6 +210,12 @@ def test_a_models_state_is_kept_by_the_host_only_where_nothing_else_fits() -> No
     assert on_cpus.stage_memory_bytes == plain.stage_memory_bytes and on_cpus.terms == pytest.approx(plain.terms)
 
 
+def test_fp16_is_for_models_of_torch() -> None:
+    assert decide(precision="fp16").chosen.precision == "fp16"
+    with pytest.raises(PlanError, match="is for models of torch"):
+        decide(precision="fp16", profile=replace(PROFILE, framework="tensorflow"))
+
+
 def test_a_model_is_divided_only_where_it_does_not_fit_otherwise() -> None:
     layer = PROFILE.layers[0]
     huge = replace(PROFILE, layers=(replace(layer, parameters=19 * 10**8, flops=1e12),))

@@ -1,0 +1,55 @@
+"""Text from what a model predicts: what it is given, how a token is drawn, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import trainwright as tw
+from trainwright.core.errors import JobError
+from trainwright.generating import Logits, Sampling, Tokens, continued
+
+VOCABULARY, CONTEXT = 7, 4
+GREEDY = Sampling(temperature=0.0)
+
+
+def counting(tokens: Tokens) -> Logits:
+    """What follows on a token is the next number; it is as sure as it was given tokens."""
+    assert tokens.shape[1] == CONTEXT
+    return np.eye(VOCABULARY)[(tokens + 1) % VOCABULARY] * 9.0
+
+
+def test_the_likeliest_follows_and_of_a_long_text_the_end_is_given() -> None:
+    text = continued(counting, np.array([[1, 2], [5, 6]]), CONTEXT, 6, GREEDY)
+    assert text.tolist() == [[1, 2, 3, 4, 5, 6, 0, 1], [5, 6, 0, 1, 2, 3, 4, 5]]
+    assert continued(counting, np.arange(6)[None] % VOCABULARY, CONTEXT, 1, GREEDY)[0, -1] == 6
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    flat = lambda tokens: np.zeros((*tokens.shape, VOCABULARY))  # noqa: E731
+    one, again, other = (
+        continued(flat, np.zeros((2, 1), np.int64), CONTEXT, 20, Sampling(seed=seed)).tolist() for seed in (1, 1, 2)
+    )
+    assert one == again != other
+
+
+def test_tokens_are_drawn_by_their_chance_among_the_likeliest() -> None:
+    chances = np.array([0.5, 0.3, 0.15, 0.05])
+    logits, random = np.log(np.tile(chances, (20_000, 1))), np.random.default_rng(0)
+    drawn = np.bincount(Sampling().draw(logits, random), minlength=4) / 20_000
+    np.testing.assert_allclose(drawn, chances, atol=0.015)
+    top = Counter(Sampling(top_k=2).draw(logits, random).tolist())
+    assert top.keys() == {0, 1} and top[0] / 20_000 == pytest.approx(0.5 / 0.8, abs=0.015)
+    cold = np.bincount(Sampling(temperature=0.5).draw(logits, random), minlength=4) / 20_000
+    np.testing.assert_allclose(cold, chances**2 / (chances**2).sum(), atol=0.015)
+
+
+def test_what_cannot_be_continued_is_said_at_once() -> None:
+    rows = {"x": np.zeros((4, CONTEXT), np.int64), "z": np.zeros(4)}
+    job = tw.Job(name="n", model=dict, optimizer=list, loss=max, inputs=("x", "z"), batch_size=1,
+                 train=tw.datasets.table(rows))  # fmt: skip
+    with pytest.raises(JobError) as caught:
+        tw.generate(job, [[0.5]], count=0, temperature=-1.0, top_k=0)
+    assert len(caught.value.problems) == 5

@@ -1,0 +1,36 @@
+"""Models that are compiled: what is refused, and what an error of the compiler says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.torch_jobs import one_device, plan, spec
+from trainwright.core.errors import JobError
+from trainwright.core.group import Capabilities
+from trainwright.strategies.torch.failures import user_code
+
+
+class InductorError(RuntimeError):
+    """As torch's own."""
+
+    __module__ = "torch._inductor.exc"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("InvalidCxxCompiler: No working C++ compiler found", "install one, such as g[+][+], or leave compile= out"),
+        ("KeyError: 7", "the model cannot be compiled: InductorError: KeyError: 7: leave compile= out"),
+    ],
+)
+def test_an_error_of_the_compiler_says_what_to_do_without_it(text: str, words: str) -> None:
+    with pytest.raises(JobError, match=words), user_code("the model", "rank 0"):
+        raise InductorError(text)
+
+
+def test_what_a_compiled_model_cannot_be_is_refused_before_a_step() -> None:
+    job = spec(compile="inductor")
+    with pytest.raises(JobError, match="leave recompute=selective out"):
+        one_device(job, plan(recompute="selective"))
+    with pytest.raises(JobError, match="is for torch models"):
+        job.check(Capabilities())
