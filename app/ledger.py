@@ -17,7 +17,7 @@ from trainwright.store import Store
 
 
 class RunLedger:
-    """Implements `driver.world.Ledger`. Methods are called from one storage thread.
+    """Implements `driver.world.Ledger`. Methods are called from one storage thread, but for `say`.
 
     Args:
         job: the job's description, kept in every entry.
@@ -69,6 +69,10 @@ class RunLedger:
         for text in notes:
             self._note(text)
         return m.Acquired(token=entry.token, head=head)
+
+    def say(self, **facts: Any) -> None:
+        """Keep other small values in the manifests to come."""
+        self._facts = {**self._facts, **facts}
 
     def commit(self, commit: m.Commit) -> m.Committed:
         """Write the manifest, name it in the log, then delete what the log no longer names."""

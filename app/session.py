@@ -99,7 +99,8 @@ class Session:
                 if isinstance(effect, m.Finish):
                     return effect
                 self._world.carry_out(effect)
-                if isinstance(effect, m.Emit) and isinstance(effect.event, events.Probed):
+                if isinstance(effect, m.Emit) and isinstance(effect.event, events.Probed | events.Replanned):
+                    self._ledger.say(strategy=effect.event.plan["strategy"])
                     self._journal.flush_soon()  # so that nothing is measured again
             if isinstance(event, m.Committed):
                 self._journal.flush_soon()  # what was told of the checkpoint included

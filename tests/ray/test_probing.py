@@ -32,21 +32,29 @@ def slim() -> nn.Module:
     return nn.Sequential(nn.Linear(jobs.WIDTH, 32), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, jobs.CLASSES))
 
 
+class Watch:
+    """A listener that notices when enough steps were taken."""
+
+    def __init__(self) -> None:
+        self.enough = threading.Event()
+
+    def on(self, event: events.Event) -> None:
+        if isinstance(event, events.Steps) and event.step and event.step[-1] >= STEPS:
+            self.enough.set()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 def first_steps(folder: Path, model: Callable[[], nn.Module], **fields: Any) -> dict[int, float]:
     """Losses of a run that is stopped after a few steps."""
-    seen = threading.Event()
-
-    def listen(event: events.Event) -> None:
-        if isinstance(event, events.Steps) and event.step and event.step[-1] >= STEPS:
-            seen.set()
-
     own = {"step": None, "model": model, "optimizer": momentum, "loss": cross_entropy, "inputs": "x", "targets": "y"}
     run = tw.start(jobs.job(folder, **{**own, "batch_size": 8, "epochs": LONG, "checkpoint_steps": 10**9, **fields}))
-    run.listen(listen)
-    while run.state == "running" and not seen.wait(0.1):
-        pass
+    watch = Watch()
+    run.listen(watch)
+    enough = watch.enough.wait(120)
     run.stop(now=True)
-    run.wait(60)
+    assert run.wait(60) and enough
     losses: dict[int, float] = {}
     for event in told(folder, "faulty", events.Steps):
         losses.update(zip(event.step, event.loss, strict=True))  # type: ignore[attr-defined]
