@@ -32,6 +32,7 @@ class Cut:
         inputs: as the model is called with, of a few rows; their later dimensions are those of every call.
         forward: calls a model with its inputs.
         where: the rank, for errors.
+        divide: divides what is left of the model; it is told the sections that use each parameter.
 
     Attributes:
         sections: of the whole model.
@@ -49,6 +50,7 @@ class Cut:
         inputs: Sequence[Tensor],
         forward: Forward,
         where: str,
+        divide: Callable[[nn.Module, Mapping[str, frozenset[int]]], None] = lambda model, users: None,
     ) -> None:
         self._model, self._forward, self._where = model, forward, where
         self._inputs = [bare(each) for each in inputs]
@@ -63,6 +65,7 @@ class Cut:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
         _strip(model, users, frozenset(own))
+        divide(model, users)
         self._counters = [(module, key) for name, module, key in _places(model) if name in counting]
         self._watched = Watched(model, sorted(self._surveyor.names))
 
