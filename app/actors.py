@@ -76,7 +76,7 @@ class WorkerProcess:
 
     def __init__(self, order: WorkOrder, berth: Berth, token: int) -> None:
         self._berth, self._token = berth, token
-        self._ranked = False
+        self._rank = -1  # that it was given last
         self._turn = threading.Condition()  # guards the token
         self._orphanage = Orphanage()
         self._notices = Notices(order.preemption_s)  # here, since this is the main thread
@@ -109,7 +109,7 @@ class WorkerProcess:
     def call(self, verb: str, argument: Any, token: int) -> Any:
         """A verb of the stepping thread."""
         if verb == "form":
-            self._ranked, self._berth = True, replace(self._berth, slot=argument.slot)
+            self._rank, self._berth = argument.rank, replace(self._berth, slot=argument.slot)
         return self._answer(verb, argument, token)
 
     @ray.method(concurrency_group="upload")
@@ -174,7 +174,7 @@ class WorkerProcess:
         here, berth = ray.get_runtime_context(), self._berth
         living = Living(
             worker=berth.worker, node=socket.gethostname(), pid=os.getpid(), slot=berth.slot,
-            waiting=not self._ranked, accelerators=_accelerators(),
+            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(), home=here.get_node_id(),
         )  # fmt: skip
         return Adopted(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
 

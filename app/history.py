@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -58,6 +58,7 @@ class History:
         recoveries: each formation after a failure.
         resumes: the first formation of each session that did not begin at step 0, or began from a checkpoint.
         checkpoints: all that were committed; retention may have removed some since.
+        nodes: the ranks that each node holds, as last told; see `core.arranging.ranges_of`.
         processes: the workers that are up, by number; a worker that takes a failed one's rank has a new number.
         prefetch: how far data is read ahead, as last told; None before the first segment has ended.
         measured: what the steps of the newest plan took, in order of time.
@@ -77,6 +78,7 @@ class History:
     checkpoints: tuple[Checkpointed, ...] = ()
     skipped: tuple[CheckpointSkipped, ...] = ()
     notes: tuple[Noted, ...] = ()
+    nodes: Mapping[str, str] = field(default_factory=dict)
     processes: tuple[Placed, ...] = ()
     sessions: tuple[Session, ...] = ()
     prefetch: Prefetched | None = None
@@ -213,6 +215,7 @@ class _Folding:
         self.kept_s = 0.0  # that steps lost to copies in memory
         self.skipped: list[CheckpointSkipped] = []
         self.notes: list[Noted] = []
+        self.nodes: Mapping[str, str] = {}
         self.processes: dict[int, Placed] = {}
         self.sessions: list[Session] = []
         self.prefetch: Prefetched | None = None
@@ -303,6 +306,7 @@ class _Folding:
             if event.source == "checkpoint" or event.step:
                 self.resumes.append(event)
         self.formed, self.cause, self.waiting, self.step = True, None, None, event.step
+        self.nodes = event.nodes
 
     def _stepped(self, event: Steps) -> None:
         self.waiting = None
@@ -364,6 +368,7 @@ class _Folding:
             checkpoints=tuple(self.checkpoints.values()),
             skipped=tuple(self.skipped),
             notes=tuple(self.notes),
+            nodes=self.nodes,
             processes=tuple(self.processes[worker] for worker in sorted(self.processes)),
             sessions=tuple(self.sessions),
             prefetch=self.prefetch,

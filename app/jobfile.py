@@ -1,15 +1,18 @@
-"""Job files: Python with a Job in it, and overrides from the command line."""
+"""Job files: Python with a Job in it, or a function that makes one, and overrides from the command line."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
+
+from pydantic import ValidationError, validate_call
 
 from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, nearest
 from trainwright.core.job import Job
@@ -20,16 +23,48 @@ _TEXTS = ("name", "storage")  # a run may be called 2024
 def load_job(path: str, overrides: Iterable[str] = ()) -> Job:
     """The job of a file, its `field=value` overrides applied.
 
+    Where the file's `job` is a function, it is called. Its own arguments may be overridden too, and are checked by
+    their types: `def job(size: Literal["laptop", "cluster"] = "laptop") -> tw.Job`, and `size=cluster`.
+
     Raises:
         JobError: there is no such file, no job or more than one in it, or an override is wrong.
-        UserCodeError: the file raised.
+        UserCodeError: the file, or its function, raised.
     """
     file = Path(path)
     if not file.is_file():
         raise JobError([f"{path}: there is no such file"])
-    job = _job_of(_run(file), path)
-    fields = _parse(overrides)
-    return job.replace(**fields) if fields else job
+    module = _run(file)
+    make = vars(module).get("job")
+    if isinstance(make, FunctionType):
+        arguments = tuple(inspect.signature(make).parameters)
+        given = _parse(overrides, arguments)
+        job = _made(make, {name: given.pop(name) for name in arguments if name in given}, path)
+    else:
+        job, given = _job_of(module, path), _parse(overrides)
+    return job.replace(**given) if given else job
+
+
+def _made(make: FunctionType, arguments: dict[str, Any], path: str) -> Job:
+    """What a file's function makes."""
+    try:
+        job = validate_call(make)(**arguments)
+    except ValidationError as error:
+        raise JobError([_problem(item) for item in error.errors()], where=path) from None
+    except TrainwrightError:
+        raise
+    except Exception as error:
+        raise _raised("job()", error, path) from error
+    if not isinstance(job, Job):
+        raise JobError([f"{path}: job() returned {type(job).__name__}: return tw.Job(...)"])
+    return job
+
+
+def _problem(item: Any) -> str:
+    """What pydantic found, in words that name the argument."""
+    name = item["loc"][0]
+    if item["type"] == "missing_argument":
+        return f"job() has no value for {name}: give it one, or --set {name}=..."
+    return f"--set {name}={item['input']}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def _run(file: Path) -> ModuleType:
@@ -45,17 +80,18 @@ def _run(file: Path) -> ModuleType:
     except TrainwrightError:
         raise
     except Exception as error:
-        what = f"the job file raised {type(error).__name__}: {error}"
-        raise UserCodeError(what, where=str(file), detail=_own_frames(error)) from error
+        raise _raised("the job file", error, str(file)) from error
     return module
 
 
-def _own_frames(error: Exception) -> str:
-    """The traceback from the job file on."""
-    below = error.__traceback__.tb_next if error.__traceback__ else None
-    while below is not None and "importlib" in below.tb_frame.f_code.co_filename:
+def _raised(what: str, error: Exception, path: str) -> UserCodeError:
+    """An error of the user's with the traceback from the job file on."""
+    file = Path(path).resolve()
+    below = error.__traceback__
+    while below is not None and Path(below.tb_frame.f_code.co_filename) != file:
         below = below.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(below)))
+    detail = "".join(traceback.format_exception(error.with_traceback(below)))
+    return UserCodeError(f"{what} raised {type(error).__name__}: {error}", where=path, detail=detail)
 
 
 def _job_of(module: ModuleType, path: str) -> Job:
@@ -68,15 +104,17 @@ def _job_of(module: ModuleType, path: str) -> Job:
     raise JobError([f"{path}: one job is needed; {found}"])
 
 
-def _parse(overrides: Iterable[str]) -> dict[str, Any]:
+def _parse(overrides: Iterable[str], arguments: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Values by name, of fields of the job and of `arguments`."""
+    known = (*arguments, *Job.model_fields)
     fields: dict[str, Any] = {}
     problems = []
     for item in overrides:
         name, equals, text = item.partition("=")
         if not equals:
             problems.append(f"--set {item}: write field=value")
-        elif name not in Job.model_fields:
-            problems.append(f"--set {item}: {name!r} is no field of Job: {nearest(name, Job.model_fields)}")
+        elif name not in known:
+            problems.append(f"--set {item}: {name!r} is no field of Job: {nearest(name, known)}")
         else:
             fields[name] = text if name in _TEXTS else _value(text)
     if problems:

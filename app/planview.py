@@ -17,6 +17,7 @@ from rich.text import Text
 
 from trainwright import words
 from trainwright.core.plan import Estimate, Infeasible, Mesh, Placement, Plan
+from trainwright.meshview import mesh_html, mesh_table, mesh_text, planned_nodes
 
 if TYPE_CHECKING:
     from trainwright.planner import Decision
@@ -55,6 +56,9 @@ def plan_table(decision: Decision) -> RenderableType:
         Text.assemble(("Plan  ", "bold"), (plan_line(decision.chosen), "bold green")),
         Padding(_facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
     ]
+    mesh = mesh_table(decision.chosen, planned_nodes(decision.chosen, decision.used))
+    if mesh is not None:
+        parts.append(Padding(mesh_text(mesh), (1, 0, 0, 2)))
     if decision.chosen.estimate is not None:
         parts.append(Padding(estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
     others = other_rows(others_of(decision))
@@ -76,9 +80,11 @@ def plan_html(decision: Decision) -> str:
     """The decision as HTML that inherits the colours of the page around it (notebooks, light and dark)."""
     rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in _context(decision))
     rows += "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in plan_rows(decision.chosen))
+    mesh = mesh_table(decision.chosen, planned_nodes(decision.chosen, decision.used))
     parts = [
         f"<style>{_STYLE}</style><div class='tw-plan'>",
         f"<p class='tw-head'>{escape(plan_line(decision.chosen))}</p><table>{rows}</table>",
+        mesh_html(mesh) if mesh else "",
         *([_estimate_html(decision.chosen.estimate), decision.timeline] if decision.chosen.estimate else []),
         _others_html(other_rows(others_of(decision))),
         "</div>",
@@ -101,6 +107,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("cut before", ", ".join(plan.cuts)))
     if plan.schedule:
         rows.append(("schedule", plan.schedule))
+    if plan.offload:
+        rows.append(("in host memory", "parameters, gradients and the optimizer's state"))
     if plan.recompute != "none":
         rows.append(("recomputed", {"full": "all activations", "selective": "attention's scores"}[plan.recompute]))
     if plan.estimate is not None:
@@ -192,7 +200,8 @@ def _degrees(plan: Plan) -> str:
 
 def _choices(plan: Plan) -> list[str]:
     recompute = "" if plan.recompute == "none" else f"recompute {plan.recompute}"
-    return [choice for choice in (plan.schedule, recompute) if choice]
+    offload = "offload" if plan.offload else ""
+    return [choice for choice in (plan.schedule, recompute, offload) if choice]
 
 
 def _layout(plan: Plan) -> list[str]:

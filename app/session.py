@@ -132,6 +132,7 @@ class Session:
             hang_deadline_s=job.hang_deadline_s,
             threads=plan.placement.threads,
             devices=_devices(plan),
+            mesh=plan.mesh if capabilities.topology == "collective" and not job.elastic else None,
         )
 
     def _order(self) -> WorkOrder:

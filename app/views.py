@@ -6,7 +6,8 @@ Times are seconds since the epoch, sizes bytes, durations seconds; what is not k
 `runs`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
 
 `show`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s, wait_share,
-plan, plan_line, others, cluster, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
+plan, plan_line, mesh: [{node, ranks, data, stage, shard, tensor}],
+nodes: {node: ranks}, others, cluster, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
 worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
 data, start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}],
 noise_scale: {step, scale, low, high, batch, count}, noise, waiting, notes, report, changed_s}.
@@ -36,6 +37,7 @@ from trainwright.history import History, State, epoch_of, read_history
 from trainwright.journal import EventReader
 from trainwright.liveness import owner_alive
 from trainwright.log import RunLog
+from trainwright.meshview import MeshTable, mesh_table, mesh_text
 from trainwright.narration import event_line, failure_text, recovery_text, waiting_text
 from trainwright.planview import other_rows, plan_from, plan_line
 from trainwright.store import Store, open_store
@@ -152,6 +154,7 @@ def _summary(name: str, history: History) -> dict[str, Any]:
 
 def _details(store: Store, run: str, history: History) -> dict[str, Any]:
     start, plan, report = history.start, plan_from(history.start.plan), f"{run}/report.html"
+    mesh = mesh_table(plan, history.nodes) if plan else None
     return {
         **_summary(run, history),
         "uri": store.uri_of(run),
@@ -163,6 +166,8 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
         "wait_share": _known(history.wait_share),
         "plan": start.plan,
         "plan_line": plan_line(plan) if plan else "",
+        "mesh": [dict(zip(mesh.columns, row, strict=True)) for row in mesh.rows] if mesh else [],
+        "nodes": dict(history.nodes),
         "others": start.rejected,
         "cluster": start.cluster,
         "versions": start.versions,
@@ -238,6 +243,10 @@ def _show_page(data: dict[str, Any], history: History) -> RenderableType:
     if data["error"] and data["state"] == "failed":
         parts.append(Padding(Text(data["error"], style="red"), (1, 0, 0, 2)))
     parts.append(Padding(_pairs(_facts(data)), (1, 0, 0, 2)))
+    if data["mesh"]:
+        columns, rows = tuple(data["mesh"][0]), tuple(tuple(row.values()) for row in data["mesh"])
+        table = mesh_text(MeshTable(columns=columns, rows=rows))
+        parts += [Text("\nRanks", style="bold"), Padding(table, (0, 0, 0, 2))]
     if data["step_parts"]:
         parts += [Text("\nStep: predicted and measured", style="bold"), Padding(_step_table(data), (0, 0, 0, 2))]
     for title, lines in _lists(data, history):

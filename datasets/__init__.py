@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainwright.datasets.archives import webdataset
     from trainwright.datasets.arrow_files import arrow
+    from trainwright.datasets.corpora import king_james
     from trainwright.datasets.csv_files import csv
     from trainwright.datasets.fashion_mnist import fashion_mnist
     from trainwright.datasets.image_files import decode_image, images
@@ -35,6 +36,7 @@ __all__ = [
     "from_torch",
     "images",
     "json_lines",
+    "king_james",
     "mix",
     "parquet",
     "split",
@@ -56,6 +58,7 @@ _HOMES = {
     "from_torch": "objects",
     "images": "image_files",
     "json_lines": "jsonl_files",
+    "king_james": "corpora",
     "mix": "mixtures",
     "parquet": "sources",
     "split": "splits",

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.errors import DataError, TrainwrightError
+from trainwright.datasets.debian import reason, unpacked
 
 ADDRESS = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 PACKAGE = "dataset-fashion-mnist"
@@ -34,7 +35,7 @@ SHA256 = {
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
 _SPLITS = {"train": ("train", 1250), "test": ("t10k", 1250)}  # name: prefix of its files, rows of a row group
-_CONNECT_S, _COMMAND_S = 10.0, 180.0
+_CONNECT_S = 10.0
 
 Fetch = Callable[[Path], None]
 Say = Callable[[str], None]
@@ -92,8 +93,8 @@ def _fetch(raw: Path, say: Say) -> dict[str, bytes]:
                 fetch(Path(folder))
                 files = {file: _verified(Path(folder) / f"{file}.gz") for file in SHA256}
             except (OSError, EOFError, subprocess.SubprocessError, TrainwrightError) as error:
-                problems.append(f"{name}: {_reason(error)}")
-                say(f"  no: {_reason(error)}")
+                problems.append(f"{name}: {reason(error)}")
+                say(f"  no: {reason(error)}")
                 continue
             say(f"verified {len(files)} files by SHA-256, from {name}")
             return files
@@ -121,35 +122,13 @@ def _copy(raw: Path, target: Path) -> None:
 
 
 def _from_debian(target: Path) -> None:
-    """`apt-get download` and `dpkg -x` need no root; package lists that are missing are fetched into a folder here."""
-    try:
-        _run(["apt-get", "download", PACKAGE], target)
-    except subprocess.SubprocessError:
-        for folder in ("lists/partial", "cache/archives/partial"):
-            (target / folder).mkdir(parents=True)
-        private = ["-o", f"Dir::State::Lists={target}/lists", "-o", f"Dir::Cache={target}/cache"]
-        _run(["apt-get", *private, "update"], target)
-        _run(["apt-get", *private, "download", PACKAGE], target)
-    package = next(target.glob("*.deb"))
-    _run(["dpkg", "-x", str(package), str(target / "unpacked")], target)
-    _copy(target / "unpacked" / "usr" / "share" / "datasets" / "fashion-mnist", target)
-
-
-def _run(command: list[str], folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=_COMMAND_S)
+    _copy(unpacked(PACKAGE, target) / "usr" / "share" / "datasets" / "fashion-mnist", target)
 
 
 def _from_address(target: Path) -> None:
     for file in SHA256:
         with urllib.request.urlopen(f"{ADDRESS}{file}.gz", timeout=_CONNECT_S) as answer:
             (target / f"{file}.gz").write_bytes(answer.read())
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        lines = [line for line in str(error.stderr).splitlines() if line.strip()]
-        return lines[-1] if lines else f"{error.cmd[0]} exited with {error.returncode}"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _images(content: bytes) -> npt.NDArray[np.uint8]:

@@ -2,9 +2,9 @@
 
 A strategy is a module with a function `propose(question)` that yields plans and what makes others impossible, with
 `FRAMEWORKS` whose models it is for, and with `ENGINES` by framework; a plan without an engine is shown and not chosen.
-Where it can walk Keras' `fit` it has `FIT`, the engine for that, or else `NO_FIT`, the reason. How many micro-batches
-there are and what is computed again is left to the ranking. A new one is added to `STRATEGIES`; nothing else needs to
-know its name.
+`OFFLOADS` says that it can keep the model's state in host memory. Where it can walk Keras' `fit` it has `FIT`, the
+engine for that, or else `NO_FIT`, the reason. How many micro-batches there are and what is computed again is left to
+the ranking. A new one is added to `STRATEGIES`; nothing else needs to know its name.
 """
 
 from __future__ import annotations

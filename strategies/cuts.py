@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -24,12 +23,13 @@ FORBIDDEN_S = 1e6  # over a cut that must not be
 def cuts(
     profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: int, precision: str, room_bytes: float
 ) -> Sizes:
-    """Layers of each stage of a plan.
+    """Layers of each stage of a plan, or of each of its chunks.
 
     A micro-batch's time on the slowest stage, with what is computed again, and its way over the slowest cut are as
     little as can be together. Where that does not fit `room_bytes`, the slowest stage is as quick as can be among the
     divisions that do, by cuts that are no slower if that is possible. Where none does it is the quickest of all:
-    `stage_memory` says by how much it does not fit, and where.
+    `stage_memory` says by how much it does not fit, and where. Chunks are always cut for time: a stage's do not lie
+    beside each other.
 
     Args:
         profile, batch_size, precision: as for `estimate`.
@@ -38,19 +38,21 @@ def cuts(
         room_bytes: of each device.
 
     Raises:
-        ValueError: there are fewer layers than stages.
+        ValueError: there are fewer layers than stages or chunks.
         PlanError: the plan cannot be.
     """
-    stages, (_, rows) = plan.mesh.pipeline, plan.micro_batches(batch_size)
-    if stages == 1:
+    stages, (_, rows) = plan.sections, plan.micro_batches(batch_size)
+    if plan.mesh.pipeline == 1:
         return (len(profile.layers),)
     remote = leaves_node(machine, plan.mesh)
     step = _Step(tensor=plan.mesh.tensor, rows=rows, recompute=plan.recompute, precision=precision, remote=remote)
     quickest, limit = _quickest(profile, machine, step, stages)
+    if plan.chunks > 1:
+        return quickest
     layers = gathered(profile)
     memory = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     room = _Room(memory=memory, order=layers.order, room_bytes=room_bytes)
-    if not room.may_do(stages) or memory.of_stages(layers.counts(quickest)).max() <= room_bytes:
+    if not room.may_do(stages) or memory.of_stages(layers.counts(quickest), "", stages).max() <= room_bytes:
         return quickest
     seconds, cut_s = _times(profile, machine, step)
     for most in (limit, float(cut_s.max())):
@@ -60,16 +62,8 @@ def cuts(
     return quickest
 
 
-def entries(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: int, precision: str) -> tuple[str, ...]:
-    """Names of the layers with which a pipeline's sections after the first begin: its stages, or their chunks.
-
-    Args:
-        plan: whose stages are known.
-    """
-    sizes = plan.stages
-    if plan.chunks > 1:  # a stage's chunks do not lie beside each other
-        finer = replace(plan, mesh=replace(plan.mesh, pipeline=plan.chunks * plan.mesh.pipeline), chunks=1, schedule="")
-        sizes = cuts(profile, machine, finer, batch_size=batch_size, precision=precision, room_bytes=math.inf)
+def entries(profile: ModelProfile, sizes: Sizes) -> tuple[str, ...]:
+    """Names of the layers with which a pipeline's sections after the first begin, given the sizes of all."""
     return tuple(profile.layers[first].name for first in accumulate(sizes[:-1]))
 
 

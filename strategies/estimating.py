@@ -45,7 +45,8 @@ def estimate(
         ResourceError: nothing is known of an accelerator.
     """
     known = calibration or DEFAULT
-    work = work_of(profile, Machine.of(cluster, plan.mesh.size), plan, batch_size=batch_size, precision=precision)
+    machine = Machine.of(cluster, plan.mesh.size)
+    work = work_of(profile, machine, plan, batch_size=batch_size, precision=precision)
     found = expected(work, known)
     step_s = sum(found.values())
     slopes = np.array([_log_step(work, known, name) for name in NAMES]) - math.log(_raw(work, np.array(known.logs)))
@@ -59,7 +60,9 @@ def estimate(
         low_s=step_s * math.exp(-SURE * deviation),
         high_s=step_s * math.exp(SURE * deviation),
         terms=found,
-        stage_memory_bytes=stage_memory(profile, plan, batch_size=batch_size, precision=precision),
+        stage_memory_bytes=stage_memory(
+            profile, plan, batch_size=batch_size, precision=precision, apart=machine.device.apart
+        ),
         device_memory_bytes=work.machine.device.memory_bytes,
     )
 

@@ -7,13 +7,14 @@ Korthikanti et al. (2022).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import Vector
+from trainwright.strategies.staging import by_stage
 from trainwright.strategies.work import NUMBER_BYTES, even, gathered
 
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
@@ -33,11 +34,18 @@ def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: s
     return parameters * sum(whole)
 
 
-def stage_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> tuple[int, ...]:
-    """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with."""
-    counts = gathered(profile).counts(plan.stages or even(profile, plan.mesh.pipeline))
+def stage_memory(
+    profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str, apart: bool = True
+) -> tuple[int, ...]:
+    """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with.
+
+    Args:
+        apart: whether devices have memory of their own; the state of a CPU stays where it is when it is offloaded.
+    """
+    plan = plan if apart else replace(plan, offload=False)
+    counts = gathered(profile).counts(plan.stages or even(profile, plan.sections))
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
-    return tuple(int(each) for each in layers.of_stages(counts))
+    return tuple(int(each) for each in layers.of_stages(counts, plan.schedule, plan.mesh.pipeline))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +56,8 @@ class LayerMemory:
         states: of the model.
         kept: of one micro-batch.
         working: what the layer works with, of which a stage needs the most of its layers.
-        flight: micro-batches that each stage keeps at once; none keeps more than the one before it.
+        flight: micro-batches that each section keeps at once; where a stage is one, none keeps more than the one
+            before it.
     """
 
     states: Vector
@@ -56,10 +65,11 @@ class LayerMemory:
     working: Vector
     flight: Vector
 
-    def of_stages(self, counts: Vector) -> Vector:
-        """Of each stage, given how many of each layer stand on it (stages, layers)."""
-        most = np.where(counts > 0, self.working, 0.0).max(axis=1)
-        found: Vector = counts @ self.states + self.flight * (counts @ self.kept) + most
+    def of_stages(self, counts: Vector, schedule: str, stages: int) -> Vector:
+        """Of each stage, given how many of each layer stand in each section (sections, layers)."""
+        held = by_stage(counts @ self.states + self.flight * (counts @ self.kept), schedule, stages)
+        standing = by_stage(counts, schedule, stages)
+        found: Vector = held + np.where(standing > 0, self.working, 0.0).max(axis=1)
         return found
 
 
@@ -72,15 +82,30 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     served = _STATES[width][2] if plan.servers else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
     each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision) - served
-    states = each * layers.held(mesh.pipeline) / layers.over(mesh.tensor)
+    visiting = 0.0
+    if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
+        parameter, gradient, _ = _STATES[width]
+        each = 0.0 if plan.zero == 3 else parameter
+        visiting = gradient + (2 * parameter if plan.zero == 3 else 0.0)
+    held = layers.held(mesh.pipeline) / layers.over(mesh.tensor)
     flight = in_flight(plan, micro_batches)
-    return LayerMemory(states=states, kept=rows * width * kept, working=rows * width * working, flight=flight)
+    working = rows * width * working + visiting * held
+    return LayerMemory(states=each * held, kept=rows * width * kept, working=working, flight=flight)
+
+
+def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
+    """Of the host's memory, what a device keeps there; 0 where nothing is offloaded."""
+    degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
+    found = model_state_bytes(profile.parameters, zero=3, degree=degree, precision=precision)
+    return int(found) if plan.offload else 0
 
 
 def in_flight(plan: Plan, micro_batches: int) -> Vector:
-    """Micro-batches whose activations each stage holds at once, in the order of `orders.order`.
+    """Micro-batches whose activations each section holds at once, in the order of `orders.order`.
 
-    ZB-H1 keeps them until the gradients of weights are made, which later stages put off for longer.
+    ZB-H1 keeps them until the gradients of weights are made, which later stages put off for longer. A stage of an
+    interleaved pipeline holds so many of all its chunks together, dealt out evenly here; one of ZB-V as many as twice
+    the stages, most of them of the chunk that the model begins with.
     """
     stages, chunks = plan.mesh.pipeline, plan.chunks
     if stages == 1:
@@ -88,6 +113,10 @@ def in_flight(plan: Plan, micro_batches: int) -> Vector:
     after = stages - 1.0 - np.arange(stages)
     if plan.schedule == "interleaved":
         held: Vector = np.minimum(micro_batches * chunks, 2 * after + (chunks - 1) * stages + 1) / chunks
-        return held
+        return np.tile(held, chunks)
+    if plan.schedule == "zbv":
+        section = np.arange(2 * stages)
+        both: Vector = np.minimum(float(micro_batches), 2.0 * stages - 1 - section + (section >= stages))
+        return both
     most = {"": 1.0, "gpipe": float(micro_batches), "zero_bubble": float(stages)}.get(plan.schedule, after + 1)
     return np.minimum(float(micro_batches), most) * np.ones(stages)

@@ -1,15 +1,19 @@
 """In which order a pipeline stage does its work, schedule by schedule: what the picture of a step and an engine follow.
 
-Stages count from 0. A stage of an interleaved pipeline holds several chunks of layers, so the model passes through it
-as often: chunk c of stage s is part c * stages + s of the model. In all other schedules a stage is one chunk.
+Stages count from 0. A stage of an interleaved or a folded pipeline holds several chunks of layers, so the model passes
+through it as often: `core.sections` says which section of the model each is. In all other schedules a stage is one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
+from trainwright.core.sections import place_of, section_of
+
 Kind = Literal["forward", "backward", "inputs", "weights"]
+HALVED = frozenset({"zero_bubble", "zbv"})  # schedules whose backward is in two halves
 
 
 class Operation(NamedTuple):
@@ -32,9 +36,9 @@ def order(schedule: str, *, stage: int, stages: int, micro_batches: int, chunks:
 
     Args:
         schedule: `gpipe` (Huang et al., 2019), `1f1b` (PipeDream-Flush; Narayanan et al., 2021a), `interleaved`
-            (Narayanan et al., 2021b) or `zero_bubble` (ZB-H1; Qi et al., 2023); empty for a model on one stage, or
-            one without micro-batches.
-        chunks: of each stage of an interleaved pipeline.
+            (Narayanan et al., 2021b), `zero_bubble` (ZB-H1; Qi et al., 2023) or `zbv` (ZB-V; Qi et al., 2024); empty
+            for a model on one stage, or one without micro-batches.
+        chunks: of each stage: some of an interleaved pipeline, two of `zbv`.
 
     Raises:
         ValueError: interleaved micro-batches are no multiple of the stages.
@@ -43,19 +47,23 @@ def order(schedule: str, *, stage: int, stages: int, micro_batches: int, chunks:
     return found
 
 
-def needs(operation: Operation, *, stage: int, stages: int, chunks: int = 1) -> tuple[int, Operation] | None:
+def needs(
+    operation: Operation, *, schedule: str, stage: int, stages: int, chunks: int = 1
+) -> tuple[int, Operation] | None:
     """The stage and the operation on it whose output this one takes in; None for the first of all.
 
-    `weights` need nothing from elsewhere. The last part of the model goes back from its own forward.
+    `weights` need nothing from elsewhere. The last section of the model goes back from its own forward.
     """
     kind, micro_batch, chunk = operation
     if kind == "weights":
         return stage, Operation("inputs", micro_batch, chunk)
-    part = chunk * stages + stage
-    if kind == "forward":
-        return None if part == 0 else _on(part - 1, "forward", micro_batch, stages)
-    last = part == chunks * stages - 1
-    return _on(part, "forward", micro_batch, stages) if last else _on(part + 1, kind, micro_batch, stages)
+    section = section_of(schedule, stage=stage, stages=stages, chunk=chunk)
+    if kind == "forward" and section == 0:
+        return None
+    last = section == chunks * stages - 1
+    source = section - 1 if kind == "forward" else section if last else section + 1
+    place, there = place_of(schedule, section=source, stages=stages)
+    return place, Operation("forward" if last else kind, micro_batch, there)
 
 
 def in_flight(operations: list[Operation]) -> int:
@@ -65,10 +73,6 @@ def in_flight(operations: list[Operation]) -> int:
         held += {"forward": 1, "backward": -1, "inputs": 0, "weights": -1}[kind]
         most = max(most, held)
     return most
-
-
-def _on(part: int, kind: Kind, micro_batch: int, stages: int) -> tuple[int, Operation]:
-    return part % stages, Operation(kind, micro_batch, part // stages)
 
 
 def _gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
@@ -119,10 +123,37 @@ def _zero_bubble(stage: int, stages: int, micro_batches: int, chunks: int) -> It
     yield from (Operation("weights", number) for number in range(micro_batches - late, micro_batches))
 
 
+def _folded(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
+    """ZB-V, after torch's own: forwards and halved backwards of both chunks in turn, weights left over at the end.
+
+    It is made for 2 * stages - 1 micro-batches or more; of fewer it is the same without those that are not there.
+    """
+    after, count = stages - stage, max(micro_batches, 2 * stages - 1)
+    down, up = Operation("forward", 0, 0), Operation("forward", 0, 1)
+    back, again = ((Operation("inputs", 0, chunk), Operation("weights", 0, chunk)) for chunk in (0, 1))
+    steps = (
+        *[down] * (2 * after - 1),
+        *[up, down] * stage,
+        *[up, *again] * after,
+        *[down, *back, up, *again] * (count - stages - after + 1),
+        *[*back, up, *again] * (after - 1),
+        *[back[0], again[0]] * stage,
+        *back * after,
+        *[again[1]] * stage,
+        *[back[1]] * stage,
+    )
+    done = Counter[Operation]()
+    for each in steps:
+        if done[each] < micro_batches:
+            yield each._replace(micro_batch=done[each])
+        done[each] += 1
+
+
 _ORDERS: Mapping[str, Callable[[int, int, int, int], Iterator[Operation]]] = {
     "": _accumulated,
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
     "zero_bubble": _zero_bubble,
+    "zbv": _folded,
 }

@@ -11,7 +11,7 @@ from trainwright.strategies.tensor_parallel import degrees
 
 FRAMEWORKS = ("torch",)
 ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.pipeline:Pipeline"}
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("gpipe", 1))
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2), ("gpipe", 1))
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:
@@ -29,9 +29,15 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
         if refusal:
             yield refusal
             continue
-        for schedule, chunks in SCHEDULES:
+        for schedule, chunks in _schedules(question):
             if chunks * mesh.pipeline <= len(question.profile.layers):
                 yield from _plans(question, mesh, schedule, chunks)
+
+
+def _schedules(question: Question) -> Iterator[tuple[str, int]]:
+    """Each schedule with its chunks, of interleaved ones as many as the job says."""
+    for schedule, chunks in SCHEDULES:
+        yield schedule, question.pins.choices.get("chunks", chunks) if schedule == "interleaved" else chunks
 
 
 def stages_of(question: Question) -> Iterator[Mesh]:

@@ -28,6 +28,7 @@ class Question:
         precision: of the step.
         pins: what is said of the plan itself.
         own_step: the job's own function calls the model.
+        offload: only plans are asked for that keep the model's state in the memory of the host.
         workers, min_workers, max_workers, devices, accumulation, inexact, run, tf_config: as in `Job`.
     """
 
@@ -37,6 +38,7 @@ class Question:
     precision: str
     pins: Pins = ANY
     own_step: bool = False
+    offload: bool = False
     workers: int | None = None
     min_workers: int | None = None
     max_workers: int | None = None
@@ -58,6 +60,7 @@ class Question:
             precision=job.precision,
             pins=pins,
             own_step=job.step is not None,
+            offload=bool(pins.choices.get("offload")),
             workers=job.workers or pinned,
             min_workers=job.min_workers,
             max_workers=job.max_workers,

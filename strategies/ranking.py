@@ -15,7 +15,7 @@ from trainwright.strategies.calibration import DEFAULT, Calibration
 from trainwright.strategies.combinations import combination
 from trainwright.strategies.cuts import cuts, entries, severed
 from trainwright.strategies.estimating import estimate, expected
-from trainwright.strategies.memory import stage_memory
+from trainwright.strategies.memory import host_bytes, stage_memory
 from trainwright.strategies.question import Question
 from trainwright.strategies.work import Machine, refusal, work_of
 
@@ -68,23 +68,33 @@ def ranking(
 
 
 def answer(question: Question, calibration: Calibration | None = None) -> Ranking:
-    """The plans of all strategies for the model's framework.
+    """The plans of all strategies for the model's framework; on accelerators, where none fits, those that offload.
 
     Raises:
         ResourceError: nothing is known of an accelerator.
     """
     sized = _Sized(question, calibration or DEFAULT)
-    fitting: list[Plan] = []
-    misfits: list[Infeasible] = []
-    for item in _proposals(question):
-        for found in [item] if isinstance(item, Infeasible) else _variants(sized, item):
-            (misfits if isinstance(found, Infeasible) else fitting).append(found)  # type: ignore[arg-type]
+    fitting, misfits = _fitting(sized)
+    runs = not question.profile.framework or any(plan.engine for plan in fitting)
+    if not runs and question.cluster.accelerators and not question.offload:
+        offloaded = _fitting(_Sized(replace(question, offload=True), sized.calibration))
+        fitting, misfits = fitting + offloaded[0], misfits + offloaded[1]
     fitting.sort(key=lambda plan: (_alone(plan), estimate_of(plan).step_s))
     best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
     for number in {*range(min(SURE, len(fitting))), *best.values()}:
         fitting[number] = sized.sure(fitting[number])
     misfits.sort(key=lambda one: (_alone(one.plan), one.missing_bytes or math.inf))
     return Ranking(plans=tuple(fitting), misfits=tuple(misfits))
+
+
+def _fitting(sized: _Sized) -> tuple[list[Plan], list[Infeasible]]:
+    """What fits and what does not, in the order of the strategies."""
+    fitting: list[Plan] = []
+    misfits: list[Infeasible] = []
+    for item in _proposals(sized.question):
+        for found in [item] if isinstance(item, Infeasible) else _variants(sized, item):
+            (misfits if isinstance(found, Infeasible) else fitting).append(found)  # type: ignore[arg-type]
+    return fitting, misfits
 
 
 def simplest(plans: Iterable[Plan]) -> Plan:
@@ -124,7 +134,7 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
     """Fewer kinds of parallelism, then less of each that costs something."""
     mesh = plan.mesh
     kinds = sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.shard, mesh.tensor))
-    return kinds, mesh.pipeline, mesh.tensor, plan.zero, plan.recompute != "none", plan.accumulation
+    return kinds, mesh.pipeline, mesh.tensor, plan.zero, plan.recompute != "none", plan.chunks, plan.accumulation
 
 
 def _proposals(question: Question) -> Iterator[Plan | Infeasible]:
@@ -138,8 +148,11 @@ def _proposals(question: Question) -> Iterator[Plan | Infeasible]:
             reason = getattr(strategy, "NO_FIT", f'run="fit" is Keras\' own, {no_fit}')
             hint = "leave run= out: trainwright's steps train any model"
             yield Infeasible(strategy=name, reason=reason, hint=hint)
-        else:
+        elif not question.offload or hasattr(strategy, "OFFLOADS"):
             yield from strategy.propose(question)
+        else:
+            hint = "leave offload out, or use a strategy that divides the model's state"
+            yield Infeasible(strategy=name, reason="it keeps the model's state on the device", hint=hint)
 
 
 Choices = tuple[str, ...]  # of recomputation, from the quickest on
@@ -175,14 +188,19 @@ class _Sized:
         if plan.mesh.pipeline > 1:
             plan = replace(plan, stages=cuts(profile, machine, plan, room_bytes=room, **self._numbers))
             if plan.engine:
-                plan = replace(plan, cuts=entries(profile, machine, plan, **self._numbers))
+                plan = replace(plan, cuts=entries(profile, plan.stages))
                 layer = severed(profile, plan)
                 if layer:
                     why = f"the stages cut the block of {layer!r}, which tp={plan.mesh.tensor} divides"
                     return Infeasible(strategy=plan.strategy, reason=why, hint="use fewer stages, or tp=1", plan=plan)
-        memory = stage_memory(profile, plan, **self._numbers)
+        memory = stage_memory(profile, plan, apart=machine.device.apart, **self._numbers)
         if max(memory) > room:
             return _too_large(plan, memory, room)
+        missing = host_bytes(profile, plan, precision=self.question.precision) - machine.host_bytes
+        if machine.host_bytes and missing > 0:
+            what = f"out of the host's memory by {missing / 2**30:.1f} GiB for each device"
+            hint = "shard over more devices, or use nodes with more memory"
+            return Infeasible(strategy=plan.strategy, reason=what, hint=hint, plan=plan, missing_bytes=missing)
         work = work_of(profile, machine, plan, **self._numbers)
         terms = expected(work, self.calibration)
         step_s = sum(terms.values())
@@ -234,8 +252,8 @@ def _staged(sized: _Sized, plan: Plan, counts: Sequence[int], choices: Choices) 
 
 def _variant(question: Question, plan: Plan, count: int, recompute: str) -> Plan:
     profile = question.profile
-    can = recompute == "none" or (recompute == "full" and profile.framework == "torch" and not profile.keras_backend)
-    engine = plan.engine if can else ""  # none tells attention's scores from other activations
+    can = recompute == "none" or (profile.framework == "torch" and not profile.keras_backend)
+    engine = plan.engine if can else ""
     return replace(plan, accumulation=count, recompute=recompute, engine=engine)
 
 

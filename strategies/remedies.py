@@ -21,8 +21,15 @@ def together(plan: Plan) -> bool:
 
 def remedies(question: Question, suited: Callable[[Plan], bool] = together) -> str:
     """The least change of each kind after which some plan that is suited fits, in words; empty where there is none."""
-    found = [*_smaller_batch(question, suited), *_more_nodes(question, suited)]
+    found = [*_offloaded(question, suited), *_smaller_batch(question, suited), *_more_nodes(question, suited)]
     return ", or ".join(found)
+
+
+def _offloaded(question: Question, suited: Callable[[Plan], bool]) -> Iterator[str]:
+    if question.cluster.accelerators and not question.offload:
+        best = next(filter(suited, answer(replace(question, offload=True)).plans), None)
+        if best is not None:
+            yield f"keep the model's state in host memory: plan={best.text!r}"
 
 
 def _smaller_batch(question: Question, suited: Callable[[Plan], bool]) -> Iterator[str]:

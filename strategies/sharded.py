@@ -9,12 +9,13 @@ from trainwright.strategies.question import Question, engine_for
 
 FRAMEWORKS = ("torch",)
 ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.sharded:Sharded"}
+OFFLOADS = True
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:
     """Each stage of ZeRO over all ranks, and hybrid shard: ZeRO-3 inside a node, replicas between nodes.
 
-    No engine divides the optimizer's state alone (ZeRO-1).
+    No engine divides the optimizer's state alone (ZeRO-1). Host memory holds ZeRO-2's and 3's (Ren et al., 2021).
     """
     ranks, engine = question.ranks, engine_for(ENGINES, question)
     refusal = question.alone("sharded") or question.unequal("sharded", ranks) or question.without_engine("sharded")
@@ -25,10 +26,11 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
         reason = "the model is divided over as many workers as there were in the beginning"
         yield Infeasible(strategy="sharded", reason=reason, hint="leave min_workers and max_workers out")
         return
-    for zero in (1, 2, 3):
-        yield question.plan("sharded", engine if zero > 1 else "", Mesh(shard=ranks), zero=zero)
+    for zero in (2, 3) if question.offload else (1, 2, 3):
+        own = engine if zero > 1 else ""
+        yield question.plan("sharded", own, Mesh(shard=ranks), zero=zero, offload=question.offload)
     for mesh in _hybrid(question):
-        yield question.plan("sharded", engine, mesh, zero=3)
+        yield question.plan("sharded", engine, mesh, zero=3, offload=question.offload)
 
 
 def _hybrid(question: Question) -> Iterator[Mesh]:

@@ -18,7 +18,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
     No engine divides the optimizer's state alone (ZeRO-1).
     """
     ranks, engine, sharded = question.ranks, engine_for(ENGINES, question), engine_for(SHARDED, question)
-    refusal = question.without_engine("tensor_parallel") or _elastic(question)
+    refusal = question.without_engine("tensor_parallel") or _elastic(question) or _across_nodes(question)
     if refusal:
         yield refusal
         return
@@ -66,4 +66,14 @@ def _indivisible(question: Question) -> Infeasible:
     if any(layer.splits for layer in question.profile.layers):
         reason = f"no degree from 2 divides {heads} heads and the {per_node} devices of a node"
         hint = "use a number of workers on each node that shares a divisor with the heads"
+    return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)
+
+
+def _across_nodes(question: Question) -> Infeasible | None:
+    """Tensor ranks exchange something in every layer, for which the network between nodes is too slow."""
+    tensor, per_node = question.pins.mesh.tensor if question.pins.mesh else 1, question.per_node
+    if tensor <= per_node:
+        return None
+    reason = f"tp={tensor} is more than the {per_node} devices of a node"
+    hint = f"use tp={per_node} or less, and a pipeline or ZeRO over the nodes"
     return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import chain
 from typing import Literal, NamedTuple
 
+from trainwright.core.sections import section_of
 from trainwright.strategies.calibration import DEFAULT, Calibration
 from trainwright.strategies.orders import Kind, Operation, needs, order
 from trainwright.strategies.timing import LAST, Pieces, pieces
@@ -78,7 +79,7 @@ def timeline(work: Work, calibration: Calibration = DEFAULT) -> Timeline:
     residual, _ = calibration.residual(work.shape, work.kind)
     made = pieces(work, calibration.efficiencies).times(math.exp(residual))
     lanes = _lanes(work, made)
-    hidden_s = calibration.efficiencies["overlap"] * (made.backward + made.recompute) / work.chunks
+    hidden_s = calibration.efficiencies["overlap"] * work.by_stage(made.backward + made.recompute) / work.chunks
     spent = zip(lanes, made.reduction.tolist(), hidden_s.tolist(), strict=True)
     reductions = [_reductions(lane, reduced_s, under_s) for lane, reduced_s, under_s in spent]
     reduced_s = max(span.end_s for span in chain(*lanes, *reductions))  # clipping waits for all gradients
@@ -111,7 +112,7 @@ def _lanes(work: Work, made: Pieces) -> list[list[Span]]:
         lane = lanes[stage]
         while todo[stage]:
             operation = todo[stage][0]
-            source = needs(operation, stage=stage, stages=stages, chunks=chunks)
+            source = needs(operation, schedule=work.schedule, stage=stage, stages=stages, chunks=chunks)
             if source is not None and source not in come_s:
                 waiting[source] = stage
                 break
@@ -120,7 +121,7 @@ def _lanes(work: Work, made: Pieces) -> list[list[Span]]:
             for kind, seconds in parts(stage, operation.kind, operation.chunk):
                 begin_s, now_s = now_s, now_s + seconds
                 lane.append(Span(stage, kind, operation.micro_batch, operation.chunk, begin_s, now_s))
-            late_s = _message_s(made, stages, stage, operation.kind) if work.schedule == BESIDE else 0.0
+            late_s = _message_s(made, stage, operation.kind) if work.schedule == BESIDE else 0.0
             come_s[stage, operation] = now_s + late_s
             if (stage, operation) in waiting:
                 able.append(waiting.pop((stage, operation)))
@@ -130,26 +131,25 @@ def _lanes(work: Work, made: Pieces) -> list[list[Span]]:
 
 def _parts(work: Work, made: Pieces, stage: int, kind: Kind, chunk: int) -> Iterator[tuple[SpanKind, float]]:
     """What an operation of a stage takes, one after the other; sending keeps the sender, but for GPipe's."""
-    last = (work.mesh.pipeline - 1, work.chunks - 1)
-    share = 1 / work.chunks
+    section = section_of(work.schedule, stage=stage, stages=work.mesh.pipeline, chunk=chunk)
     if made.gather and kind != "weights":
-        yield "gather", made.gather * share * (FORWARD_GATHERS if kind == "forward" else 1 - FORWARD_GATHERS)
-    if kind in ("backward", "inputs") and made.recompute[stage]:
-        yield "recompute", float(made.recompute[stage]) * share
+        yield "gather", made.gather / work.chunks * (FORWARD_GATHERS if kind == "forward" else 1 - FORWARD_GATHERS)
+    if kind in ("backward", "inputs") and made.recompute[section]:
+        yield "recompute", float(made.recompute[section])
     if kind == "forward":
-        yield kind, float(made.forward[stage]) * share
+        yield kind, float(made.forward[section])
     else:
         halved = {"inputs": 1 - WEIGHTS, "weights": WEIGHTS}
-        yield kind, float(made.backward[stage]) * share * halved.get(kind, 1.0)
-    sends = work.mesh.pipeline > 1 and work.schedule != BESIDE
-    if sends and kind != "weights" and (stage, chunk) != (last if kind == "forward" else (0, 0)):
-        yield "send", _message_s(made, work.mesh.pipeline, stage, kind)
+        yield kind, float(made.backward[section]) * halved.get(kind, 1.0)
+    message_s = _message_s(made, section, kind)
+    if work.schedule != BESIDE and message_s:
+        yield "send", message_s
 
 
-def _message_s(made: Pieces, stages: int, stage: int, kind: Kind) -> float:
-    """Of a stage's activations to the next one, or of their gradients back; from end to beginning as long as any."""
-    cut = stage if kind == "forward" else stage - 1
-    return float(made.send[cut] if 0 <= cut < stages - 1 else made.send.max(initial=0.0))
+def _message_s(made: Pieces, section: int, kind: Kind) -> float:
+    """Of a section's activations to the next one, or of their gradients back; none at the ends and within a stage."""
+    cut = section if kind == "forward" else section - 1
+    return float(made.send[cut]) if kind != "weights" and 0 <= cut < len(made.send) else 0.0
 
 
 def _reductions(lane: list[Span], spent_s: float, hidden_s: float) -> list[Span]:

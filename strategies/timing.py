@@ -13,12 +13,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from trainwright.strategies.calibration import DEFAULT, Vector
+from trainwright.strategies.orders import HALVED
 from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Group, Work
 
 Rates = Mapping[str, float]
 SOFT = 4.0  # how sharply the longer of two overlapping times wins
+PCIE_BYTES_PER_S = 1.2e10  # of a device to its host, one direction: assumed
 LAST = 0.15  # of the gradients: they are reduced when backward has ended, whatever was hidden before
-_BUBBLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3, "": 1.0}  # ZB-H1: Qi et al. (2023)
+_HALVED_BUBBLE = 1 / 3  # of 1F1B's (ZB-H1; Qi et al., 2023); of ZB-V's chunks likewise
 
 
 def terms(work: Work, rates: Rates) -> dict[str, float]:
@@ -27,19 +29,20 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
     reduced = _tensor(work, rates)
     again = work.again * (forward + reduced)
     spent = {
-        "compute": work.counts @ (forward + backward),
-        "recompute": work.counts @ again,
-        "tensor_parallel": work.counts @ (2 * reduced),
+        "compute": work.by_stage(work.counts @ (forward + backward)),
+        "recompute": work.by_stage(work.counts @ again),
+        "tensor_parallel": work.by_stage(work.counts @ (2 * reduced)),
     }
     whole = spent["compute"] + spent["recompute"] + spent["tensor_parallel"]
     slowest, count = int(np.argmax(whole)), work.micro_batches
     found = {name: float(each[slowest]) * count for name, each in spent.items()}
-    bubble = _BUBBLE[work.schedule] * float(whole.sum() - whole[slowest]) / work.chunks
-    back = float((work.counts @ (backward + again))[slowest])
+    bubble = _bubble(work) * float(whole.sum() - whole[slowest])
+    back = float(work.by_stage(work.counts @ (backward + again))[slowest])
     found |= {
         "bubble": bubble,
         "transfers": _transfers(work, rates, float(whole[slowest])),
         "parameters": _gathered(work, rates, float(whole[slowest])) * count,
+        "offload": _offloaded(work, float(whole[slowest])) * count,
         "gradients": _gradients(work, rates, back),
         "optimizer": float(work.update_s) / rates["update"],
         "other": rates["step_s"] * work.machine.device.host,
@@ -47,15 +50,25 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
     return {name: float(seconds) for name, seconds in found.items() if seconds}
 
 
+def _bubble(work: Work) -> float:
+    """What a stage waits for, in what others take for a micro-batch: all of it where too few fill a short bubble."""
+    stages, chunks = work.mesh.pipeline, work.chunks
+    enough = {"zero_bubble": stages, "zbv": 2 * stages - 1}.get(work.schedule, 1)
+    if work.micro_batches < enough:
+        return 1.0
+    return (_HALVED_BUBBLE if work.schedule in HALVED else 1.0) / chunks
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What a step is made of. Vectors are by stage, compute is of one micro-batch through all of a stage's chunks.
+    """What a step is made of. Vectors are by stage where nothing else is said.
 
     Attributes:
-        forward, backward: with tensor parallelism's reductions.
-        recompute: of forward, in backward.
-        send: of one message over each cut between stages.
-        gather: of ZeRO-3's parameters and their gradients, beyond what a micro-batch's compute hides.
+        forward, backward: of one micro-batch in each section, with tensor parallelism's reductions.
+        recompute: of forward, in backward; likewise.
+        send: of one message over each cut between sections.
+        gather: of ZeRO-3's parameters and their gradients, and of what comes from the host's memory and goes there,
+            beyond what a micro-batch's compute hides.
         reduction: of gradients over the data ranks, once a step.
         optimizer: once a step.
         other: once a step, of all stages.
@@ -81,12 +94,13 @@ def pieces(work: Work, rates: Rates) -> Pieces:
     reduced = _tensor(work, rates)
     again = work.counts @ (work.again * (forward + reduced))
     ahead, back = work.counts @ (forward + reduced), work.counts @ (backward + reduced)
+    whole = float(work.by_stage(ahead + back + again).max())
     return Pieces(
         forward=ahead,
         backward=back,
         recompute=again,
-        send=_sent(work, work.sent_bytes, rates),
-        gather=_gathered(work, rates, float((ahead + back + again).max())),
+        send=_sent(work, work.sent_bytes, rates) * (work.sent_bytes > 0),
+        gather=_gathered(work, rates, whole) + _offloaded(work, whole),
         reduction=_reduction(work, rates, work.gradient_bytes),
         optimizer=work.update_s / rates["update"] * work.parameters / work.parameters.max(),
         other=rates["step_s"] * work.machine.device.host,
@@ -151,10 +165,11 @@ def _transfers(work: Work, rates: Rates, compute_s: float) -> float:
     """
     if work.mesh.pipeline == 1:
         return 0.0
-    cuts = 2 * _sent(work, work.sent_bytes, rates)
-    slowest = float(cuts.max())
+    cuts = 2 * _sent(work, work.sent_bytes[work.sent_bytes > 0], rates)
+    slowest = float(cuts.max(initial=0.0))
     each = _exposed(slowest, compute_s) if work.schedule == "gpipe" else slowest
-    return float(cuts.sum()) + each * (work.micro_batches - 1) * work.chunks
+    first = float(cuts.sum()) / work.chunks
+    return first + each * (work.micro_batches - 1) * work.chunks
 
 
 def _sent(work: Work, sent_bytes: Vector, rates: Rates) -> Vector:
@@ -171,6 +186,11 @@ def _gathered(work: Work, rates: Rates, compute_s: float) -> float:
     size = np.array([work.gradient_bytes.max()])
     spent = 1.5 * float(_all_reduce(work, work.shard, rates, "reduce", size)[0])
     return _exposed(spent, compute_s)
+
+
+def _offloaded(work: Work, compute_s: float) -> float:
+    """Parameters from the host, for ZeRO-3 twice, and gradients to it: what compute does not hide."""
+    return _exposed(work.offloaded_bytes / PCIE_BYTES_PER_S, compute_s)
 
 
 def _gradients(work: Work, rates: Rates, backward_s: float) -> float:

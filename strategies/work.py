@@ -19,8 +19,10 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError, ResourceError
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.profile import ModelProfile
+from trainwright.core.sections import place_of
 from trainwright.strategies.calibration import Vector
 from trainwright.strategies.partition import divided
+from trainwright.strategies.staging import by_stage, staging
 
 Indices = npt.NDArray[np.intp]
 BACKWARD = 2.0  # operations and traffic of backward, in those of forward
@@ -29,6 +31,7 @@ SCORES_PART = 0.08  # of a block's forward that makes attention's scores, which 
 UPDATE_BYTES = {2: 34.0, 4: 28.0}  # Adam reads and writes so many a parameter, by bytes of a number
 THREAD_EXPONENT = 0.8
 NETWORK_BYTES_PER_S = 1.25e9  # of a node without accelerators, where the cluster says nothing else
+HOST_BYTES_PER_S = 2e10  # of the host's memory, a device's share: assumed
 NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
 
@@ -41,12 +44,14 @@ class Machine:
         per_node: devices of a node.
         devices: of all nodes.
         network_bytes_per_s: of one device, one direction.
+        host_bytes: of the host's memory, a device's share; 0 where it is not known.
     """
 
     device: Accelerator
     per_node: int
     devices: int
     network_bytes_per_s: float
+    host_bytes: int = 0
 
     @classmethod
     def of(cls, cluster: Cluster, ranks: int | None = None) -> Machine:
@@ -73,7 +78,10 @@ class Machine:
             node.network_bytes_per_s / count if node.network_bytes_per_s else slowest.network_bytes_per_s
             for node, count in zip(nodes, each, strict=True)
         ]
-        return cls(device=slowest, per_node=min(each), devices=sum(each), network_bytes_per_s=min(networks))
+        return cls(
+            device=slowest, per_node=min(each), devices=sum(each), network_bytes_per_s=min(networks),
+            host_bytes=min(node.memory_bytes // node.accelerators for node in nodes),
+        )  # fmt: skip
 
 
 CPU = Accelerator(
@@ -143,7 +151,7 @@ class Work:
     Attributes:
         machine: that does it.
         mesh: degrees.
-        counts: (stages, layers): how many of each layer stand on each stage.
+        counts: (sections, layers): how many of each layer stand in each section.
         flops_s: seconds at the peak rate.
         matmuls: matrix products.
         traffic_s: seconds at the memory's full bandwidth.
@@ -155,7 +163,8 @@ class Work:
         parameters: of each stage, on one rank.
         gradient_bytes: of each stage, on one rank.
         update_s: of the optimizer at the memory's full bandwidth, slowest stage.
-        sent_bytes: over each cut between stages, of one micro-batch.
+        offloaded_bytes: of one micro-batch between device and host.
+        sent_bytes: over each cut between sections, of one micro-batch; 0 where both are on one stage.
         micro_batches: of a data rank.
         schedule: of the pipeline.
         chunks: of each stage.
@@ -181,6 +190,7 @@ class Work:
     parameters: Vector
     gradient_bytes: Vector
     update_s: float
+    offloaded_bytes: float
     sent_bytes: Vector
     micro_batches: int
     schedule: str
@@ -193,6 +203,10 @@ class Work:
     remote: bool
     shape: tuple[float, ...]
     kind: str
+
+    def by_stage(self, values: Vector) -> Vector:
+        """Sums over the sections of each stage."""
+        return by_stage(values, self.schedule, self.mesh.pipeline)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,11 +234,11 @@ class Layers:
         """By how much tensor parallelism divides each."""
         return np.where(self.splits > 0, float(tensor), 1.0)
 
-    def counts(self, stages: Sequence[int]) -> Vector:
-        """How many of each layer stand on each stage (stages, layers)."""
-        stage = np.repeat(np.arange(len(stages)), stages)
-        counts = np.zeros((len(stages), len(self.flops)))
-        np.add.at(counts, (stage, self.order), 1.0)
+    def counts(self, sizes: Sequence[int]) -> Vector:
+        """How many of each layer stand in each section of so many (sections, layers)."""
+        section = np.repeat(np.arange(len(sizes)), sizes)
+        counts = np.zeros((len(sizes), len(self.flops)))
+        np.add.at(counts, (section, self.order), 1.0)
         return counts
 
     def held(self, stages: int) -> Vector:
@@ -247,9 +261,9 @@ class Layers:
         found[self.last] = 0.0
         return found
 
-    def sent(self, stages: Sequence[int]) -> Vector:
-        """Numbers that each stage but the last sends on, of one sample."""
-        found: Vector = self.over_cuts()[self.order[np.cumsum(stages)[:-1] - 1]]
+    def sent(self, sizes: Sequence[int]) -> Vector:
+        """Numbers that each section but the last gives on, of one sample."""
+        found: Vector = self.over_cuts()[self.order[np.cumsum(sizes)[:-1] - 1]]
         return found
 
     def over_cuts(self) -> Vector:
@@ -278,13 +292,15 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     micro_batches, rows = plan.micro_batches(batch_size)
     check(profile, machine, plan, batch_size)
     layers = gathered(profile)
-    stages = plan.stages or even(profile, mesh.pipeline)
-    counts = layers.counts(stages)
+    sizes = plan.stages or even(profile, plan.sections)
+    counts = layers.counts(sizes)
+    stage_of = [place_of(plan.schedule, section=each, stages=mesh.pipeline)[0] for each in range(plan.sections)]
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
     rate, memory = machine.device.rate(precision) * machine.device.sustained, machine.device.memory_bytes_per_s
-    parameters = counts @ (layers.held(mesh.pipeline) / over)
+    parameters = by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
     update_bytes = UPDATE_BYTES[width] * parameters.max() / (sharded if plan.zero else 1)
+    offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
     shared = layers.shared_traffic
     traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
     return Work(
@@ -301,19 +317,20 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         again=layers.again(plan.recompute),
         parameters=parameters,
         gradient_bytes=parameters * width,
-        update_s=update_bytes / memory,
-        sent_bytes=rows * width * layers.sent(stages) / mesh.tensor,  # each tensor rank sends its part
+        update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
+        offloaded_bytes=visits * width * parameters.max() / sharded if offload else 0.0,
+        sent_bytes=rows * width * layers.sent(sizes) * (np.diff(stage_of) != 0) / mesh.tensor,
         micro_batches=micro_batches,
         schedule=plan.schedule,
         chunks=plan.chunks,
         zero=plan.zero,
         servers=plan.servers,
         tensor=group(machine, mesh.tensor, 1),
-        data=group(machine, mesh.data, mesh.tensor * mesh.shard),
+        data=group(machine, mesh.data, mesh.size // mesh.data),
         shard=group(machine, mesh.shard, mesh.tensor),
         remote=leaves_node(machine, mesh),
         shape=_shape(profile, mesh, rows, micro_batches),
-        kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}",
+        kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}{' offload' * offload}",
     )
 
 
@@ -332,25 +349,16 @@ def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int
     if mesh.data_ranks > batch_size:
         hint = f"use batch_size={mesh.data_ranks} or fewer data ranks"
         return f"batch_size={batch_size} is smaller than the {mesh.data_ranks} data ranks", hint
-    if mesh.pipeline > 1 and profile.untraced:
-        return f"its layers cannot be put into stages: tracing the model raised {profile.untraced}", "use pp=1"
-    if mesh.pipeline > len(profile.layers):
-        return f"{mesh.pipeline} stages for {len(profile.layers)} layers", f"use pp={len(profile.layers)} or fewer"
-    if plan.stages and (sum(plan.stages) != len(profile.layers) or len(plan.stages) != mesh.pipeline):
-        return f"stages={plan.stages} do not cover {len(profile.layers)} layers in {mesh.pipeline} stages", "leave out"
     if profile.heads and profile.heads % mesh.tensor:
         return f"tp={mesh.tensor} does not divide {profile.heads} heads", "use a divisor of the heads"
     if mesh.tensor > 1 and not any(layer.splits for layer in profile.layers):
         return "no layer of this model is known to be divisible by tensor parallelism", "use tp=1"
-    micro_batches, _ = plan.micro_batches(batch_size)
-    if plan.schedule == "interleaved" and micro_batches % mesh.pipeline:
-        return f"{micro_batches} micro-batches are no multiple of the {mesh.pipeline} stages", "use schedule=1f1b"
-    return None
+    return staging(profile, plan, batch_size)
 
 
 def leaves_node(machine: Machine, mesh: Mesh) -> bool:
-    """Whether the next stage is on another node."""
-    return mesh.tensor * mesh.shard * mesh.data >= machine.per_node
+    """Whether the next stage is on another node, for some: replica after replica fills the nodes (`core.arranging`)."""
+    return mesh.size > machine.per_node and machine.per_node % (mesh.size // mesh.data) > 0
 
 
 def group(machine: Machine, size: int, stride: int) -> Group:

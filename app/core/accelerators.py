@@ -51,6 +51,11 @@ class Accelerator:
     aliases: tuple[str, ...] = field(default=())
     resource: str = "GPU"
 
+    @property
+    def apart(self) -> bool:
+        """Whether it has memory of its own, and is no share of the host's CPUs."""
+        return self.resource != "CPU"
+
     def rate(self, precision: str) -> float:
         """Peak operations a second; half precisions stand in for each other, anything else computes in fp32."""
         for name in (precision, *_STAND_INS.get(precision, ()), "fp32"):

@@ -127,7 +127,7 @@ class Resized(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Formed(Event):
-    """A generation is ready to step. `source` says where its state came from."""
+    """A generation is ready to step. `source` says where its state came from, `nodes` which ranks each node holds."""
 
     kind = "formed"
     generation: int = 0
@@ -138,6 +138,7 @@ class Formed(Event):
     survivors: int = 0
     seconds: float = 0.0  # since the failure, or since the run was acquired
     steps_lost: int = 0  # completed steps that must be done again
+    nodes: dict[str, str] = field(default_factory=dict)  # see `core.arranging.ranges_of`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from trainwright.core.data import Feeding
 from trainwright.core.group import Topology
+from trainwright.core.sections import loss_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +96,15 @@ class Plan:
         keras_backend: that the model was made with; empty for one that is not Keras'.
         precision: `fp32` (the model's own types) or `bf16` (autocast).
         micro_batch: samples of one micro-batch of a data rank; 0 where `accumulation` says how many there are.
-        schedule: of a pipeline: `gpipe`, `1f1b`, `interleaved` or `zero_bubble`.
-        chunks: of layers that each stage of an interleaved pipeline holds.
+        schedule: of a pipeline: `gpipe`, `1f1b`, `interleaved`, `zero_bubble` or `zbv`.
+        chunks: of layers that each stage holds: some of an interleaved pipeline, two of `zbv`.
         recompute: activations computed again in backward: `none`, `selective` (attention's scores) or `full`.
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        offload: what `zero` divides is kept and updated in the memory of the host, and visits the device.
         servers: that hold the parameters, where workers step alone.
-        stages: layers of each pipeline stage, in order; empty where they are as equal as can be.
-        cuts: modules with whose calls the pipeline's sections after the first begin: of each stage, or of each of its
-            chunks.
+        stages: layers of each of the pipeline's sections, in order: of each stage, or of each of its chunks; empty
+            where they are as equal as can be.
+        cuts: modules with whose calls the sections after the first begin.
         placement: what each worker actor reserves.
         estimate: predicted figures; None where the strategy has none.
         notes: what the user should know about this plan, such as what is not equal to one device.
@@ -123,6 +125,7 @@ class Plan:
     chunks: int = 1
     recompute: str = "none"
     zero: int = 0
+    offload: bool = False
     servers: int = 0
     stages: tuple[int, ...] = ()
     cuts: tuple[str, ...] = ()
@@ -135,8 +138,9 @@ class Plan:
 
         Args:
             text: any of `dp`, `fsdp` (ZeRO-3 over so many ranks, `dp` times), `zero` (1, 2 or 3: over all `dp`
-                ranks), `tp`, `pp`, `micro_batch`, `accumulation`, `schedule`, `chunks`, `recompute`, `precision`;
-                what is left out is 1, none, or with a pipeline micro-batches of one sample in the order 1F1B.
+                ranks), `offload` (0 or 1), `tp`, `pp`, `micro_batch`, `accumulation`, `schedule`, `chunks`,
+                `recompute`, `precision`; what is left out is 1, none, or with a pipeline micro-batches of one sample in
+                the order 1F1B.
 
         Raises:
             PlanError: a name or a value is not known.
@@ -158,6 +162,11 @@ class Plan:
         if self.micro_batch:
             return -(-share // self.micro_batch), min(self.micro_batch, share)
         return self.accumulation, -(-share // self.accumulation)
+
+    @property
+    def sections(self) -> int:
+        """Into how many the pipeline cuts the model; `core.sections` says which stage holds which."""
+        return self.mesh.pipeline * self.chunks
 
     @property
     def workers(self) -> int:
@@ -192,7 +201,7 @@ class Plan:
             data_ranks=range(first, first + self.devices_per_worker),
             total=total,
             inputs=stage == 0,
-            targets=stage == self.mesh.pipeline - 1,
+            targets=stage == loss_stage(self.schedule, stages=self.mesh.pipeline, chunks=self.chunks),
         )
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from trainwright.core.errors import PlanError, nearest
 from trainwright.core.plan import Mesh, Plan
+from trainwright.core.sections import CHUNKED, misplaced
 
-_NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "micro_batch", "accumulation", "chunks")
+_NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "offload", "micro_batch", "accumulation", "chunks")
+_BOUNDS: Mapping[str, tuple[int, int | None]] = {"zero": (0, 3), "offload": (0, 1), "micro_batch": (0, None)}
 _WORDS: Mapping[str, tuple[str, ...]] = {
-    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "tf32", "fp16", "bf16"),
 }
@@ -23,7 +25,7 @@ def fields_of(text: str) -> dict[str, Any]:
     mesh, zero = _mesh_of(given)
     if mesh.pipeline > 1:
         given = {"micro_batch": 0 if "accumulation" in given else 1, "schedule": "1f1b"} | given
-    if given.get("schedule") == "interleaved":
+    if given.get("schedule") in CHUNKED:
         given = {"chunks": 2} | given
     return {"strategy": strategy_of(mesh), "mesh": mesh, **given, "zero": zero}
 
@@ -34,6 +36,9 @@ def _given(text: str) -> dict[str, Any]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         given[name] = _value(name, value, text)
+    problem = misplaced(given["schedule"], given["chunks"]) if {"schedule", "chunks"} <= given.keys() else ""
+    if problem:
+        raise PlanError(problem, where=text, remedy="leave chunks= out")
     return given
 
 
@@ -56,13 +61,14 @@ def text_of(plan: Plan) -> str:
         "tp": mesh.tensor,
         "pp": mesh.pipeline,
         "zero": plan.zero,
+        "offload": int(plan.offload),
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "schedule": plan.schedule,
         "chunks": plan.chunks,
         "recompute": plan.recompute,
     }
-    idle = {"zero": 0, "micro_batch": 0, "schedule": "", "recompute": "none"}
+    idle = {"zero": 0, "offload": 0, "micro_batch": 0, "schedule": "", "recompute": "none"}
     kept = {name: value for name, value in parts.items() if value != idle.get(name, 1)}
     if mesh.pipeline > 1 and not plan.micro_batch:
         kept["accumulation"] = plan.accumulation
@@ -119,9 +125,8 @@ def _value(name: str, value: str, text: str) -> Any:
         return value
     if name not in _NUMBERS:
         raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, (*_NUMBERS, *_WORDS)))
-    least = 0 if name in ("zero", "micro_batch") else 1
-    wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
-    if not value.isdigit() or int(value) < least or (name == "zero" and int(value) > 3):
-        wanted = "0, 1, 2 or 3" if name == "zero" else f"a whole number from {least}"
-        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}=2, for one")
-    return int(value)
+    least, most = _BOUNDS.get(name, (1, None))
+    if not value.isdigit() or int(value) < least or (most is not None and int(value) > most):
+        wanted = {1: "0 or 1", 3: "0, 1, 2 or 3"}.get(most or 0, f"a whole number from {least}")
+        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}={most or 2}, for one")
+    return bool(int(value)) if name == "offload" else int(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainwright.core.arranging import ranks_by_node
 from trainwright.core.events import Formed
 from trainwright.core.group import Address, Generation, Group, Peer, StateTag
 from trainwright.driver.agree import agree, agree_at, writers_of
@@ -34,7 +35,11 @@ def reserved(turn: Turn) -> None:
     peers = tuple(
         Peer(rank=rank, address=addresses[rank], node=member.node) for rank, member in enumerate(state.members)
     )
-    turn.enter(Phase.FORMING, awaiting=frozenset(member.worker for member in state.members))
+    turn.enter(
+        Phase.FORMING,
+        awaiting=frozenset(member.worker for member in state.members),
+        members=tuple(member if member.told else replace(member, told=True) for member in state.members),
+    )
     for rank, member in enumerate(state.members):
         group = Group(
             generation=state.generation,
@@ -105,6 +110,7 @@ def healed(turn: Turn) -> None:
             survivors=sum(not member.fresh for member in state.members),
             seconds=turn.now_s - state.since_s,
             steps_lost=max(0, state.progress - heal.step),
+            nodes=ranks_by_node([member.node for member in state.members]),
         )
     )
     turn.change(

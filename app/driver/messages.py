@@ -152,6 +152,8 @@ class Living:
     Attributes:
         slot: of which it holds the bundle; None for a spare beside others.
         waiting: it has never held a rank.
+        rank: that it held last; -1 for none.
+        home: Ray's id of the node.
     """
 
     worker: int
@@ -159,7 +161,9 @@ class Living:
     pid: int
     slot: int | None = None
     waiting: bool = False
+    rank: int = -1
     accelerators: tuple[str, ...] = ()
+    home: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +195,14 @@ class Started:
 
     Attributes:
         accelerators: ids of those that Ray gave it; none for a spare beside others.
+        home: Ray's id of the node.
     """
 
     worker: int
     node: str
     pid: int
     accelerators: tuple[str, ...] = ()
+    home: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from trainwright.core.arranging import seats
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Noted, Placed, Promoted, Resized, Waiting
 from trainwright.driver import keeping
@@ -18,35 +19,53 @@ from trainwright.driver.ending import close
 from trainwright.driver.state import Member, Phase, Spare, State
 from trainwright.driver.turn import Turn
 
+NOBODY = -1  # holds a rank for which a process is about to be placed
 SPARES_TRIED = 3  # that ended by themselves, one after another
 
 
 def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
     """Take over what lives of the driver before us, and start what is missing."""
     settings = turn.settings
-    slotted = sorted((one for one in living if one.slot is not None), key=lambda one: one.waiting)
+    slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
     ranked = [one for rank, one in enumerate(slotted) if rank < (settings.workers if one.waiting else settings.most)]
-    seated = tuple(Member(worker=o.worker, slot=_slot(o), node=o.node, fresh=o.waiting) for o in ranked)
     waiting = {one.worker: Spare(slot=one.slot, node=one.node, ready=True) for one in living if one not in ranked}
-    held = {member.slot for member in seated} | {spare.slot for spare in waiting.values()}
+    held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
     free = [slot for slot in range(settings.most) if slot not in held]
-    missing = tuple(Member(worker=-1, slot=slot) for slot in free[: max(0, settings.workers - len(seated))])
+    members = _seated(ranked, free[: max(0, settings.workers - len(ranked))])
+    rank_of = {member.worker: rank for rank, member in enumerate(members) if member.worker != NOBODY}
     turn.enter(
         Phase.GATHERING,
-        members=seated + missing,
-        rank_of={member.worker: rank for rank, member in enumerate(seated)},
+        members=members,
+        rank_of=rank_of,
         next_worker=max((one.worker for one in living), default=-1) + 1,
         spares=waiting,
         accelerators={_slot(one): one.accelerators for one in living if one.accelerators},
-        awaiting=frozenset(member.worker for member in seated),
+        awaiting=frozenset(rank_of),
     )
     for one in living:
         turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
-    if seated:
+    if rank_of:
         turn.emit(Noted(text=f"took over {_count(len(living))} that outlived the driver before"))
-        turn.call([member.worker for member in seated], "leave")
+        turn.call(list(rank_of), "leave")
         turn.arm("leave", settings.leave_deadline_s)
-    place(turn, range(len(seated), len(turn.state.members)))
+    place(turn, [rank for rank, member in enumerate(members) if member.worker == NOBODY])
+
+
+def _seated(living: Sequence[m.Living], free: Sequence[int]) -> tuple[Member, ...]:
+    """Those who live at the ranks that they held, whose part of the model they have; nobody yet in the free slots."""
+    size = len(living) + len(free)
+    found: dict[int, Member] = {}
+    rest: list[Member] = []
+    for one in living:
+        member = Member(
+            worker=one.worker, slot=_slot(one), node=one.node, home=one.home, told=not one.waiting, fresh=one.waiting
+        )
+        if 0 <= one.rank < size and one.rank not in found:
+            found[one.rank] = member
+        else:
+            rest.append(member)
+    others = iter((*rest, *(Member(worker=NOBODY, slot=slot) for slot in free)))
+    return tuple(found.get(rank) or next(others) for rank in range(size))
 
 
 def _slot(living: m.Living) -> int:
@@ -152,7 +171,7 @@ def started(turn: Turn, event: m.Started) -> None:
         return
     rank = state.rank_of[event.worker]
     _note_accelerators(turn, state.members[rank].slot, event)
-    member = replace(state.members[rank], node=event.node)
+    member = replace(state.members[rank], node=event.node, home=event.home)
     turn.change(
         members=(*state.members[:rank], member, *state.members[rank + 1 :]),
         starting=state.starting - {event.worker},
@@ -188,7 +207,18 @@ def ready_to_form(turn: Turn) -> bool:
         _shrink(turn)
     if not turn.state.starting:
         _join(turn)
+        _arrange(turn)
     return not turn.state.starting
+
+
+def _arrange(turn: Turn) -> None:
+    """Lay the ranks over the nodes as the mesh wants them, while none has been told its rank and built its part."""
+    state, mesh = turn.state, turn.settings.mesh
+    if mesh is None or any(member.told for member in state.members):
+        return
+    order = seats(mesh, [member.home or member.node for member in state.members], len(turn.settings.devices))
+    members = tuple(state.members[place] for place in order)
+    turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
 
 
 def may_grow(state: State) -> bool:

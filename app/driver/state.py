@@ -11,6 +11,7 @@ from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.data import Prefetch
 from trainwright.core.events import Failed
 from trainwright.core.group import Generation, Reform, Topology
+from trainwright.core.plan import Mesh
 from trainwright.driver.messages import Heal, KeptFile, KeptState, Outcome, Passed
 
 
@@ -79,6 +80,7 @@ class Settings:
         retry_s: pause before the second of them; doubles each time, up to a minute.
         threads: CPU threads of a worker.
         devices: names of the devices of each process, as it sees them.
+        mesh: by which ranks are laid over the nodes; None where they may be in any order.
     """
 
     workers: int
@@ -114,6 +116,7 @@ class Settings:
     retry_s: float = 1.0
     threads: int = 1
     devices: tuple[str, ...] = ("cpu",)
+    mesh: Mesh | None = None
 
     @property
     def fewest(self) -> int:
@@ -128,11 +131,20 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """The process that holds a rank. `fresh` until its first generation is ready; `slot` is its room."""
+    """The process that holds a rank.
+
+    Attributes:
+        slot: its room.
+        home: Ray's id of the node.
+        told: it was told its rank.
+        fresh: until its first generation is ready.
+    """
 
     worker: int
     slot: int
     node: str = ""
+    home: str = ""
+    told: bool = False
     fresh: bool = True
 
 

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainwright.actors import KEEPER, WORKER, Berth
 from trainwright.adoption import BEAT_S, Found, keeper_name, lasting, run_name, take_over
@@ -26,17 +25,14 @@ from trainwright.core import events
 from trainwright.core.errors import FencedError, RunConflict, TrainwrightError
 from trainwright.core.group import Generation
 from trainwright.driver import messages as m
-from trainwright.driver.bundles import bundle, resources
+from trainwright.driver.bundles import resources
+from trainwright.driver.rooms import Rooms
 from trainwright.store import open_store
 from trainwright.worker import WorkOrder
 
 NEWS_EVERY_S = 0.2
 WATCH_S = 5.0
 REMOVE_S = 10.0
-MOVE_S = 3.0  # room that is there is given at once, but for a busy head
-FULL_S = 30.0  # before room is looked for again
-NODE_LABEL = "ray.io/node-id"
-_STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
 
 
 class Ledger(Protocol):
@@ -82,13 +78,10 @@ class World:
         self._closed = threading.Event()
         self._nodes: dict[int, tuple[str, str]] = {}  # name and Ray's id, by worker
         self._slots: dict[int, int] = {}  # by worker
-        self._homes: dict[int, str] = {}  # Ray's id of the node, by slot
-        self._shunned: set[str] = set()
-        self._full_until_s = 0.0
-        self._moved: dict[int, PlacementGroup] = {}  # by slot
         self._keepers: dict[str, Any] = {}
-        self._elastic, self._fresh = elastic, fresh
+        self._fresh = fresh
         self._plan = order.plan
+        self._rooms = Rooms(order.plan, elastic=elastic)
         self._ledger = ledger
         self._emit = emit
         self._queue: queue.SimpleQueue[m.Happening | Callable[[], None]] = queue.SimpleQueue()
@@ -96,7 +89,6 @@ class World:
         self._count = itertools.count()
         self._timers: dict[str, int] = {}
         self._storage = ThreadPoolExecutor(1, thread_name_prefix="log")
-        self._groups: dict[int, PlacementGroup] = {}
         self._actors: dict[int, Any] = {}
         self._watched: tuple[int, Generation] | None = None
 
@@ -146,7 +138,7 @@ class World:
             case m.Kill():
                 self._kill(effect.worker)
             case m.Shun():
-                self._shunned.add(self._nodes[effect.worker][1])
+                self._rooms.shun(self._nodes[effect.worker][1])
             case m.Call():
                 self._call(effect)
             case m.Commit():
@@ -172,8 +164,7 @@ class World:
             self._kill(worker)
         if not self._fenced:
             self._remove_copies()
-            while self._groups:
-                remove_placement_group(self._groups.popitem()[1])
+            self._rooms.give_back()
         self._storage.shutdown(wait=False, cancel_futures=True)
 
     # --- workers ------------------------------------------------------------------------------------------
@@ -181,36 +172,12 @@ class World:
     def _place(self, effect: m.Place) -> None:
         options = {"num_cpus": 0} if effect.beside else resources(self._plan.placement)
         self._slots[effect.worker] = effect.slot
-        spot = self._spot(effect.slot)
+        spot = self._rooms.of(effect.slot)
         options |= lasting(f"{self._name}/worker-{effect.worker}-{self._token}")
         berth = Berth(worker=effect.worker, slot=None if effect.beside else effect.slot, run=self._name)
         actor = WORKER.options(scheduling_strategy=spot, **options).remote(self._order, berth, self._token)
         self._actors[effect.worker] = actor
         self._then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
-
-    def _spot(self, slot: int) -> PlacementGroupSchedulingStrategy:
-        """The bundle of a slot: of one group for all, or of a group of its own where the world may shrink and grow."""
-        if self._homes.get(slot) in self._shunned and time.monotonic() >= self._full_until_s:
-            self._move(slot)
-        if slot in self._moved:
-            return PlacementGroupSchedulingStrategy(self._moved[slot], placement_group_bundle_index=0)
-        placement, key = self._plan.placement, slot if self._elastic else 0
-        if key not in self._groups:
-            bundles = [bundle(placement)] * (1 if self._elastic else self._plan.workers)
-            strategy = _STRATEGY[bool(placement.accelerators)]
-            self._groups[key] = placement_group(bundles, strategy=strategy, lifetime="detached")
-        index = 0 if self._elastic else slot
-        return PlacementGroupSchedulingStrategy(self._groups[key], placement_group_bundle_index=index)
-
-    def _move(self, slot: int) -> None:
-        """Have a slot on a node that is not shunned, if one has room; the old bundle stays held, and empty."""
-        elsewhere = {NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}
-        group = placement_group([bundle(self._plan.placement)], bundle_label_selector=[elsewhere], lifetime="detached")
-        if group.wait(MOVE_S):
-            self._groups[-1 - len(self._groups)] = self._moved[slot] = group
-        else:
-            self._full_until_s = time.monotonic() + FULL_S
-            remove_placement_group(group)
 
     def _greeted(self, worker: int, done: Future[Any]) -> None:
         if done.exception() is not None:
@@ -221,8 +188,12 @@ class World:
             self._died(worker, RuntimeError(hello.trouble))
         elif actor is not None:
             self._nodes[worker] = (hello.node, hello.node_id)
-            self._homes[self._slots[worker]] = hello.node_id
-            self.put(m.Started(worker=worker, node=hello.node, pid=hello.pid, accelerators=hello.accelerators))
+            self._rooms.found(self._slots[worker], hello.node_id)
+            self.put(
+                m.Started(
+                    worker=worker, node=hello.node, pid=hello.pid, accelerators=hello.accelerators, home=hello.node_id
+                )
+            )
             self._await_end(worker)
 
     def _await_end(self, worker: int) -> None:
@@ -369,16 +340,10 @@ class World:
             self._actors[worker] = survivor.actor
             self._nodes[worker] = (survivor.living.node, survivor.node_id)
             if slot is not None:
-                self._inherit(slot, survivor.group)
+                self._rooms.inherit(slot, survivor.group)
+                self._rooms.found(slot, survivor.node_id)
             self._await_end(worker)
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
-
-    def _inherit(self, slot: int, group: PlacementGroup) -> None:
-        """The bundle of one who was taken over: its slot's own, that of all, or one that it was moved to."""
-        if self._elastic or group.bundle_count == self._plan.workers:
-            self._groups[slot if self._elastic else 0] = group
-        else:
-            self._groups[-1 - len(self._groups)] = self._moved[slot] = group
 
     def _beat(self) -> None:
         """Tell all that their driver lives, whatever its own thread waits for: a listener may write to a slow store."""

@@ -16,6 +16,7 @@ from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
 from trainwright.history import History, epoch_of, read_history
 from trainwright.journal import read_events
+from trainwright.meshview import SHOWN, mesh_table
 from trainwright.narration import prefetch_text, recovery_text, source_text
 from trainwright.planview import other_rows, plan_from, plan_line, plan_rows
 from trainwright.report import figures
@@ -85,6 +86,8 @@ def render(history: History, facts: Facts) -> str:
         plan_line=plan_line(plan) if plan else "",
         plan_rows=plan_rows(plan) if plan else [],
         cluster=history.start.cluster,
+        mesh=mesh_table(plan, history.nodes) if plan else None,
+        shown=SHOWN,
         timeline=_drawing(history.start.timeline),
         bars=step_bars(history, plan),
         comparison=[row.cells() for row in step_parts(history, plan)],

@@ -166,7 +166,10 @@ class TorchEngine:
 
     def _caller(self) -> Caller:
         replica = self._built
-        return Caller(spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where)
+        return Caller(
+            spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
+            rescoring=replica.rescoring,
+        )  # fmt: skip
 
     def _warmed(self, feed: Feed) -> Runner:
         """A runner that has run once."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.blocks import blocks
@@ -24,13 +24,14 @@ from trainwright.strategies.torch.parts import divided
 _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
 
 
-def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, where: str) -> None:
+def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, where: str) -> None:
     """Divide a model's parameters over a mesh: each of its blocks by itself, then the rest.
 
     Args:
         model: on the CPU, the same on every rank; afterwards where the mesh is.
         mesh: of one dimension, or of replicas and shards.
         zero: 3 gathers a block's parameters for forward and again for backward, 2 keeps them in between.
+        offload: parts, gradients and the optimizer's state stay in the memory of the host.
         where: the rank, for errors.
 
     Raises:
@@ -40,9 +41,10 @@ def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, where: str) -> None
     problems = [*_problems(model, chosen)]
     if problems:
         raise JobError(problems, where=where)
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     try:
         for module in (*chosen, model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3)
+            fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, offload_policy=policy)
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise JobError([f'the model cannot be divided: {error}: use strategy="data_parallel"'], where=where) from error
     for each in gathered(model):

@@ -181,11 +181,11 @@ def _joined(reader: Reader, kind: str, known: Mapping[Part, Facts], boxes: Mappi
     for part, facts in known.items():
         described = {name: one for name, one in facts["tensors"][kind].items() if name in boxes}
         held = {name: _held(one) for name, one in described.items()}
-        for name in held.keys() - found.keys():
+        for name in [name for name in held if name not in found]:
             found[name] = torch.empty(boxes[name].size, dtype=getattr(torch, described[name]["dtype"]))
         news = {name: box.both(boxes[name]) for name, box in held.items()}
         news = {name: box for name, box in news.items() if box.count and box not in taken[name]}
-        tensors = _tensors(reader, _FILE.format(kind, part.suffix)) if news else {}
+        tensors = _tensors(reader, _FILE.format(kind, part.suffix)) if news or len(known) == 1 else {}
         for name, box in news.items():
             taken[name].add(box)
             if held[name] == boxes[name]:

@@ -3,6 +3,10 @@
 `ProcessGroupGloo`'s abort and shutdown return and do nothing, and a collective that waits for a peer keeps the group,
 and with it the sockets, open for others to wait on. gloo serves all its sockets by an epoll instance of its own
 (gloo/transport/tcp/loop.cc), and Linux lists what an instance watches in /proc/self/fdinfo.
+
+Its connections are shut for reading alone. gloo then ends them by itself, and tells all who wait. What it could not
+write before is told to nobody (gloo/transport/tcp/pair.cc: `signalException` passes by the unbound buffers in `tx_`):
+that collective would wait for the group's whole deadline, so no write must fail before gloo has seen the end.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ def loops() -> frozenset[int]:
 
 
 def shut(of: Iterable[int]) -> int:
-    """Shut the connections that these epoll instances watch; from any thread. Returns how many."""
+    """Shut the connections that these epoll instances watch for reading; from any thread. Returns how many."""
     return sum(_shut(fd, inode) for loop in of for fd, inode in _watched(loop))
 
 
@@ -78,7 +82,7 @@ def _shut(fd: int, inode: int | None = None, *, port: int | None = None) -> bool
             ends = (held.getsockname()[1], held.getpeername()[1])
             if port is not None and port not in ends:
                 return False
-            held.shutdown(socket.SHUT_RDWR)
+            held.shutdown(socket.SHUT_RD if port is None else socket.SHUT_RDWR)
         except OSError:  # it listens, or its peer is gone
             return False
         return True

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, Work
 
-from trainwright.core.plan import Mesh
+from trainwright.core.plan import Plan
+from trainwright.core.sections import place_of
 
 Way = Literal["forward", "backward"]
+TAGS: Mapping[Way, int] = {"forward": 0, "backward": 1}  # over gloo, in one group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +41,16 @@ class Links:
     deadline: timedelta
 
     @classmethod
-    def of(cls, mesh: Mesh, rank: int, device: torch.device, deadline_s: float) -> Links:
+    def of(cls, plan: Plan, rank: int, device: torch.device, deadline_s: float) -> Links:
         """Of a rank; every rank of the world calls it, since it makes groups."""
-        deadline = timedelta(seconds=deadline_s)
+        deadline, mesh = timedelta(seconds=deadline_s), plan.mesh
         width = mesh.size // mesh.pipeline
         rows = [list(range(stage * width, (stage + 1) * width)) for stage in range(mesh.pipeline)]
         stage, place = divmod(rank, width)
         columns = tuple(zip(*rows, strict=True))
         ways = {}
         for column in columns if device.type == "cuda" else ():
-            for way, source, target in _pairs(mesh.pipeline):
+            for way, source, target in dict.fromkeys(_pairs(plan)):
                 group = distributed.new_group([column[source], column[target]], timeout=deadline)
                 if column == columns[place]:
                     ways[way, source, target] = group
@@ -73,12 +76,14 @@ class Links:
     def send(self, tensors: Sequence[Tensor], stage: int, way: Way) -> list[Work]:
         """Begin to send; the tensors must stay as they are until what is returned has been waited for."""
         group = self.ways.get((way, self.stage, stage))
-        return [self._begun(distributed.isend(each, self.column[stage], group=group)) for each in tensors]
+        there, tag = self.column[stage], TAGS[way]
+        return [self._begun(distributed.isend(each, there, group=group, tag=tag)) for each in tensors]
 
     def receive(self, tensors: Sequence[Tensor], stage: int, way: Way) -> list[Work]:
         """Begin to receive into tensors."""
         group = self.ways.get((way, stage, self.stage))
-        return [self._begun(distributed.irecv(each, self.column[stage], group=group)) for each in tensors]
+        there, tag = self.column[stage], TAGS[way]
+        return [self._begun(distributed.irecv(each, there, group=group, tag=tag)) for each in tensors]
 
     def tell(self, words: list[str], stage: int) -> None:
         """Send words to a stage, which calls `hear`."""
@@ -96,8 +101,10 @@ class Links:
         return work
 
 
-def _pairs(stages: int) -> Iterator[tuple[Way, int, int]]:
-    """Who sends what to whom: activations to the next stage, gradients to the one before, with chunks in a ring."""
-    for stage in range(stages):
-        yield "forward", stage, (stage + 1) % stages
-        yield "backward", (stage + 1) % stages, stage
+def _pairs(plan: Plan) -> Iterator[tuple[Way, int, int]]:
+    """Who sends what to whom: activations to the stage of the next section, gradients to that of the one before."""
+    stages = [place_of(plan.schedule, section=each, stages=plan.mesh.pipeline)[0] for each in range(plan.sections)]
+    for before, after in pairwise(stages):
+        if before != after:
+            yield "forward", before, after
+            yield "backward", after, before

@@ -111,7 +111,7 @@ class Place:
                 held = local(parameter.grad)
                 real = torch.view_as_real(held) if held.is_complex() else held
                 holders = self.mesh.data * (1 if name in split else self.mesh.tensor)
-                squares.append(torch.linalg.vector_norm(real, dtype=torch.float64) ** 2 / holders)
+                squares.append(torch.linalg.vector_norm(real, dtype=torch.float64).to(replica.device) ** 2 / holders)
         return torch.stack(squares).sum()
 
     @property

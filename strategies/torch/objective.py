@@ -25,6 +25,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch import batches
 from trainwright.strategies.torch.failures import user_code
+from trainwright.strategies.torch.rescoring import Rescoring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +56,22 @@ class Caller:
         device: where the tensors are.
         autocast: whether to compute in bfloat16 where that is safe (`torch.autocast`).
         where: the rank, for errors.
+        rescoring: whether backward computes attention's scores again.
     """
 
     spec: ModelSpec
     device: torch.device
     autocast: bool
     where: str
+    rescoring: bool = False
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+    def keeping(self) -> AbstractContextManager[Any]:
+        """The context in which activations are kept for backward."""
+        return Rescoring() if self.rescoring else nullcontext()
 
     def tensors(self, batch: Batch) -> batches.Tensors:
         """The columns that the job's functions want: all of them for a step of the user's own."""
@@ -102,7 +109,7 @@ class Caller:
 
     def loss(self, model: nn.Module, columns: batches.Tensors, batch: Batch) -> Terms:
         """The loss terms of a micro-batch, sample weights included; weights never require a gradient."""
-        with self.precision():
+        with self.precision(), self.keeping():
             if self.spec.step:
                 with user_code("step=", self.where):
                     result = self.spec.step(model, dict(columns))

@@ -12,6 +12,7 @@ from torch.distributed import Work
 
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError
+from trainwright.core.sections import loss_stage, place_of, section_of
 from trainwright.strategies.orders import Operation, order
 from trainwright.strategies.torch.cutting import Cut
 from trainwright.strategies.torch.failures import user_code
@@ -51,7 +52,7 @@ class Pipe:
         stage, stages: this rank's place.
         chunks: sections of the stage.
         schedule: names the order.
-        objective: the loss, on the last stage.
+        objective: the loss, on the stage that ends the model.
         replica: holds the parameters.
     """
 
@@ -65,6 +66,7 @@ class Pipe:
     replica: Replica
     _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
     _coming: dict[Operation, Message] = field(default_factory=dict)
+    _handed: dict[Operation, list[Tensor]] = field(default_factory=dict)  # from section to section on this stage
     _sent: list[Message] = field(default_factory=list)
     _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
     _halved: dict[int, bool] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class Pipe:
     @property
     def last(self) -> bool:
         """Whether this stage ends the model."""
-        return self.stage == self.stages - 1
+        return self.stage == loss_stage(self.schedule, stages=self.stages, chunks=self.chunks)
 
     def step(self, shares: Sequence[tuple[int, Share]], step: int, losses_done: Callable[[], None]) -> None:
         """Forward and backward of all micro-batches: gradients are added to, losses told to the objective.
@@ -113,7 +115,7 @@ class Pipe:
         )
 
     def outputs(self, share: Share) -> Any:
-        """The model's outputs for a micro-batch, on the last stage; None on the others. Computes no gradients."""
+        """The model's outputs for a micro-batch, on the stage that ends it; None elsewhere. Computes no gradients."""
         types = dict(self._types)
         outputs = self._passed(share)
         self._types = types  # of training
@@ -131,16 +133,17 @@ class Pipe:
         for chunk in range(self.chunks):
             operation = Operation("forward", 0, chunk)
             section = self._section(operation)
-            if section and self.objective.caller.autocast:
-                words = self.links.hear(len(self.cut.taken(section, share.batch.rows)), self._before)
+            if section and self.objective.caller.autocast and (before := self._at(section - 1)) != self.stage:
+                words = self.links.hear(len(self.cut.taken(section, share.batch.rows)), before)
                 self._types[section] = [getattr(torch, word) for word in words]
             self._expect(operation, [(0, share)])
             outputs = self._run(operation, share, self._received(operation))
             if not self._ends(operation):
                 if self.objective.caller.autocast:
                     self._types[section + 1] = [each.dtype for each in outputs]
-                    self.links.tell([str(each.dtype).removeprefix("torch.") for each in outputs], self._after)
-                self._send(outputs, self._after, "forward")
+                    if (after := self._at(section + 1)) != self.stage:
+                        self.links.tell([str(each.dtype).removeprefix("torch.") for each in outputs], after)
+                self._send(outputs, operation)
         self._settle()
         return outputs
 
@@ -156,7 +159,7 @@ class Pipe:
             self.objective.tell(pull)
             flight = _Flight(given=given, roots=[pull.values], slopes=[pull.slopes])
         else:
-            self._send(made, self._after, "forward")
+            self._send(made, operation)
             flight = _Flight(given=given, roots=self._trained(operation, share, made))
         self._flights[operation.micro_batch, operation.chunk] = flight
 
@@ -169,7 +172,7 @@ class Pipe:
         if operation.kind != "weights":
             wanted = [each for each in flight.given if each.requires_grad]
             back = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
-            self._send(back, self._before, "backward")
+            self._send(back, operation)
         if operation.kind != "inputs":
             del self._flights[operation.micro_batch, operation.chunk]
 
@@ -208,7 +211,7 @@ class Pipe:
         section, caller = self._section(operation), self.objective.caller
         columns = caller.inputs(share.batch) if section == 0 else None
         inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
-        with user_code("the model", caller.where):
+        with user_code("the model", caller.where), caller.keeping():
             return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
 
     # --- messages -----------------------------------------------------------------------------------------
@@ -219,17 +222,18 @@ class Pipe:
             return
         forward = operation.kind == "forward"
         share = shares[operation.micro_batch][1]
-        if self._section(operation) == 0 if forward else self._ends(operation):
-            self._coming[operation] = [], []
+        source = self._section(operation) + (-1 if forward else 1)
+        if not 0 <= source < self.cut.sections or self._at(source) == self.stage:
             return
         metas = self._taken(operation, share) if forward else self._sloped(operation, share)
         buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
-        stage = self._before if forward else self._after
-        works = self.links.receive(buffers, stage, "forward" if forward else "backward")
+        works = self.links.receive(buffers, self._at(source), "forward" if forward else "backward")
         self._coming[operation] = buffers, works
 
     def _received(self, operation: Operation) -> list[Tensor]:
         """What an operation needs, once it is there."""
+        if operation not in self._coming:
+            return self._handed.pop(operation, [])  # nothing is given to the first section
         buffers, works = self._coming.pop(operation)
         for work in works:
             work.wait()
@@ -250,9 +254,18 @@ class Pipe:
         types = self._types.get(section)
         return [meta for meta in (metas if types is None else _typed(metas, types)) if meta.requires_grad]
 
-    def _send(self, tensors: Sequence[Tensor], stage: int, way: Way) -> None:
+    def _send(self, tensors: Sequence[Tensor], operation: Operation) -> None:
+        """Give what an operation made to the section that needs it; none does what the first makes of gradients."""
+        way: Way = "forward" if operation.kind == "forward" else "backward"
+        target = self._section(operation) + (1 if way == "forward" else -1)
+        if target < 0:
+            return
+        stage, chunk = place_of(self.schedule, section=target, stages=self.stages)
         sent = [each.detach().resolve_conj().resolve_neg().contiguous() for each in tensors]
-        self._sent.append((sent, self.links.send(sent, stage, way)))
+        if stage == self.stage:
+            self._handed[Operation(operation.kind, operation.micro_batch, chunk)] = sent
+        else:
+            self._sent.append((sent, self.links.send(sent, stage, way)))
 
     def _settle(self) -> None:
         """Wait until all has been sent."""
@@ -266,24 +279,21 @@ class Pipe:
         """What an error may have left."""
         self._flights.clear()
         self._coming.clear()
+        self._handed.clear()
         self._sent.clear()
         self.cut.look()
 
     # --- places -------------------------------------------------------------------------------------------
 
     def _section(self, operation: Operation) -> int:
-        return operation.chunk * self.stages + self.stage
+        return section_of(self.schedule, stage=self.stage, stages=self.stages, chunk=operation.chunk)
+
+    def _at(self, section: int) -> int:
+        """The stage that holds a section."""
+        return place_of(self.schedule, section=section, stages=self.stages)[0]
 
     def _ends(self, operation: Operation) -> bool:
         return self._section(operation) == self.cut.sections - 1
-
-    @property
-    def _before(self) -> int:
-        return (self.stage - 1) % self.stages
-
-    @property
-    def _after(self) -> int:
-        return (self.stage + 1) % self.stages
 
 
 def _typed(metas: Sequence[Tensor], types: Sequence[torch.dtype]) -> list[Tensor]:

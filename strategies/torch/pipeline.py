@@ -20,6 +20,7 @@ from trainwright.core.data import Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
+from trainwright.core.sections import misplaced, place_of, section_of
 from trainwright.strategies.combinations import combination
 from trainwright.strategies.torch import evaluation
 from trainwright.strategies.torch.batches import copied
@@ -97,7 +98,7 @@ class Pipeline(Divided):
     # --- steps --------------------------------------------------------------------------------------------
 
     def evaluate_step(self, feed: Feed) -> Sums:
-        """Local sums of `loss` and the metrics, on the last stage; nothing on the others, which call it alike."""
+        """Local sums of `loss` and the metrics, on the stage with the loss; nothing on the others, which call it."""
         if self._part == WHOLE:
             return super().evaluate_step(feed)
         with self._gathering():
@@ -106,7 +107,7 @@ class Pipeline(Divided):
         return Sums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows, on the last stage; nothing on the others, which call it alike."""
+        """The model's outputs for the feed's rows, on the stage with the loss; nothing on the others, which call it."""
         if self._part == WHOLE:
             return super().predict_step(feed)
         with self._gathering():
@@ -123,7 +124,9 @@ class Pipeline(Divided):
     @property
     def _layout(self) -> str:
         assert self._job is not None, "build() comes first"
-        cuts = hashlib.sha256("\n".join(self._job[1].cuts).encode()).hexdigest()[:8]
+        plan = self._job[1]
+        order = [section for stage in range(self._part.stages) for section in _sections(plan, stage)]
+        cuts = hashlib.sha256("\n".join((*plan.cuts, str(order))).encode()).hexdigest()[:8]
         return f"{self._part.layout}-{cuts}"
 
     def _release(self) -> None:
@@ -137,7 +140,8 @@ class Pipeline(Divided):
     def _settle(self, plan: Plan) -> None:
         super()._settle(plan)
         if self._part != WHOLE:
-            self._links = Links.of(self._placed.mesh, self._rank, self._device, self._placed.deadline.total_seconds())
+            meant, deadline_s = replace(plan, mesh=self._placed.mesh), self._placed.deadline.total_seconds()
+            self._links = Links.of(meant, self._rank, self._device, deadline_s)
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> list[str]:
         """What of a job a pipeline cannot do."""
@@ -147,11 +151,11 @@ class Pipeline(Divided):
                 "a pipeline runs the model stage by stage, so that step= cannot: give the job inputs=, targets= and "
                 "loss="
             )
-        if len(plan.cuts) + 1 != plan.mesh.pipeline * plan.chunks:
-            sections = plan.mesh.pipeline * plan.chunks
-            found.append(
-                f"the plan has {len(plan.cuts)} cuts for {sections} sections: it needs one less than there are sections"
-            )
+        if misplaced(plan.schedule, plan.chunks):
+            found.append(misplaced(plan.schedule, plan.chunks))
+        if len(plan.cuts) + 1 != plan.sections:
+            counts = f"{len(plan.cuts)} cuts for {plan.sections} sections"
+            found.append(f"the plan has {counts}: it needs one less than there are sections")
         refused = combination(plan)
         return [*found, *([": ".join(refused)] if refused else []), *spec.collation.static_problems()]
 
@@ -160,7 +164,7 @@ class Pipeline(Divided):
         assert spec.sample is not None, "a job brings a sample"
         part, caller, split = self._part, self._caller_for(spec, plan), self._split(spec, plan, model)
         columns = caller.inputs(spec.sample())
-        own = range(part.stage, part.stages * plan.chunks, part.stages)
+        own = _sections(plan, part.stage)
         inputs = [columns[name] for name in spec.inputs]
         boxes: dict[str, Box] = {}
         divided = partial(self._in_stage, boxes, split)
@@ -259,17 +263,28 @@ class Pipeline(Divided):
         columns = self._linked.columns
         found = []
         for name, sections in sorted(self._cut.shared.items()):
-            stages = sorted({section % self._part.stages for section in sections})
+            stages = sorted({self._holder(section) for section in sections})
             groups = [self._linked.group([column[stage] for stage in stages]) for column in columns]
             if len(stages) > 1 and name in names:
                 group = groups[self._group.rank % len(columns)]
                 found.append((names[name], group, self._part.stage == stages[0]))
         return tuple(found)
 
+    def _holder(self, section: int) -> int:
+        """The stage that holds a section."""
+        assert self._job is not None, "build() comes first"
+        return place_of(self._job[1].schedule, section=section, stages=self._part.stages)[0]
+
     def _through(self, feed: Feed) -> evaluation.Through:
-        """Gives a micro-batch's outputs on the last stage."""
+        """Gives a micro-batch's outputs on the stage that ends the model."""
         if not isinstance(self._runner, PipelineRunner):
             self.warm(feed)
         assert isinstance(self._runner, PipelineRunner), "it is warm"
         pipe = self._runner.pipe
         return lambda batch: pipe.outputs(Share(batch=batch, data_rank=feed.data_ranks[0], rows=feed.rows))
+
+
+def _sections(plan: Plan, stage: int) -> list[int]:
+    """The sections that a stage holds, by chunk."""
+    stages = plan.mesh.pipeline
+    return [section_of(plan.schedule, stage=stage, stages=stages, chunk=chunk) for chunk in range(plan.chunks)]

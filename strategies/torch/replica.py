@@ -42,6 +42,7 @@ class Replica:
     Attributes:
         model: the user's module.
         optimizer: the user's optimizer.
+        rescoring: backward computes attention's scores again.
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
         initial: each parameter group's settings as the job made them.
@@ -66,6 +67,7 @@ class Replica:
         place: Callable[[nn.Module], Mapping[str, Box]] | None = None,
     ) -> None:
         self.spec, self.autocast, self.device, self.part = spec, plan.precision == "bf16", device, part
+        self.rescoring = plan.recompute == "selective"
         self.step: int | None = None
         self.sound = True
         self.every_used: bool | None = None

@@ -55,7 +55,8 @@ class ShardedRunner(Runner):
         assert carried is not None, "carry is part of every objective"
         square = self.place.square(replica) if wants_norm else carried.new_zeros(()).double()
         facts = torch.tensor([order, order**2, *(name in used for name in names)], dtype=torch.float64)
-        sums = torch.cat((self.place.told(carried) / self.objective.world, square.reshape(1), facts.to(carried.device)))
+        beside = (each.to(carried.device) for each in (square.reshape(1), facts))
+        sums = torch.cat((self.place.told(carried) / self.objective.world, *beside))
         distributed.all_reduce(sums)
         weight, loss, wish, *told, norm, orders, squared = sums[: len(carried) + 3].tolist()
         uses = sums[len(carried) + 3 :].tolist()
@@ -112,7 +113,8 @@ class Sharded(Divided):
 
     def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
         boxes = self._divide(model, self._split(spec, plan, model))
-        divide(model, self._placed.device_mesh(self._device), zero=plan.zero, where=self._where)
+        mesh = self._placed.device_mesh(self._device)
+        divide(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
         return boxes
 
     def _warmed(self, feed: Feed) -> Runner:

@@ -33,7 +33,7 @@ class Shards:
     """
 
     def __init__(self, stage: nn.Module, mesh: DeviceMesh, where: str) -> None:
-        divide(stage, mesh, zero=2, where=where)
+        divide(stage, mesh, zero=2, offload=False, where=where)
         self._stage = stage
         states = [module._get_fsdp_state() for module in gathered(stage)]
         for state in states:

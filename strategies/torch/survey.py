@@ -6,12 +6,14 @@ One forward on the meta device, where tensors have shapes and no memory, tells a
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -160,6 +162,11 @@ class _Notes(Follower):
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, number = self._calls[self._number], self._number
         assert call.name == name, "two forwards in a row are the same"
+        if _recomputed():
+            raise self._wrong(
+                f"{name!r} is called through torch.utils.checkpoint, which would call it again without its section: "
+                'leave that out, and let the plan compute again: plan="...,recompute=full"'
+            )
         self._number += 1
         if call.section > self._section:
             self._section = call.section
@@ -260,6 +267,14 @@ class _Notes(Follower):
 
     def _wrong(self, problem: str) -> JobError:
         return JobError([f"the model cannot be cut there: {problem}"], where=self._where)
+
+
+def _recomputed() -> bool:
+    """Whether what is called now is called through torch.utils.checkpoint."""
+    frame = sys._getframe().f_back
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _outer(spans: Sequence[tuple[str, int, int]], begins: Sequence[int]) -> Iterator[tuple[str, int, bool]]:

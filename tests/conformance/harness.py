@@ -232,9 +232,10 @@ class World:
         """All leave the group, rank 0 first; followers return from serving then."""
         self.ranks[0].call("leave")
         for rank in self.ranks[1:]:
-            if self._serving:
+            rank.send("leave")
+        for rank in self.ranks[1:]:
+            for _ in range(1 + self._serving):
                 value_of(rank.outcome())
-            rank.call("leave")
         self._serving = False
 
     def replace(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -83,6 +84,8 @@ class Session:
         """Make a fresh engine; the process id."""
         module, _, name = path.partition(":")
         self.engine = getattr(importlib.import_module(module), name)()
+        if not gc.get_freeze_count():  # as a worker does: `leave` collects, and looks through all imports otherwise
+            gc.freeze()
         return os.getpid()
 
     def set_environment(self, name: str, value: str) -> None:

@@ -120,6 +120,10 @@ LAYOUTS = {
     "twice": plan(2, 2, schedule="1f1b", cuts=("blocks.1",)),
     "interleaved": plan(2, schedule="interleaved", chunks=2, cuts=("blocks.0.back", "blocks.2", "head")),
     "zero-bubble": plan(3, schedule="zero_bubble", cuts=("blocks.1", "blocks.2.norm")),
+    "folded": plan(2, schedule="zbv", chunks=2, cuts=("blocks.0.back", "blocks.2", "head")),
+    "folded-three": plan(
+        3, schedule="zbv", chunks=2, cuts=("blocks.0", "blocks.1", "blocks.2", "blocks.3.back", "head")
+    ),
     "no-schedule": plan(2, cuts=("blocks.2",)),
 }
 
@@ -144,11 +148,30 @@ def test_a_model_that_is_not_simple_is_that_of_one_device(pool: Pool, name: str,
 
 def test_bfloat16_is_near_one_device(pool: Pool) -> None:
     job = spec(functools.partial(Deep, torch.float32), sample=functools.partial(torch_case.sample, SINGLE))
-    found, _ = trained(pool, replace(LAYOUTS["two"], precision="bf16"), job, "float32")
+    layouts = [replace(LAYOUTS[name], precision="bf16") for name in ("two", "folded")]
     expected, _ = trained(pool, plan(precision="bf16"), job, "float32")
     plain, _ = trained(pool, plan(), job, "float32")
-    assert [report.loss for report in found] == pytest.approx([report.loss for report in expected], rel=1e-2)
-    assert [report.loss for report in found] != pytest.approx([report.loss for report in plain], rel=1e-6)
+    for layout in layouts:
+        found, _ = trained(pool, layout, job, "float32")
+        assert [report.loss for report in found] == pytest.approx([report.loss for report in expected], rel=1e-2)
+        assert [report.loss for report in found] != pytest.approx([report.loss for report in plain], rel=1e-6)
+
+
+def test_the_stage_that_ends_a_fold_evaluates_and_predicts(pool: Pool) -> None:
+    problem = PROBLEMS["ragged"]
+    data, (ids, *_) = problems.columns(problem), problems.batches(problem)
+    found = []
+    for layout in (plan(), LAYOUTS["folded"]):
+        feeds = problems.feeds(problem, layout, 0, ids, data)
+        with World(pool, "torch", layout, spec()) as world:
+            world.start(feeds)
+            world.train([feeds])
+            sums = world.every("evaluate", lambda rank, given=feeds: ([given[rank]],))
+            found.append((sums[0], world.every("predict", lambda rank, given=feeds: (given[rank],))))
+            assert all(not one.totals for one in sums[1:])
+    (sums, (outputs,)), (theirs, (ends, other)) = found
+    assert theirs.totals["loss"] == pytest.approx(sums.totals["loss"], rel=1e-9) and not other
+    assert np.allclose(ends["logits"], outputs["logits"], rtol=1e-9)
 
 
 class Changing(nn.Sequential):

@@ -217,7 +217,10 @@ class World:
     def _living(self, process: Process) -> m.Living:
         slot = None if process.spare and process.beside else process.slot
         node = f"node-{process.slot // 4}"
-        return m.Living(worker=process.worker, node=node, pid=1000 + process.worker, slot=slot, waiting=process.spare)
+        rank = -1 if process.spare else process.rank
+        return m.Living(
+            worker=process.worker, node=node, pid=1000 + process.worker, slot=slot, waiting=process.spare, rank=rank
+        )
 
     def _seal(self, driver: Driver, effect: m.Seal) -> None:
         self.labour.memory.sealed[driver.token] = effect.kept

@@ -93,7 +93,7 @@ def whole_run() -> list[events.Event]:
         started(),
         events.Placed(time_s=101, worker=0, node="node-a", pid=11),
         events.Placed(time_s=101, worker=1, node="node-a", pid=12),
-        events.Formed(time_s=104, generation=1, workers=2, seconds=4),
+        events.Formed(time_s=104, generation=1, workers=2, seconds=4, nodes={"node-a": "0-1"}),
         stepped(range(1, 11), time_s=105),
         events.Evaluated(time_s=107, step=10, metrics={"accuracy": 0.8, "loss": 0.5}, seconds=2),
         checkpointed(10, time_s=107.1),
@@ -101,7 +101,7 @@ def whole_run() -> list[events.Event]:
         events.Failed(time_s=107.3, generation=1, worker=1, rank=1, node="node-a", cause="killed by SIGKILL", step=12),
         events.Formed(
             time_s=109.3, generation=2, workers=2, step=10, source="checkpoint", checkpoint="checkpoints/00000010-1",
-            survivors=1, seconds=2, steps_lost=2,
+            survivors=1, seconds=2, steps_lost=2, nodes={"node-a": "0", "node-b": "1"},
         ),
         stepped(range(11, 21), time_s=110.3, generation=2, loss=0.05),
         events.Evaluated(time_s=111.3, step=20, metrics={"accuracy": 0.9, "loss": 0.3}, seconds=1),

@@ -90,6 +90,7 @@ def test_public_names_are_these() -> None:
         "from_torch",
         "images",
         "json_lines",
+        "king_james",
         "mix",
         "parquet",
         "split",

@@ -19,6 +19,7 @@ from trainwright.core.errors import (
     WorkerLost,
 )
 from trainwright.core.group import Address, Generation, Move, StateTag
+from trainwright.core.plan import Mesh
 from trainwright.driver import messages as m
 from trainwright.driver.state import Phase
 
@@ -346,3 +347,22 @@ def test_a_wish_that_races_with_the_last_step_ends_as_done() -> None:
     story = Story().running(HEAD).tell(m.StopAsked()).segment(8, stopped=True).snapshot(8)
     story.returns("upload", FILES, workers=[0]).committed(8)
     assert story.all(m.Release) == [m.Release(outcome="done", step=8)]
+
+
+def test_ranks_are_laid_over_the_nodes_before_they_are_told_and_never_again() -> None:
+    """Two replicas of two stages, whose processes come up on two nodes in turn."""
+    story = Story(workers=4, mesh=Mesh(pipeline=2, data=2)).tell(m.Acquired(token=3, head=None))
+    story.tell(*(m.Started(worker=w, node="same", pid=w, home=f"node-{w % 2}") for w in range(4)))
+    assert [member.worker for member in story.state.members] == [0, 1, 2, 3], "0 and 2 are a replica, 1 and 3 another"
+    story = Story(workers=4, mesh=Mesh(pipeline=2, data=2)).tell(m.Acquired(token=3, head=None))
+    story.tell(*(m.Started(worker=w, node=f"node-{w // 2}", pid=w) for w in range(4)))
+    assert [member.worker for member in story.state.members] == [0, 2, 1, 3]
+    assert story.state.rank_of == {0: 0, 2: 1, 1: 2, 3: 3} and story.calls("reserve")
+    story.formed()
+    assert [call.worker for call in story.calls("heal")] == [0, 2, 1, 3]
+    story.returns("heal", StateTag(step=0))
+    assert story.emitted(events.Formed)[0].nodes == {"node-0": "0, 2", "node-1": "1, 3"}
+    story.tell(m.Died(worker=2, cause="killed"))
+    story.returns("leave", None, workers=[0, 1, 3])
+    story.tell(m.Started(worker=4, node="node-0", pid=4))
+    assert [member.worker for member in story.state.members] == [0, 4, 1, 3], "the others hold their parts"

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 import trainwright as tw
 from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
 from trainwright.core.errors import PlanError, ResourceError
-from trainwright.core.plan import Mesh
+from trainwright.core.plan import Infeasible, Mesh
+from trainwright.core.plantext import Pins
 from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.strategies import STRATEGIES
+from trainwright.strategies import STRATEGIES, tensor_parallel
 from trainwright.strategies.memory import in_flight, stage_memory
 from trainwright.strategies.partition import replicated
+from trainwright.strategies.question import Question
 from trainwright.strategies.ranking import ranking
-from trainwright.strategies.work import Group, Machine, even, group
+from trainwright.strategies.work import Group, Machine, Work, even, group, work_of
 
 GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
 NODE, NODES = tw.Cluster.parse("8xA100-80GB"), tw.Cluster.parse("4x8xA100-80GB@800Gb")
@@ -259,3 +261,30 @@ def test_a_calibration_of_nothing_is_the_default_and_one_row_moves_it() -> None:
     assert after.high_s / after.low_s < before.high_s / before.low_s
     with pytest.raises(ValueError, match="step_s > 0"):
         tw.calibrate([replace(row, step_s=0.0)])
+
+
+def test_a_tensor_group_that_is_larger_than_a_node_is_refused_with_the_reason() -> None:
+    profile = replace(GPT, framework="torch")
+    question = Question(
+        profile=profile,
+        cluster=tw.Cluster.parse("2x4xH100-80GB"),
+        batch_size=64,
+        precision="bf16",
+        pins=Pins.parse("tp=8"),
+    )
+    (found,) = tensor_parallel.propose(question)
+    assert isinstance(found, Infeasible) and found.reason == "tp=8 is more than the 4 devices of a node"
+    assert "tp=4 or less" in found.hint
+
+
+def test_replica_after_replica_fills_the_nodes() -> None:
+    """Stages of a replica that fits into a node send nothing over the network, its replicas reduce over it."""
+    machine = Machine.of(tw.Cluster.parse("2x8xH100-80GB"))
+
+    def work(plan: str) -> Work:
+        return work_of(GPT, machine, tw.Plan.parse(plan), batch_size=64, precision="bf16")
+
+    inside = work("pp=2,dp=8")
+    assert not inside.remote and inside.data == Group(size=8, local=4)
+    assert work("pp=16").remote and work("pp=3,dp=5").remote, "the third replica lies on both nodes"
+    assert not work("pp=8").remote, "one node holds it"

@@ -131,7 +131,7 @@ def test_missing_package_lists_are_fetched_aside(module, tmp_path: Path, monkeyp
         if command[0] == "dpkg":
             put(folder / "unpacked" / "usr" / "share" / "datasets" / "fashion-mnist", contents())
 
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr("trainwright.datasets.debian._run", run)
     module._from_debian(tmp_path)
     assert [command[-1] for command in calls] == [module.PACKAGE, "update", module.PACKAGE, str(tmp_path / "unpacked")]
     assert f"Dir::State::Lists={tmp_path}/lists" in calls[1]

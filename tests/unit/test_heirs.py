@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.unit.story import HEAD, Story
 from trainwright.core import events
 from trainwright.core.checkpoint import FileEntry
@@ -91,3 +93,11 @@ def test_workers_that_never_had_a_rank_get_one_and_a_recruit_does_not_before_its
     assert all(member.fresh for member in story.state.members)
     grown = taken_over(living(7, 2, waiting=True), living(4, 0), living(5, 1), workers=2, max_workers=3)
     assert grown.state.rank_of == {4: 0, 5: 1} and grown.state.spares.keys() == {7}
+
+
+def test_everyone_keeps_the_rank_that_it_held_and_a_new_process_takes_the_hole() -> None:
+    """What a rank holds of a divided model is of no use to another one."""
+    held = [replace(living(worker, worker), rank=rank) for worker, rank in ((0, 3), (1, 1), (2, 2))]
+    story = taken_over(*held, workers=4)
+    assert [member.worker for member in story.state.members] == [3, 1, 2, 0]
+    assert [(place.worker, place.slot) for place in story.all(m.Place)] == [(3, 3)]

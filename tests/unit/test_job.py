@@ -96,6 +96,42 @@ def test_what_is_wrong_with_a_job_file(tmp_path: Path) -> None:
     assert str(broken) in str(caught.value)
 
 
+MADE = """
+from typing import Literal
+import trainwright as tw
+def job(size: Literal["small", "large"] = "small", wide: int = 1, broken=False) -> tw.Job:
+    if broken:
+        return 1 / 0
+    return tw.Job(name=f"{{size}}-{{wide}}", model=dict, optimizer=list, loss=max, inputs="x", batch_size=1,
+                  train=tw.datasets.table({{"x": [[1.0]]}}))
+"""
+
+
+def test_a_job_file_with_a_function_and_its_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "made.py"
+    file.write_text(MADE.format())
+    assert load_job(str(file)).name == "small-1"
+    loaded = load_job(str(file), ["size=large", "epochs=7", "wide=2"])
+    assert (loaded.name, loaded.epochs) == ("large-2", 7)
+    with pytest.raises(JobError, match="--set size=huge: input should be 'small' or 'large'"):
+        load_job(str(file), ["size=huge"])
+    with pytest.raises(JobError, match="'sizes' is no field of Job: did you mean 'size'"):
+        load_job(str(file), ["sizes=large"])
+    with pytest.raises(UserCodeError, match="ZeroDivisionError") as caught:
+        load_job(str(file), ["broken=True"])
+    assert "return 1 / 0" in caught.value.detail and "pydantic" not in caught.value.detail
+
+
+def test_what_is_wrong_with_a_function_of_a_job_file(tmp_path: Path) -> None:
+    needs, none = tmp_path / "needs.py", tmp_path / "none.py"
+    needs.write_text("def job(size): ...")
+    none.write_text("def job(): ...")
+    with pytest.raises(JobError, match="no value for size: give it one, or --set size="):
+        load_job(str(needs))
+    with pytest.raises(JobError, match="returned NoneType"):
+        load_job(str(none))
+
+
 def test_fit_says_what_takes_the_place_of_what_it_cannot_do() -> None:
     wrong = {"step": print, "clip_norm": 1.0, "accumulation": 2, "on_error": "skip", "on_nonfinite": "skip"}
     with pytest.raises(JobError) as caught:

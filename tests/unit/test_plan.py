@@ -16,6 +16,7 @@ from trainwright.core.errors import JobError, PlanError, ResourceError
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.planner import Decision, choose
+from trainwright.planview import plan_rows
 from trainwright.strategies.question import place
 
 PROFILE = ModelProfile(
@@ -179,6 +180,34 @@ def test_a_job_that_fits_nowhere_is_told_what_would_fit() -> None:
     wide = replace(normed, layers=(replace(PROFILE.layers[0], output_numbers=1e8, kept_numbers=1e8),))
     with pytest.raises(PlanError, match=r"-> use batch_size=32$"):
         decide(tw.Cluster.parse("1xT4"), profile=wide)
+
+
+def test_a_models_state_is_kept_by_the_host_only_where_nothing_else_fits() -> None:
+    layer = replace(PROFILE.layers[0], parameters=3 * 10**8, flops=1e9, kept_numbers=1e3)
+    deep, two = replace(PROFILE, layers=(layer,) * 13), tw.Cluster.parse("2xT4")
+    chosen = decide(two, profile=deep).chosen
+    assert chosen.offload and chosen.engine.endswith("sharded:Sharded") and chosen.text == "dp=2,zero=3,offload=1"
+    assert ("in host memory", "parameters, gradients and the optimizer's state") in plan_rows(chosen)
+    estimate = chosen.estimate
+    assert estimate is not None and estimate.stage_memory_bytes[0] < 3.1 * 4 * 3 * 10**8
+    assert estimate.terms["offload"] > 0.5 * 3 * 4 * 20 * 10**8 / 12e9 and estimate.terms["optimizer"] > 1.0
+    shallow = replace(deep, layers=(layer,) * 6)
+    assert not decide(two, profile=shallow).chosen.offload
+    assert decide(two, profile=replace(deep, layers=(layer,) * 8)).chosen.text == "dp=2,zero=2,offload=1"
+    pinned = decide(two, profile=shallow, plan="dp=2,zero=3,offload=1").chosen
+    assert pinned.offload and "times as fast" in pinned.notes[-1]
+    with pytest.raises(PlanError, match="out of the host's memory by"):
+        decide(two, profile=replace(deep, layers=(layer,) * 16))
+    with pytest.raises(PlanError, match=r"keep the model's state in host memory: plan='dp=2,zero=2,offload=1'"):
+        decide(two, profile=shallow, plan="dp=2,zero=2")
+    with pytest.raises(PlanError, match="it keeps the model's state on the device"):
+        decide(two, strategy="data_parallel", plan="offload=1")
+    with pytest.raises(PlanError, match="offload='2' must be 0 or 1"):
+        decide(two, plan="offload=2")
+    on_cpus = decide(plan="dp=2,zero=3,offload=1").chosen.estimate
+    plain = decide(plan="dp=2,zero=3").chosen.estimate
+    assert on_cpus is not None and plain is not None
+    assert on_cpus.stage_memory_bytes == plain.stage_memory_bytes and on_cpus.terms == pytest.approx(plain.terms)
 
 
 def test_a_model_is_divided_only_where_it_does_not_fit_otherwise() -> None:

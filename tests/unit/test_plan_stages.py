@@ -33,6 +33,30 @@ def test_chunks_are_cut_apart() -> None:
     assert chosen.engine == PIPELINE and chosen.cuts == ("layers.2", "layers.4", "layers.6")
 
 
+def test_a_model_that_is_folded_ends_where_it_begins() -> None:
+    chosen = decide(profile=DEEP, plan="pp=2,schedule=zbv,accumulation=4").chosen
+    assert chosen.chunks == 2 and chosen.cuts == ("layers.2", "layers.4", "layers.6")
+    assert [chosen.feed_of(rank).inputs for rank in range(2)] == [True, False]
+    assert [chosen.feed_of(rank).targets for rank in range(2)] == [True, False]
+    memory = chosen.estimate.stage_memory_bytes  # type: ignore[union-attr]
+    heavy = replace(DEEP, layers=(replace(LAYERS[0], parameters=10**6), *LAYERS[1:-1], replace(LAYERS[-1], parameters=10**6)))  # fmt: skip  # noqa: E501
+    fuller = decide(profile=heavy, plan="pp=2,schedule=zbv,accumulation=4").chosen
+    assert fuller.stages == chosen.stages and fuller.estimate is not None
+    assert fuller.estimate.stage_memory_bytes[1] == memory[1]  # both ends are on the first stage
+    assert fuller.estimate.stage_memory_bytes[0] - memory[0] == 2 * 900_000 * 16
+
+
+@pytest.mark.parametrize("text", ["pp=2,schedule=zbv,chunks=3", "pp=2,schedule=1f1b,chunks=2"])
+def test_chunks_that_a_schedule_cannot_have(text: str) -> None:
+    with pytest.raises(PlanError, match="chunks"):
+        decide(profile=DEEP, plan=text)
+
+
+def test_an_interleaved_stage_holds_as_many_chunks_as_are_asked_for() -> None:
+    chosen = decide(profile=DEEP, plan="pp=2,schedule=interleaved,chunks=4,accumulation=4").chosen
+    assert chosen.chunks == 4 and len(chosen.cuts) == 7
+
+
 def test_without_micro_batches_it_is_model_parallelism() -> None:
     chosen = decide(profile=DEEP, strategy="model_parallel").chosen
     assert chosen.engine == PIPELINE and chosen.schedule == "" and len(chosen.cuts) == 1
@@ -62,7 +86,8 @@ def test_why_it_cannot_be(changes: dict[str, object], words: str) -> None:
 
 
 def test_what_is_computed_again_has_engines_for_modules_of_torch() -> None:
-    assert decide(profile=DEEP, plan="dp=2,recompute=full").chosen.recompute == "full"
+    for how in ("selective", "full"):
+        assert decide(profile=DEEP, plan=f"dp=2,recompute={how}").chosen.recompute == how
     for profile in (replace(DEEP, keras_backend="torch"), replace(DEEP, framework="tensorflow")):
         with pytest.raises(PlanError):
             decide(profile=profile, plan="dp=2,recompute=full")

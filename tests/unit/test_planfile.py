@@ -29,10 +29,10 @@ def test_a_plan_in_words_says_all_that_is_chosen(
         strategy="x", engine="", batch_size=960, placement=Placement(cpus=1), accumulation=count,
         mesh=Mesh(pipeline=p, data=d, shard=s, tensor=t), zero=0 if s == 1 else max(zero, 1) if d == 1 else 3,
         schedule=schedule if p > 1 else "", chunks=2 if p > 1 and schedule == "interleaved" else 1,
-        recompute=data.draw(st.sampled_from(["none", "selective", "full"])),
+        offload=data.draw(st.booleans()), recompute=data.draw(st.sampled_from(["none", "selective", "full"])),
     )  # fmt: skip
     read = Plan.parse(plan.text)
-    for name in ("mesh", "zero", "schedule", "chunks", "recompute", "accumulation"):
+    for name in ("mesh", "zero", "offload", "schedule", "chunks", "recompute", "accumulation"):
         assert getattr(read, name) == getattr(plan, name), (name, plan.text)
     assert read.micro_batches(960) == plan.micro_batches(960)
     assert Pins.parse(plan.text).allow(plan)

@@ -88,6 +88,7 @@ def test_says_what_a_reader_looks_for() -> None:
         "one_device", "no stages; give it as a sequence", "killed by SIGKILL", "checkpoints/00000010-1",
         "waiting for data", "recovery and repeated steps", "batch norm is local", "python", "3.11",
         "tw.load_model", "memory://x/demo/checkpoints", "prefers-color-scheme: dark",
+        "Ranks and nodes", "node-a, node-b",
     ):  # fmt: skip
         assert said in html, said
 

@@ -11,20 +11,23 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 import trainwright as tw
 from tests.published import VTRAIN_LARGE, VTRAIN_SMALL, mosaicml, vtrain
 from trainwright.core.plan import Plan
 from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.core.sections import FOLDED, loss_stage, place_of, section_of
 from trainwright.strategies import orders
 from trainwright.strategies.calibration import DEFAULT, NAMES, Calibration
 from trainwright.strategies.estimating import expected
 from trainwright.strategies.memory import in_flight
-from trainwright.strategies.orders import Operation, needs, order
+from trainwright.strategies.orders import HALVED, Operation, needs, order
+from trainwright.strategies.staging import by_stage
 from trainwright.strategies.timeline import BUCKETS, Span, Timeline, timeline
 from trainwright.strategies.work import Machine, Work, work_of
 
-SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # Nothing costs time but what grows with the work: no messages, no launches, nothing else in a step.
 SMOOTH = Calibration(
     logs=tuple(-60.0 if name.endswith("_s") else log for name, log in zip(NAMES, DEFAULT.logs, strict=True))
@@ -42,7 +45,7 @@ def pipelines(draw: st.DrawFn, schedules: tuple[str, ...] = SCHEDULES) -> tuple[
     schedule, stages = draw(st.sampled_from(schedules)), draw(st.integers(1, 6))
     if schedule == "interleaved":
         return schedule, stages, stages * draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    return schedule, stages, draw(st.integers(1, 14)), 1
+    return schedule, stages, draw(st.integers(1, 14)), 1 + (schedule in FOLDED)
 
 
 def ordered(schedule: str, stages: int, micro_batches: int, chunks: int) -> list[list[Operation]]:
@@ -55,7 +58,7 @@ def ordered(schedule: str, stages: int, micro_batches: int, chunks: int) -> list
 @given(pipelines())
 def test_every_micro_batch_goes_forward_and_back_once_through_each_chunk(case: tuple[str, int, int, int]) -> None:
     schedule, _, micro_batches, chunks = case
-    kinds = {"forward", "inputs", "weights"} if schedule == "zero_bubble" else {"forward", "backward"}
+    kinds = {"forward", "inputs", "weights"} if schedule in HALVED else {"forward", "backward"}
     wanted = Counter(Operation(kind, m, c) for kind in kinds for m in range(micro_batches) for c in range(chunks))
     for operations in ordered(*case):
         assert Counter(operations) == wanted
@@ -68,9 +71,20 @@ def test_micro_batches_in_flight_are_what_the_memory_is_planned_for(case: tuple[
     for stage, operations in enumerate(ordered(*case)):
         held = orders.in_flight(operations)
         if stages > 1:
-            assert held / chunks == in_flight(replace(plan, schedule=schedule), micro_batches)[stage]
+            planned = in_flight(replace(plan, schedule=schedule), micro_batches)
+            assert held == pytest.approx(by_stage(planned, schedule, stages)[stage])
         if schedule in ("gpipe", "1f1b"):
             assert held == (micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage))
+
+
+@given(pipelines())
+def test_each_section_has_one_place(case: tuple[str, int, int, int]) -> None:
+    schedule, stages, _, chunks = case
+    places = [place_of(schedule, section=each, stages=stages) for each in range(stages * chunks)]
+    assert sorted(places) == [(stage, chunk) for stage in range(stages) for chunk in range(chunks)]
+    for section, (stage, chunk) in enumerate(places):
+        assert section_of(schedule, stage=stage, stages=stages, chunk=chunk) == section
+    assert loss_stage(schedule, stages=stages, chunks=chunks) == (0 if schedule in FOLDED else stages - 1)
 
 
 def test_the_published_orders() -> None:
@@ -88,6 +102,20 @@ def test_the_published_orders() -> None:
     assert drawn("zero_bubble", 3) == ("F1 B1 F2 B2 F3 B3 F4 B4 W1 F5 B5 W2 F6 B6 W3 F7 B7 W4 F8 B8 W5 W6 W7 W8")
     with pytest.raises(ValueError, match="6 micro-batches are no multiple of 4 stages"):
         order("interleaved", stage=0, stages=4, micro_batches=6, chunks=2)
+
+
+def test_the_order_of_a_fold_is_torchs() -> None:
+    names = {"FORWARD": "forward", "BACKWARD_INPUT": "inputs", "BACKWARD_WEIGHT": "weights"}
+    for stages, micro_batches in ((1, 1), (2, 1), (2, 4), (3, 9), (4, 5), (4, 12), (6, 11)):
+        theirs = ScheduleZBVZeroBubble.__new__(ScheduleZBVZeroBubble)
+        theirs.pp_group_size, theirs._num_stages, theirs.num_stages = stages, 2 * stages, 2 * stages
+        theirs._n_microbatches = micro_batches
+        for stage, ours in enumerate(ordered("zbv", stages, micro_batches, 2)):
+            found = [each for each in theirs._calculate_single_rank_operations(stage) if each is not None]
+            assert ours == [
+                (names[each.computation_type.name], each.microbatch_index, int(each.stage_index >= stages))
+                for each in found
+            ]
 
 
 def work(schedule: str, stages: int, micro_batches: int, chunks: int = 1, more: str = "", layers: int = 12) -> Work:
@@ -115,7 +143,7 @@ def done_on(found: Timeline, stage: int) -> list[tuple[Operation, Span, float]]:
 @given(pipelines(), st.sampled_from(["", ",recompute=full", ",dp=2", ",dp=2,zero=1"]))
 @settings(deadline=None)
 def test_spans_keep_the_order_and_wait_for_what_they_need(case: tuple[str, int, int, int], more: str) -> None:
-    _, stages, _, chunks = case
+    schedule, stages, _, chunks = case
     assume(chunks * stages <= 12)
     found = timeline(work(*case, more))
     come = {(stage, operation): at for stage in range(stages) for operation, _, at in done_on(found, stage)}
@@ -125,25 +153,28 @@ def test_spans_keep_the_order_and_wait_for_what_they_need(case: tuple[str, int, 
         assert all(one.end_s == pytest.approx(two.begin_s) for one, two in pairwise(lane))
         assert [operation for operation, _, _ in done_on(found, stage)] == ordered(*case)[stage]
         for operation, span, _ in done_on(found, stage):
-            source = needs(operation, stage=stage, stages=stages, chunks=chunks)
+            source = needs(operation, schedule=schedule, stage=stage, stages=stages, chunks=chunks)
             assert source is None or span.begin_s >= come[source] - 1e-12
-            assert source is None or source[0] == stage or abs(source[0] - stage) in (1, stages - 1)
+            apart = 0 if source is None else abs(source[0] - stage)
+            assert apart <= 1 or (schedule == "interleaved" and apart == stages - 1)
     for reductions in found.reductions:
         assert all(one.end_s <= two.begin_s + 1e-12 for one, two in pairwise(reductions))
 
 
-@given(pipelines(("gpipe", "1f1b", "interleaved", "zero_bubble")))
+@given(pipelines(("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")))
 @settings(deadline=None)
 def test_equal_stages_take_what_the_papers_say(case: tuple[str, int, int, int]) -> None:
     schedule, stages, micro_batches, chunks = case
-    assume(12 % stages == 0 and (schedule != "zero_bubble" or micro_batches >= stages))
-    asked = replace(work(*case), sent_bytes=np.zeros(stages - 1))
+    enough = {"zero_bubble": stages, "zbv": 2 * stages - 1}.get(schedule, 1)
+    assume(12 % (stages * chunks) == 0 and micro_batches >= enough)
+    asked = work(*case)
+    asked = replace(asked, sent_bytes=np.zeros_like(asked.sent_bytes))
     found = timeline(asked, SMOOTH)
     forward, back = (sum(s.seconds for s in of_kind(found, 0, *kinds)) / micro_batches
                      for kinds in (("forward",), ("backward", "inputs", "weights")))  # fmt: skip
     assert back == pytest.approx(2 * forward)
     bubble = {"gpipe": forward + back, "1f1b": forward + back, "interleaved": (forward + back) / chunks,
-              "zero_bubble": (forward + back) / 3}[schedule]  # fmt: skip
+              "zero_bubble": (forward + back) / 3, "zbv": (forward + back) / 6}[schedule]  # fmt: skip
     ended = found.lanes[0][-3 if found.lanes[0][-2].kind == "optimizer" else -2].end_s
     assert ended == pytest.approx(micro_batches * (forward + back) + (stages - 1) * bubble)
     assert found.share("idle") == pytest.approx((stages - 1) * bubble / found.step_s, rel=1e-6, abs=1e-9)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.conformance.test_pipeline import Deep
 from trainwright.core.errors import JobError
@@ -169,6 +170,21 @@ class Counting(Row):
         return outputs
 
 
+class Recomputing(Row):
+    """It computes its layers again by itself."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = checkpoint(self.first, inputs, use_reentrant=False)
+        outputs: Tensor = checkpoint(self.second, hidden, use_reentrant=False)
+        return outputs
+
+
+class RecomputingReentrantly(Row):
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = checkpoint(self.second, self.first(inputs), use_reentrant=True)
+        return outputs
+
+
 class Placing(Row):
     """It makes tensors where its inputs are, or where torch likes."""
 
@@ -189,6 +205,8 @@ def cut_at_second(kind: type[Row], own: set[int]) -> Cut:
     ("kind", "own", "words"),
     [
         (KeepingInside, {1}, "comes from where it cannot be followed"),
+        (Recomputing, {1}, "'first' is called through torch.utils.checkpoint"),
+        (RecomputingReentrantly, {1}, 'let the plan compute again: plan="...,recompute=full"'),
         (OnBothSides, {0}, "buffer 'norm.num_batches_tracked' is changed, and used on both sides"),
     ],
 )

@@ -16,27 +16,38 @@ from tests.conformance.rank import Files
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.strategies.torch import files
 from trainwright.strategies.torch.dividing import blocks, divide
-from trainwright.strategies.torch.parts import WHOLE, Part
+from trainwright.strategies.torch.parts import Box, Part
 from trainwright.strategies.torch.state import HostState
 
-parts = st.integers(1, 5)
+layouts = st.builds(Part, stages=st.integers(1, 3), shards=st.integers(1, 4), tensors=st.integers(1, 3))
 
 
-@given(size=st.integers(0, 40), of=parts)
+@given(size=st.integers(0, 40), of=st.integers(1, 5))
 def test_rows_are_those_of_torch_chunk(size: int, of: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(of)] if size else []
     expected = chunks + [[]] * (of - len(chunks))
-    assert [list(Part(index=index, of=of).rows(size)) for index in range(of)] == expected
+    shares = [Box.share((size,), 0, index, of) for index in range(of)]
+    assert [list(range(*share.start, *share.stop)) for share in shares] == expected
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4), parts, parts, st.booleans())
-def test_any_layout_is_read_from_any_other(shapes: list[tuple[int, int]], of: int, wanted: int, momentum: bool) -> None:
+@given(layout=layouts)
+def test_a_part_is_read_from_its_suffix(layout: Part) -> None:
+    assert [Part.read(part.suffix) for part in layout.every] == [*layout.every]
+    assert len({part.name for part in layout.every}) == layout.stages * layout.shards * layout.tensors
+
+
+shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=4)
+
+
+@given(shapes, layouts, layouts, st.booleans())
+def test_any_layout_is_read_from_any_other(
+    shapes: list[tuple[int, int]], writing: Part, reading: Part, momentum: bool
+) -> None:
     whole = state_of(shapes, momentum)
-    written = written_in(whole, of)
-    for index in range(wanted):
-        part = Part(index=index, of=wanted)
-        found = files.read(written, part, list(whole.model.keys() - {"buffer"}))
-        assert_equal(found, sliced(whole, part))
+    written = written_in(whole, writing)
+    for part in reading.every:
+        expected = sliced(whole, part)
+        assert_equal(files.read(written, wanted_of(expected), part), expected)
     weights = files.load_weights(written)
     assert weights.keys() == whole.model.keys()
     assert all(torch.equal(weights[name], value) for name, value in whole.model.items())
@@ -52,23 +63,27 @@ def test_of_its_own_layout_a_rank_reads_its_own_files_alone() -> None:
             self.seen.append(name)
             return super().read(name)
 
-    noting = Noting(written_in(state_of([(8, 2), (12, 1)], True), 4).files)
-    files.read(noting, Part(index=2, of=4))
+    whole = state_of([(8, 2), (12, 1)], True)
+    noting = Noting(written_in(whole, Part(shards=4)).files)
+    own = Part(shard=2, shards=4)
+    files.read(noting, wanted_of(sliced(whole, own)), own)
     assert all("shard-2-of-4" in name for name in noting.seen)
     noting.seen.clear()
-    files.read(noting, Part(index=1, of=2))
+    other = Part(shard=1, shards=2)
+    files.read(noting, wanted_of(sliced(whole, other)), other)
     assert not any(name.startswith(("model.shard-1", "optimizer.shard-1")) for name in noting.seen), noting.seen
 
 
 def test_a_part_says_what_it_holds() -> None:
-    facts = json.loads(written_in(state_of([(5, 3)], True), 2).files["state.shard-1-of-2.json"])
-    assert facts["tensors"]["w0"] == {"shape": [5, 3], "dtype": "float32", "rows": [3, 5]}
-    assert facts["tensors"]["w0/momentum"] == {"shape": [5, 3], "dtype": "float32", "rows": [3, 5]}
-    assert facts["tensors"]["w0/step"] == {"shape": [], "dtype": "float32", "rows": None}
+    written = written_in(state_of([(5, 3)], True), Part(shards=2))
+    facts = json.loads(written.files["state.shard-1-of-2.json"])
+    assert facts["tensors"]["model"]["w0"] == {"dtype": "float32", "shape": [5, 3], "held": [[3, 5], [0, 3]]}
+    assert facts["tensors"]["optimizer"]["w0/momentum"] == facts["tensors"]["model"]["w0"]
+    assert facts["tensors"]["optimizer"]["w0/step"] == {"dtype": "float32", "shape": [], "held": []}
 
 
 def test_a_lost_part_and_parts_of_two_states_are_named() -> None:
-    written = written_in(state_of([(4, 2)], False), 2)
+    written = written_in(state_of([(4, 2)], False), Part(shards=2))
     lost = Files({name: data for name, data in written.files.items() if "shard-1" not in name})
     with pytest.raises(CheckpointError, match=r"no state\.shard-1-of-2\.json"):
         files.read(lost)
@@ -132,7 +147,7 @@ class Odd(nn.Module):
 
 def test_a_model_that_cannot_be_divided_is_refused_by_parameter() -> None:
     with pytest.raises(JobError) as caught:
-        divide(Odd(), None, zero=3, where="rank 0")  # type: ignore[arg-type]
+        divide(Odd(), None, zero=3, offload=False, where="rank 0")  # type: ignore[arg-type]
     said = str(caught.value)
     assert "'scale' is a single number" in said and "'turned' is not contiguous" in said
     assert "the parameters of Odd are gathered together, but of the types float16 and float32" in said
@@ -150,36 +165,52 @@ def state_of(shapes: list[tuple[int, int]], momentum: bool) -> HostState:
 
 
 def sliced(whole: HostState, part: Part) -> HostState:
-    """What a rank holds of it."""
-    if part == WHOLE:
-        return whole
+    """What a rank holds of it: the stages take the parameters by turns, and the first has the buffer."""
+    names = [*whole.model]
+    own = [name for number, name in enumerate(names) if (name == "buffer" and not part.stage)
+           or (name != "buffer" and number % part.stages == part.stage)]  # fmt: skip
+    boxes = {name: box for name in own if name != "buffer" and (box := box_of(names.index(name), whole, part))}
 
-    def cut(value: Tensor) -> Tensor:
-        rows = part.rows(len(value))
-        return value[rows.start : rows.stop]
+    def cut(name: str, value: Tensor) -> Tensor:
+        return value[boxes[name].inside(Box.all_of(value.shape))].contiguous() if name in boxes else value
 
-    divided = {name: value for name, value in whole.model.items() if name != "buffer"}
     slots = {
-        name: {key: cut(value) if key == "momentum" else value for key, value in entries.items()}
-        for name, entries in whole.slots.items()
+        name: {key: cut(name, value) if key == "momentum" else value for key, value in whole.slots[name].items()}
+        for name in own
+        if name in whole.slots
     }
-    held = [f"{name}/momentum" for name, entries in slots.items() if "momentum" in entries]
-    rows = {name: len(divided[name.partition("/")[0]]) for name in [*divided, *held]}
-    model = {name: cut(value) if name in divided else value for name, value in whole.model.items()}
-    return replace(whole, model=model, slots=slots, part=part, rows=rows)
+    of_slots = {f"{name}/momentum": box for name, box in boxes.items() if "momentum" in slots[name]}
+    model = {name: cut(name, whole.model[name]) for name in own}
+    return replace(whole, model=model, slots=slots, part=part, boxes=boxes | of_slots)
 
 
-def written_in(whole: HostState, of: int) -> Files:
+def box_of(number: int, whole: HostState, part: Part) -> Box | None:
+    """Tensor parallelism divides by rows, by columns or not at all, and FSDP2 the rows of that."""
+    shape = tuple(whole.model[f"w{number}"].shape)
+    box = Box.all_of(shape)
+    if number % 3 < 2:
+        box = Box.share(shape, number % 3, part.tensor, part.tensors)
+    held = Box.share(box.size, 0, part.shard, part.shards).within(box)
+    return held if part.shards > 1 or (part.tensors > 1 and number % 3 < 2) else None
+
+
+def wanted_of(state: HostState) -> dict[str, Box | None]:
+    """What a rank asks for that is to hold a state."""
+    return {name: state.boxes.get(name) for name in state.model}
+
+
+def written_in(whole: HostState, layout: Part) -> Files:
     """The files of a checkpoint in so many parts."""
     written = Files()
-    for index in range(of):
-        files.write(sliced(whole, Part(index=index, of=of)), written)
+    for part in layout.every:
+        files.write(sliced(whole, part), written)
     return written
 
 
 def assert_equal(found: HostState, expected: HostState) -> None:
     """Two states are the same, bit by bit."""
-    assert (found.step, found.options, found.part, found.rows) == (7, [{"lr": 0.5}], expected.part, expected.rows)
+    assert (found.step, found.options, found.part) == (7, [{"lr": 0.5}], expected.part)
+    assert found.boxes == expected.boxes
     assert found.model.keys() == expected.model.keys() and found.slots.keys() == expected.slots.keys()
     assert all(torch.equal(value, expected.model[name]) for name, value in found.model.items())
     for name, entries in expected.slots.items():

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.unit.torch_jobs import Net, batch, feed, one_device, plan, saved, spec
 from trainwright.strategies.torch.recomputing import recompute
+from trainwright.strategies.torch.rescoring import Rescoring
 
 WIDE, ROWS, BLOCKS = 64, 32, 3
+HEADS, TOKENS = 4, 32
 
 
 class Block(nn.Module):
@@ -72,3 +81,116 @@ def test_a_block_that_is_cut_is_left_alone() -> None:
     recompute(model, ["2.down"])
     model(torch.randn(2, 4)).sum().backward()
     assert [block.calls for block in list(model)[1:-1]] == [2, 1, 2]
+
+
+class Attending(nn.Module):
+    """A block of a transformer that writes its scores, in one way or another."""
+
+    def __init__(self, how: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.how, self.dropout = how, dropout
+        self.before, self.after = nn.LayerNorm(WIDE), nn.LayerNorm(WIDE)
+        self.three, self.out = nn.Linear(WIDE, 3 * WIDE), nn.Linear(WIDE, WIDE)
+        self.own = nn.MultiheadAttention(WIDE, HEADS, dropout, batch_first=True)
+        self.up, self.down = nn.Linear(WIDE, 4 * WIDE), nn.Linear(4 * WIDE, WIDE)
+        self.register_buffer("mask", torch.ones(TOKENS, TOKENS).tril() == 0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.before(hidden)
+        hidden = hidden + (self.own(normed, normed, normed)[0] if self.how == "own" else self.attended(normed))
+        outputs: Tensor = hidden + self.down(nn.functional.gelu(self.up(self.after(hidden))))
+        return outputs
+
+    def attended(self, normed: Tensor) -> Tensor:
+        given = self.three(normed).view(len(normed), TOKENS, 3, HEADS, -1)
+        if self.how == "einsum":
+            query, key, value = given.unbind(2)
+            scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
+            scores.div_(2.0).masked_fill_(self.mask, -1e9)
+            seen = torch.einsum("bhqk,bkhd->bqhd", nn.functional.softmax(scores, -1), value)
+        else:
+            query, key, value = given.transpose(1, 3).unbind(2)
+            if self.how == "fused":  # with dropout there is no such kernel on the CPU
+                seen = nn.functional.scaled_dot_product_attention(query, key, value, None, self.dropout)
+            else:
+                scores = (query @ key.transpose(-1, -2) / 2.0).masked_fill(self.mask, -1e9)
+                seen = nn.functional.dropout(scores.softmax(-1), self.dropout) @ value
+            seen = seen.transpose(1, 2)
+        outputs: Tensor = self.out(seen.reshape(len(normed), TOKENS, WIDE))
+        return outputs
+
+
+class Transformer(nn.Module):
+    """Two blocks between two layers."""
+
+    def __init__(self, how: str = "plain", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, TOKENS * WIDE)
+        self.blocks = nn.ModuleList(Attending(how, dropout) for _ in range(2))
+        self.last = nn.Linear(WIDE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).view(len(x), TOKENS, WIDE)
+        for block in self.blocks:
+            hidden = block(hidden)
+        outputs: Tensor = self.last(hidden.mean(1))
+        return outputs
+
+
+class Resident(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of what operations made that is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for each in tree_leaves(outputs):
+            if isinstance(each, Tensor) and not func.is_view:
+                memory = each.untyped_storage()
+                self.made[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        return outputs
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for weak, size in self.made.values() if not weak.expired())
+
+
+def after_forward(model: nn.Module, recomputed: str) -> int:
+    """Bytes that a forward leaves behind for its backward."""
+    inputs, resident = torch.randn(ROWS, 4), Resident()
+    with Rescoring() if recomputed == "selective" else nullcontext(), resident:
+        outputs = model(inputs)
+    assert outputs.requires_grad
+    return resident.size_bytes
+
+
+SCORES = 2 * ROWS * HEADS * TOKENS**2 * 4  # bytes of one copy in both blocks
+
+
+@pytest.mark.parametrize(
+    ("how", "dropout", "copies"),
+    [("plain", 0.0, 1), ("plain", 0.25, 3), ("einsum", 0.0, 1), ("own", 0.25, 3), ("fused", 0.25, 3), ("fused", 0, 0)],
+)
+def test_scores_alone_are_computed_again(how: str, dropout: float, copies: int) -> None:
+    """On the CPU dropout keeps its factors as numbers, beside what it is given and what it gives."""
+    model = functools.partial(Transformer, how, dropout)
+    plain, again = one_device(spec(model=model)), one_device(spec(model=model), plan(recompute="selective"))
+    for step in range(2):
+        given = feed(batch(first=step * 100), step=step)
+        assert plain.train_step(given).loss == again.train_step(given).loss
+    assert saved(plain).files == saved(again).files
+    kept, less = (after_forward(model(), name) for name in ("none", "selective"))
+    assert kept - less == pytest.approx(copies * SCORES, rel=0.01)
+
+
+def test_values_that_are_changed_in_place_are_told() -> None:
+    query = torch.randn(2, 3, 3, requires_grad=True)
+    for which in range(2):
+        mask, value = torch.zeros(3, 3), torch.randn(2, 3, 3)
+        with Rescoring():
+            outputs = (query @ query + mask).softmax(-1) @ value
+        (mask if which else value).add_(1.0)
+        with pytest.raises(RuntimeError, match="changed in place" if which else "inplace operation"):
+            outputs.sum().backward()

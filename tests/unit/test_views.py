@@ -137,8 +137,13 @@ def test_show_has_everything_and_is_json() -> None:
     assert 0 < data["goodput"] < 1
     assert data["seconds"]["wall"] == pytest.approx(12)
     assert data["report"] is None and data["waiting"] == ""
+    assert data["nodes"] == {"node-a": "0", "node-b": "1"}, "as it is after the recovery"
+    assert data["mesh"] == [{"node": "node-a, node-b", "ranks": "0-1", "data": "0-1, 1 on each"}]
     text = printed(view)
-    for said in ("demo  done", "data_parallel: 2 workers", "step 20/20, epoch 2/2", "102 B", "SIGKILL", "2 steps lost"):
+    for said in (
+        "demo  done", "data_parallel: 2 workers", "step 20/20, epoch 2/2", "102 B", "SIGKILL", "2 steps lost",
+        "node-a, node-b",
+    ):  # fmt: skip
         assert said in text
 
 

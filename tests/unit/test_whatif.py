@@ -105,7 +105,7 @@ def test_the_aim_decides_between_sizes() -> None:
 
 
 def test_a_small_model_is_quickest_on_a_part_of_the_cluster() -> None:
-    small = tw.transformer_profile(hidden=256, layers=4, heads=4, sequence=64, vocabulary=1000)
+    small = tw.transformer_profile(hidden=2048, layers=4, heads=4, sequence=64, vocabulary=1000)
     answer = what_if(small, tw.Cluster.parse("4x4xA100-80GB"), batch_size=16, precision="bf16", steps=10)
     assert answer.chosen.accelerators < 16 and answer.chosen.total_s < answer.sizes[-1].total_s
     assert f"{answer.chosen.accelerators} of 16 accelerators" in repr(answer)

@@ -1,0 +1,142 @@
+"""Room for slots on the cluster: placement groups, made when the first slot is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trainwright.core.arranging import rooms_of, tensor_workers
+from trainwright.core.plan import Plan
+from trainwright.driver.bundles import bundle
+
+MOVE_S = 3.0  # room that is there is given at once, but for a busy head
+FULL_S = 30.0  # before room is looked for again
+NODE_LABEL = "ray.io/node-id"
+_STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
+
+
+class Rooms:
+    """The bundles of a run: one group with a bundle for each node, or a group for each slot of a world that may change.
+
+    Ray never divides a bundle. Where the nodes are not to be had for us alone, one holds the slots of a tensor group.
+    """
+
+    def __init__(self, plan: Plan, *, elastic: bool) -> None:
+        self._placement, self._elastic, self._workers = plan.placement, elastic, plan.workers
+        self._together = 1 if elastic else tensor_workers(plan.mesh, plan.devices_per_worker)
+        self._ends: tuple[int, ...] = ()  # the first slot after each bundle of the one group
+        self._groups: dict[int, PlacementGroup] = {}
+        self._moved: dict[int, PlacementGroup] = {}  # by tensor group
+        self._homes: dict[int, str] = {}  # Ray's id of the node, by tensor group
+        self._shunned: set[str] = set()
+        self._full_until_s = 0.0
+
+    def of(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        """Where a slot's process is to run: not on a node that is shunned, where there is room elsewhere."""
+        number = slot // self._together
+        if self._homes.get(number) in self._shunned and time.monotonic() >= self._full_until_s:
+            self._move(number)
+        elif number in self._homes and self._stuck(number):
+            self._groups[-1 - len(self._groups)] = self._moved[number] = self._group([self._together])
+        if number in self._moved:
+            return PlacementGroupSchedulingStrategy(self._moved[number], placement_group_bundle_index=0)
+        if self._elastic:
+            if slot not in self._groups:
+                self._groups[slot] = self._group([1])
+            return PlacementGroupSchedulingStrategy(self._groups[slot], placement_group_bundle_index=0)
+        if 0 not in self._groups:
+            self._hold(self._reserve())
+        index = sum(end <= slot for end in self._ends)
+        return PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=index)
+
+    def found(self, slot: int, node_id: str) -> None:
+        """A slot's process runs on this node."""
+        self._homes[slot // self._together] = node_id
+
+    def shun(self, node_id: str) -> None:
+        """Place nothing on this node from now on."""
+        self._shunned.add(node_id)
+
+    def inherit(self, slot: int, group: PlacementGroup) -> None:
+        """The bundle of one who was taken over: its slot's own, that of all, or one that it was moved to."""
+        if self._elastic:
+            self._groups[slot] = group
+        elif sum(self._shares(group)) == self._workers:
+            self._hold(group)
+        else:
+            self._groups[-1 - len(self._groups)] = self._moved[slot // self._together] = group
+
+    def give_back(self) -> None:
+        """All of it."""
+        while self._groups:
+            remove_placement_group(self._groups.popitem()[1])
+
+    # --- the one group ------------------------------------------------------------------------------------
+
+    def _hold(self, group: PlacementGroup) -> None:
+        self._groups[0], self._ends = group, tuple(accumulate(self._shares(group)))
+
+    def _reserve(self) -> PlacementGroup:
+        """A bundle for each node's share, where the nodes have that room now; else one for each tensor group."""
+        shares = [self._together * room for room in self._even() if room]
+        if len(shares) > 1:
+            group = self._group(shares)
+            if group.wait(MOVE_S):
+                return group
+            remove_placement_group(group)
+        return self._group([self._together] * (self._workers // self._together))
+
+    def _even(self) -> tuple[int, ...]:
+        """Tensor groups on each node; none where the nodes that there are cannot hold all."""
+        needs, groups = self._bundle(self._together), self._workers // self._together
+        capacities = [
+            min(int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in needs.items())
+            for resources in _alive().values()
+        ]
+        if sum(capacities) < groups:
+            return ()
+        return rooms_of(capacities, groups, close=bool(self._placement.accelerators))
+
+    def _group(self, shares: Sequence[int]) -> PlacementGroup:
+        """A group with bundles of so many slots."""
+        bundles, strategy = [self._bundle(slots) for slots in shares], _STRATEGY[bool(self._placement.accelerators)]
+        group: PlacementGroup = placement_group(bundles, strategy=strategy, lifetime="detached")
+        return group
+
+    def _bundle(self, slots: int) -> dict[str, float]:
+        return {name: slots * amount for name, amount in bundle(self._placement).items()}
+
+    def _shares(self, group: PlacementGroup) -> list[int]:
+        """Slots of each bundle of a group."""
+        return [round(spec["CPU"] / self._placement.cpus) for spec in group.bundle_specs]
+
+    # --- elsewhere ----------------------------------------------------------------------------------------
+
+    def _stuck(self, number: int) -> bool:
+        """Whether the node of a tensor group is lost, and no other one has room for all of that node's share."""
+        if self._elastic or number in self._moved:
+            return False
+        return self._homes[number] not in _alive() and not self._groups[0].wait(MOVE_S)
+
+    def _move(self, number: int) -> None:
+        """Have a bundle on a node that is not shunned, if one has room; the old one stays held, and empty."""
+        elsewhere = {NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}
+        bundles = [self._bundle(self._together)]
+        group = placement_group(bundles, bundle_label_selector=[elsewhere], lifetime="detached")
+        if group.wait(MOVE_S):
+            self._groups[-1 - len(self._groups)] = self._moved[number] = group
+        else:
+            self._full_until_s = time.monotonic() + FULL_S
+            remove_placement_group(group)
+
+
+def _alive() -> dict[str, dict[str, float]]:
+    """Resources of all nodes that live, by Ray's id of them."""
+    listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node["Resources"] for node in listed if node["Alive"]}

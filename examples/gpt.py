@@ -1,0 +1,252 @@
+"""The second job: a language model, a GPT of today's parts, on the King James text.
+
+    trainwright fit examples/gpt.py --set plan=pp=2,schedule=1f1b,accumulation=8    # or: make lm
+    trainwright fit examples/gpt.py --set size=cluster
+    python examples/generate.py "In the beginning"
+
+It learns from the first 95% of the text and is judged by the rest, in bits per character: the surprise at each token of
+the rest, given what stands before it, summed in bits, over the rest's characters. Every token counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import trainwright as tw
+
+FOLDER = Path("data/king-james")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of a model and of its training.
+
+    Attributes:
+        vocabulary: byte-pair tokens.
+        context: tokens that the model sees at once.
+        width, depth: of the residual stream, and blocks along it.
+        heads, groups: of attention: queries' heads, and those of keys and values.
+        hidden: width inside a feed-forward layer.
+        batch_size: sequences of `context` tokens.
+        epochs: passes over the text.
+        rate: highest learning rate.
+    """
+
+    vocabulary: int = 2048
+    context: int
+    width: int
+    depth: int
+    heads: int
+    groups: int
+    hidden: int
+    batch_size: int
+    epochs: int
+    rate: float
+
+
+SIZES = {
+    "tiny": Size(
+        context=32, width=32, depth=2, heads=4, groups=2, hidden=64, batch_size=256, epochs=1, rate=1e-2, vocabulary=512
+    ),
+    "laptop": Size(
+        context=128, width=192, depth=6, heads=6, groups=2, hidden=512, batch_size=16, epochs=4, rate=4e-3
+    ),
+    "cluster": Size(
+        context=1024, width=1024, depth=24, heads=16, groups=4, hidden=2816, batch_size=256, epochs=20, rate=1e-3
+    ),
+}  # fmt: skip
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal, with fewer keys and values than queries (Ainslie et al. 2023), turned by position (Su et al. 2021)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head = size.width // size.heads
+        self.query = nn.Linear(size.width, size.heads * self.head, bias=False)
+        self.key = nn.Linear(size.width, size.groups * self.head, bias=False)
+        self.value = nn.Linear(size.width, size.groups * self.head, bias=False)
+        self.out = nn.Linear(size.heads * self.head, size.width, bias=False)
+        turns = torch.outer(torch.arange(size.context), 10_000.0 ** -torch.linspace(0, 1, self.head // 2))
+        self.register_buffer("cos", turns.cos(), persistent=False)
+        self.register_buffer("sin", turns.sin(), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(rows, tokens, width) to the same."""
+        queries, keys, values = (
+            part(hidden).unflatten(-1, (-1, self.head)) for part in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            self._turned(queries), self._turned(keys), values.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _turned(self, heads: Tensor) -> Tensor:
+        """(rows, tokens, heads, size) to (rows, heads, tokens, size), each half-pair turned by its place."""
+        heads = heads.transpose(1, 2)
+        cos, sin = self.cos[: heads.shape[2]], self.sin[: heads.shape[2]]
+        left, right = heads.chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size.width, size.hidden, bias=False)
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(rows, tokens, width) to the same."""
+        return self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on the normalised stream (RMSNorm, Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.before_attention, self.attention = nn.RMSNorm(size.width), Attention(size)
+        self.before_forward, self.feed_forward = nn.RMSNorm(size.width), FeedForward(size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(rows, tokens, width) to the same."""
+        hidden = hidden + self.attention(self.before_attention(hidden))
+        return hidden + self.feed_forward(self.before_forward(hidden))
+
+
+class GPT(nn.Module):
+    """Tokens (rows, tokens) to logits (rows, tokens, vocabulary); the embedding is the output layer's too."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.depth))
+        self.norm = nn.RMSNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.scale = math.sqrt(size.width)
+        for name, matrix in self.named_parameters():
+            if matrix.dim() == 2:  # what goes into the stream begins small, so that its depth does not matter
+                into = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(matrix, std=(matrix.shape[1] * (2 * size.depth if into else 1)) ** -0.5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the token that follows on each."""
+        hidden = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def tokenizer(text: str, vocabulary: int) -> Tokenizer:
+    """Byte-pair tokens (Sennrich et al. 2016) learnt from a file, once, and kept beside it."""
+    kept = Path(text).with_name(f"tokens-{vocabulary}.json")
+    if not kept.is_file():
+        learnt = Tokenizer(models.BPE())
+        learnt.pre_tokenizer, learnt.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        learnt.train([text], trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False))
+        learnt.save(f"{kept}.part")
+        Path(f"{kept}.part").replace(kept)
+    return Tokenizer.from_file(str(kept))
+
+
+def windows(tokens: np.ndarray, context: int, new: int) -> dict[str, np.ndarray]:
+    """Sequences that between them predict each token of a text, but for its first `context - new`, once.
+
+    Args:
+        tokens: of the text, in order; more than `context`.
+        context: of a sequence.
+        new: tokens that a sequence predicts, at its end; the last one fewer. The fewer, the more each is given.
+
+    Returns:
+        `tokens` (sequences, context) int32, and `new` (sequences,) int64.
+    """
+    ends = np.append(np.arange(context, len(tokens), new), len(tokens))
+    rows = tokens[ends[:, None] - context + np.arange(context)]
+    return {"tokens": rows.astype(np.int32), "new": np.diff(ends, prepend=context - new)}
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits: Tensor, given: tuple[Tensor, Tensor]) -> tw.Terms:
+    """In nats, of each token that is to be predicted."""
+    tokens, new = given
+    return tw.Terms(surprise(logits, tokens), predicted(tokens, new))
+
+
+def bits_per_character(logits: Tensor, given: tuple[Tensor, Tensor], *, characters: Tensor) -> tw.Terms:
+    """Of the tokens that are to be predicted; `characters` (vocabulary,) says for how many each stands."""
+    tokens, new = given
+    lengths = characters[tokens[:, 1:].long()]
+    return tw.Terms(surprise(logits, tokens) / (math.log(2) * lengths), predicted(tokens, new) * lengths)
+
+
+def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
+    """-log p of each token but the first, in nats: (rows, tokens - 1)."""
+    follow = tokens[:, 1:].long()
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), follow.flatten(), reduction="none").view_as(follow)
+
+
+def predicted(tokens: Tensor, new: Tensor) -> Tensor:
+    """1.0 for each token but the first that is new in its sequence, else 0.0."""
+    places = torch.arange(1, tokens.shape[1], device=tokens.device)
+    return (places >= tokens.shape[1] - new[:, None]).float()
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+
+def adamw(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    """AdamW at the highest rate of the schedule; only matrices decay."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [each for each in parameters if each.dim() == 2], "weight_decay": 0.1},
+        {"params": [each for each in parameters if each.dim() != 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.99), fused=True)
+
+
+def job(size: Literal["tiny", "laptop", "cluster"] = "laptop") -> tw.Job:
+    """Of one of the sizes: `--set size=cluster`."""
+    chosen = SIZES[size]
+    text = tw.datasets.king_james(FOLDER)
+    learnt = tokenizer(text.train, chosen.vocabulary)
+    first, rest = (np.array(learnt.encode(Path(part).read_text(encoding="ascii")).ids) for part in text)
+    half = chosen.context // 2
+    characters = torch.tensor([len(learnt.decode([token])) for token in range(chosen.vocabulary)])
+    return tw.Job(
+        name=f"gpt-{size}",
+        model=partial(GPT, chosen),
+        loss=cross_entropy,
+        optimizer=partial(adamw, rate=chosen.rate),
+        schedule=partial(tw.schedules.linear, warmup=0.03),
+        clip_norm=1.0,
+        train=tw.datasets.table(windows(first, chosen.context, chosen.context - 1)),
+        evaluate=tw.datasets.table(windows(np.concatenate((first[-half:], rest)), chosen.context, half)),
+        inputs="tokens",
+        targets=("tokens", "new"),
+        batch_size=chosen.batch_size,
+        epochs=chosen.epochs,
+        metrics={"bits_per_character": partial(bits_per_character, characters=characters)},
+        storage="runs",
+    )

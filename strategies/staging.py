@@ -1,0 +1,47 @@
+"""A pipeline's sections on its stages: what they come to on each, and which pipelines cannot be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainwright.core.plan import Plan
+from trainwright.core.profile import ModelProfile
+from trainwright.core.sections import misplaced, section_of
+from trainwright.strategies.calibration import Vector
+
+
+def by_stage(values: Vector, schedule: str, stages: int) -> Vector:
+    """Sums over the sections of each stage.
+
+    Args:
+        values: (sections, ...).
+        schedule: says which stage holds which.
+        stages: how many.
+    """
+    if len(values) == stages:
+        return values
+    chunks = range(len(values) // stages)
+    own = [
+        [section_of(schedule, stage=stage, stages=stages, chunk=chunk) for stage in range(stages)] for chunk in chunks
+    ]
+    found: Vector = values[np.array(own)].sum(axis=0)
+    return found
+
+
+def staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple[str, str] | None:
+    """Why a model cannot run in a plan's stages, and what would make it possible; None where it can."""
+    mesh, layers = plan.mesh, len(profile.layers)
+    if mesh.pipeline > 1 and profile.untraced:
+        return f"its layers cannot be put into stages: tracing the model raised {profile.untraced}", "use pp=1"
+    if mesh.pipeline > layers:
+        return f"{mesh.pipeline} stages for {layers} layers", f"use pp={layers} or fewer"
+    if misplaced(plan.schedule, plan.chunks):
+        return misplaced(plan.schedule, plan.chunks), "leave chunks= out"
+    if plan.sections > layers:
+        return f"{plan.sections} chunks for {layers} layers", "use schedule=1f1b, or fewer stages or chunks"
+    if plan.stages and (sum(plan.stages) != layers or len(plan.stages) != plan.sections):
+        return f"stages={plan.stages} do not cover {layers} layers in {plan.sections} parts", "leave out"
+    micro_batches, _ = plan.micro_batches(batch_size)
+    if plan.schedule == "interleaved" and micro_batches % mesh.pipeline:
+        return f"{micro_batches} micro-batches are no multiple of the {mesh.pipeline} stages", "use schedule=1f1b"
+    return None

@@ -1,0 +1,93 @@
+"""A Llama of Hugging Face's transformers as its users have it, divided: equal to one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor, nn
+
+from tests.conformance import problems, torch_case
+from tests.conformance.harness import Pool, World
+from tests.conformance.problems import PROBLEMS
+from tests.conformance.test_sharded import adamw
+from trainwright.core.data import Batch, Columns, Feed, StepReport
+from trainwright.core.engine import ModelSpec
+from trainwright.core.plan import Mesh, Placement, Plan
+
+TORCH = "trainwright.strategies.torch"
+PROBLEM = replace(PROBLEMS["ragged"], seed=3)
+VOCABULARY, CONTEXT, STEPS = 61, 11, 5
+
+
+def llama() -> nn.Module:
+    """Imported in the ranks alone: it takes seconds."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT,
+    )  # fmt: skip
+    model: nn.Module = LlamaForCausalLM(config).double()
+    return model
+
+
+def cross_entropy(outputs: Any, tokens: Tensor) -> Tensor:
+    """Of each token but the first."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
+
+
+def columns() -> Columns:
+    return {"tokens": np.random.default_rng(5).integers(0, VOCABULARY, (PROBLEM.rows, CONTEXT))}
+
+
+def sample() -> Batch:
+    return Batch(columns={"tokens": columns()["tokens"][:1]}, weights=np.ones(1), samples=np.zeros(1, np.int64))
+
+
+def trained(pool: Pool, engine: str, mesh: Mesh, **choices: Any) -> Any:
+    """Reports and last state of a few steps on batches that do not divide."""
+    layout = Plan(
+        strategy="conformance", engine=f"{TORCH}.{engine}", mesh=mesh, batch_size=PROBLEM.batch_size,
+        placement=Placement(cpus=1), accumulation=2, **choices,
+    )  # fmt: skip
+    job = ModelSpec(
+        model=llama, loss=cross_entropy, optimizer=adamw, total_steps=STEPS,
+        inputs=("tokens",), keywords=("input_ids",), targets=("tokens",), clip_norm=1.0, seed=3, sample=sample,
+    )  # fmt: skip
+    ids, data = problems.batches(PROBLEM), columns()
+    feeds: list[list[Feed]] = [problems.feeds(PROBLEM, layout, step, ids[step], data) for step in range(STEPS)]
+    with World(pool, "torch", layout, job) as world:
+        world.start(feeds[0])
+        reports: list[StepReport] = world.train(feeds)[0]
+        return reports, torch_case.state(world.files())
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> Any:
+    """What one device does."""
+    return trained(pool, "one_device:OneDevice", Mesh())
+
+
+CUT: dict[str, Any] = {"cuts": ("model.layers.1",), "schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"engine": "sharded:Sharded", "mesh": Mesh(shard=2)}, id="sharded"),
+        pytest.param({"engine": "pipeline:Pipeline", "mesh": Mesh(pipeline=2), **CUT}, id="pipeline"),
+    ],
+)
+def test_a_llama_is_that_of_one_device(pool: Pool, layout: dict[str, Any], alone: Any) -> None:
+    reports, state = trained(pool, **layout)
+    expected, whole = alone
+    assert [report.loss for report in reports] == pytest.approx([report.loss for report in expected], rel=1e-9)
+    norms = [report.gradient_norm for report in expected]
+    assert [report.gradient_norm for report in reports] == pytest.approx(norms, rel=1e-9)
+    assert state.keys() == whole.keys()
+    for key in state.keys() - {"state.json"}:
+        assert np.allclose(state[key], whole[key], rtol=1e-9, atol=1e-9), key
