@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainwright.core.plan import Plan
 
-HALVING = ("zero_bubble", "interleaved_zero_bubble", "zbv")  # orders that compute gradients of parameters later
+HALVING = ("zero_bubble", "zbv")  # orders that compute gradients of parameters later
 
 
 def combination(plan: Plan) -> tuple[str, str] | None:
