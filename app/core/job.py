@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trainwright.core.collation import MASK, Collation, Pad
+from trainwright.core.collation import Collation, Pad
+from trainwright.core.consistency import inconsistencies
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
 
 Names = tuple[str, ...]
-LOOP = 3  # failures alike in a row, after which the batch is passed by
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Job(BaseModel):
@@ -188,24 +185,7 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:
-        problems = []
-        if not _NAME.fullmatch(self.name):
-            problems.append(f"name={self.name!r}: use up to 100 letters, digits, '.', '-' and '_'")
-        if self.run == "step":
-            problems += _loop_problems(self)
-        else:
-            problems += _fit_problems(self)
-        if (self.loss is not None or self.run == "fit") and not self.inputs:
-            problems.append("inputs= is missing: name the columns given to the model")
-        if self.metrics and not self.inputs:
-            problems.append("metrics= need inputs= and targets=")
-        if not hasattr(self.train, "map_batches"):
-            problems.append("train= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
-        if self.evaluate is not None and not hasattr(self.evaluate, "map_batches"):
-            problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
-        if self.on_crash_loop == "skip" and self.failures < LOOP:
-            problems.append(f'on_crash_loop="skip" tells a loop by {LOOP} failures alike: set failures={LOOP} or more')
-        problems += _padding_problems(self) + _bounds_problems(self)
+        problems = inconsistencies(self)
         if problems:
             raise JobError(problems)
         return self
@@ -240,6 +220,11 @@ class Job(BaseModel):
         return tuple(self.inputs) if isinstance(self.inputs, Mapping) else ()
 
     @property
+    def wanted_targets(self) -> Names:
+        """Names of the columns given to loss and metrics, masks included."""
+        return _names(self.targets)
+
+    @property
     def input_columns(self) -> Names:
         """Columns of the data set that the inputs are made of; none where `collate` makes them of what it likes."""
         return () if self.collate else self.collation.sources(self.arguments)
@@ -247,7 +232,7 @@ class Job(BaseModel):
     @property
     def target_columns(self) -> Names:
         """Columns of the data set that the targets are made of; none where `collate` makes them of what it likes."""
-        return () if self.collate else self.collation.sources(_names(self.targets))
+        return () if self.collate else self.collation.sources(self.wanted_targets)
 
     @property
     def columns(self) -> Names | None:
@@ -284,7 +269,7 @@ class Job(BaseModel):
             step=self.step,
             inputs=self.arguments,
             keywords=self.keywords,
-            targets=_names(self.targets),
+            targets=self.wanted_targets,
             collation=self.collation,
             compile=self.compile,
             metrics=dict(self.metrics),
@@ -329,63 +314,6 @@ def _scheduled(job: Job) -> Callable[[int, int], float] | None:
         return schedule
     open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
     return functools.partial(schedule, batch_size=job.batch_size) if open_keyword else schedule
-
-
-def _bounds_problems(job: Job) -> list[str]:
-    """Where min_workers, workers and max_workers contradict each other."""
-    named = [(name, getattr(job, name)) for name in ("min_workers", "workers", "max_workers")]
-    given = [(name, value) for name, value in named if value is not None]
-    return [
-        f"{low}={least} is more than {high}={most}"
-        for (low, least), (high, most) in itertools.pairwise(given)
-        if least > most
-    ]
-
-
-def _loop_problems(job: Job) -> list[str]:
-    """What a job lacks whose steps are ours."""
-    problems = []
-    if (job.loss is None) == (job.step is None):
-        problems.append("give either loss= with inputs= and targets=, or step=")
-    if job.optimizer is None:
-        problems.append("optimizer= is missing")
-    if job.callbacks is not None:
-        problems.append('callbacks= are for run="fit": set it, or leave them out')
-    return problems
-
-
-def _fit_problems(job: Job) -> list[str]:
-    """What Keras' fit cannot do, and whose way to do it is another."""
-    instead = {
-        "step": "override train_step() of the model",
-        "clip_norm": "set global_clipnorm of the optimizer",
-        "accumulation": "set gradient_accumulation_steps of the optimizer",
-        "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
-        "on_error": 'run="fit" counts every row of a batch: leave it out',
-        "on_nonfinite": 'run="fit" applies an update before its loss is known: leave run or it out',
-        "on_crash_loop": 'run="fit" cannot pass a batch by: leave run or it out',
-        "on_spike": 'run="fit" cannot pass a batch by: leave run or it out',
-    }
-    defaults = {name: Job.model_fields[name].default for name in instead}
-    return [
-        f'{name}= has no place in run="fit": {remedy}'
-        for name, remedy in instead.items()
-        if getattr(job, name) != defaults[name]
-    ]
-
-
-def _padding_problems(job: Job) -> list[str]:
-    """What is wrong with inputs, pad and collate together."""
-    problems = [f"inputs={name!r} is no name of an argument" for name in job.keywords if not name.isidentifier()]
-    if job.pad and job.collate:
-        problems.append("collate= takes the place of pad=: give one of them")
-    used = set(job.collation.sources((*job.arguments, *_names(job.targets))))
-    for name in job.pad if job.step is None and used else ():
-        if name not in used:
-            problems.append(f"pad={name!r} is neither an input nor a target: {nearest(name, used)}")
-        elif name + MASK in job.pad:
-            problems.append(f"pad={name + MASK!r} is the name of the mask of {name!r}: rename the column")
-    return problems
 
 
 def _problems(error: ValidationError, kind: type[Job]) -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trainwright.core.consistency import LOOP
 from trainwright.core.events import Noted
-from trainwright.core.job import LOOP
 from trainwright.driver.messages import Passed
 from trainwright.driver.state import Blame, Loop, State
 from trainwright.driver.turn import Turn

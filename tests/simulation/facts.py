@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.scenario import Scenario, least_of
 from tests.simulation.store import Store, Violation
 from trainwright.core import events
+from trainwright.core.consistency import LOOP
 from trainwright.core.errors import (
     DataError,
     HangError,
@@ -17,7 +18,6 @@ from trainwright.core.errors import (
     UserCodeError,
     WorkerLost,
 )
-from trainwright.core.job import LOOP
 from trainwright.driver import messages as m
 from trainwright.driver.state import Settings
 
