@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 
 import torch
 from torch import distributed
@@ -39,7 +40,6 @@ class Membership:
         self._store: TCPStore | None = None
         self._lock = threading.Lock()  # guards what `interrupt` reads
         self._port: int | None = None  # of the store, while this process is in a group or joins one
-        self._before: frozenset[int] = frozenset()  # epoll instances that are not the group's
         self._by_gloo = True
 
     def reserve(self) -> Address:
@@ -84,7 +84,7 @@ class Membership:
         with self._lock:
             if self._port is None:
                 return False
-            shut = gloo.shut(gloo.loops() - self._before) + gloo.shut_port(self._port)
+            shut = gloo.shut(gloo.loops() - _foreign()) + gloo.shut_port(self._port)
             return self._by_gloo and shut > 0
 
     def _end(self) -> None:
@@ -102,7 +102,8 @@ class Membership:
     def _join(self, group: Group, device: torch.device) -> None:
         deadline = timedelta(seconds=group.deadline_s)
         with self._lock:
-            self._before, self._port = gloo.loops(), group.peers[0].address.port
+            _foreign()
+            self._port = group.peers[0].address.port
             self._by_gloo = device.type != "cuda"
         self._store = self._meet(group, deadline)
         # The group's keys in the store carry this count, which torch sets back only with a group that had formed: after
@@ -137,6 +138,15 @@ class Membership:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+@cache
+def _foreign() -> frozenset[int]:
+    """Epoll instances that were there before this process's first group: nobody's but its groups' come after that.
+
+    One that is asked for again at each group would hold what is left of the one before, whose number the next may get.
+    """
+    return gloo.loops()
 
 
 def compared(own: list[int], device: torch.device) -> list[list[int]]:

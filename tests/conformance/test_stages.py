@@ -141,7 +141,9 @@ def faulty(faults: tuple[str, ...], after: int) -> nn.Module:
 
 FAULTS = {
     "forward of a middle stage": ("1f1b", 1, ("", "forward", ""), 1),
+    "forward of a last stage": ("1f1b", 1, ("", "", "forward"), 2),
     "backward of a first stage": ("gpipe", 1, ("backward", "", ""), 0),
+    "backward of a middle stage": ("zero_bubble", 1, ("", "backward", ""), 1),
     "forward of a fold's way back": ("zbv", 2, ("", "", "", "", "forward", ""), 1),
     "another shape": ("1f1b", 1, ("", "shape", ""), 1),
 }
