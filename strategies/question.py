@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 
 from trainwright.core.cluster import Cluster
@@ -54,7 +55,7 @@ class Question:
         pins = Pins.parse(job.plan or "")
         pinned = max(1, pins.mesh.size // (job.devices or 1)) if pins.mesh else None
         return cls(
-            profile=profile,
+            profile=divided(profile, job.tensor_plan),
             cluster=cluster,
             batch_size=job.batch_size,
             precision=job.precision,
@@ -171,6 +172,20 @@ class Question:
             return None
         why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
         return Infeasible(strategy=strategy, reason=why, hint="give the job two workers or more")
+
+
+def divided(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
+    """A model whose layers tensor parallelism divides as a job says, by name or pattern; without a plan as it is."""
+    if not plan:
+        return profile
+    roles = [
+        next((role for name, role in plan.items() if fnmatchcase(layer.name, name)), "") for layer in profile.layers
+    ]
+    layers = (
+        replace(layer, splits=bool(role), leads=role == "column", reductions=int(role in ("row", "vocabulary")))
+        for layer, role in zip(profile.layers, roles, strict=True)
+    )
+    return replace(profile, layers=tuple(layers), indivisible="")
 
 
 def room_of(cluster: Cluster) -> int:

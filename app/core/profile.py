@@ -29,6 +29,7 @@ class LayerCost:
         shared_kept: share of what is kept that every tensor rank holds whole.
         shared_traffic: share of the traffic that every tensor rank has whole.
         reductions: all-reduces of its output, forward, where tensor parallelism divides it.
+        leads: what it gives is divided then: no cut may follow on it.
         tied_parameters: parameters that are another layer's, and held again where that one is on another stage.
     """
 
@@ -47,6 +48,7 @@ class LayerCost:
     shared_kept: float = 0.0
     shared_traffic: float = 0.0
     reductions: int = 0
+    leads: bool = False
     tied_parameters: int = 0
 
 
@@ -61,6 +63,7 @@ class ModelProfile:
         keras_backend: that of a Keras model.
         heads: attention heads, which tensor parallelism divides; 0 where there are none.
         tokens: of one sample; 1 where a sample is one thing.
+        indivisible: why no tensor-parallel rank can do its part of any layer as the model is written.
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
     """
 
@@ -70,6 +73,7 @@ class ModelProfile:
     keras_backend: str = ""
     heads: int = 0
     tokens: int = 1
+    indivisible: str = ""
     untraced: str = ""
 
     def __hash__(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from trainwright.strategies.torch import batches, dynamo
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.replica import batch_norms
+from trainwright.strategies.torch.splitting import Splitter
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
 from trainwright.strategies.torch.values import Values
 
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 dynamo.postpone()
 REASON = 300  # letters of an error that is shown
 Sample = Mapping[str, npt.NDArray[Any]]
+Names = tuple[tuple[str, ...], tuple[str, ...]]  # inputs, and the model's arguments that they are given as
 Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, how many bytes
 
 
@@ -66,10 +68,13 @@ def profile_model(
         _log.info("operations are estimated from parameters: tracing raised %s", trace)
         return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
-    layers = _costs(built, held, trace, rows)
+    costs, indivisible = _costs(built, held, trace, rows), ""
+    if trace.division.blocks(trace.heads):
+        costs, indivisible = _proved(costs, built, tensors, (inputs, keywords), step)
+    layers = folded(costs)
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
-    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
+    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible)
 
 
 def _built(build: Callable[[], Any]) -> nn.Module:
@@ -86,15 +91,13 @@ def _built(build: Callable[[], Any]) -> nn.Module:
     return model
 
 
-def _first_traced(
-    model: nn.Module, tensors: batches.Tensors, call: tuple[tuple[str, ...], tuple[str, ...]], step: Any
-) -> Trace | str:
+def _first_traced(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> Trace | str:
     """A trace in the model's own types, or in bfloat16 where a kernel takes nothing else; or what stopped the first."""
     stopped = []
     for dtype in (None, torch.bfloat16):
         given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
         try:
-            return _traced(model.to(dtype), given, call, step)
+            return traced(model.to(dtype), given, call, step)
         except Exception as error:
             stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
     return stopped[0]
@@ -110,27 +113,57 @@ def _tokens(tensors: batches.Tensors) -> int:
     return max((value[0].numel() for value in named), default=1)
 
 
-def _traced(
-    model: nn.Module, tensors: batches.Tensors, call: tuple[tuple[str, ...], tuple[str, ...]], step: Any
-) -> Trace:
-    """One forward pass on the meta device; `call` is (inputs, keywords)."""
-    inputs, keywords = call
+def traced(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> Trace:
+    """One forward pass of a model on the meta device; `call` is (inputs, keywords). Raises whatever that raises."""
     on = {name: value.to("meta") for name, value in tensors.items()}
     rows = max((len(value) for value in tensors.values()), default=1)
     held = {storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
     parameters = {storage(each) for each in model.parameters()}
     tracer = Tracer(held, parameters, Values([(on[name], value) for name, value in tensors.items()]), rows)
     with tracer.watching(model):
-        if keywords:
-            model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
-        elif inputs or step is None:
-            model(*[on[name] for name in inputs])
-        else:
-            step(model, on)
+        called(model, on, call, step)
     return tracer.found()
 
 
-def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> tuple[LayerCost, ...]:
+def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any:
+    """What a model, or a step of the job's own, makes of columns that are where it is."""
+    inputs, keywords = call
+    if keywords:
+        return model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
+    if inputs or step is None:
+        return model(*[on[name] for name in inputs])
+    return step(model, on)
+
+
+def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[[nn.Module], Any]:
+    """Calls a model on the meta device with one row of columns."""
+    first = {name: value[:1].to("meta") for name, value in columns.items()}
+
+    def run(bones: nn.Module) -> Any:
+        with torch.device("meta"):
+            return called(bones, dict(first), call, step)
+
+    return run
+
+
+def _proved(
+    layers: Sequence[LayerCost], model: nn.Module, tensors: batches.Tensors, call: Names, step: Any
+) -> tuple[list[LayerCost], str]:
+    """The same with what leads from one layer to another; and why tensor parallelism cannot divide them as written."""
+    splitter = Splitter(model, plainly(tensors, call, step), None, "profile")
+    try:
+        split = splitter.found(lambda bones: traced(bones, tensors, call, step))
+    except JobError as error:
+        return [*layers], error.problems[0]
+    places = {layer.name: number for number, layer in enumerate(layers)}
+    leading: set[int] = set()
+    for group in split.groups:
+        found = sorted(places[name] for name in group if name in places)
+        leading |= {*range(found[0], found[-1])}
+    return [replace(layer, leads=number in leading) for number, layer in enumerate(layers)], ""
+
+
+def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[LayerCost]:
     """Of each module, in the order in which they ran; those that did not come last."""
     names = {module: name for name, module in model.named_modules()}
     modules = [*trace.calls, *(module for module in model.modules() if module not in trace.calls)]
@@ -156,7 +189,7 @@ def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> tuple[Laye
                 reductions=call.reductions,
             )
         )
-    return folded(costs)
+    return costs
 
 
 def _counted(model: nn.Module, held: Sizes, tokens: int) -> tuple[LayerCost, ...]:

@@ -102,3 +102,48 @@ def _rows(chosen: object) -> list[tuple[str, str]]:
     from trainwright.planview import plan_rows
 
     return plan_rows(chosen)  # type: ignore[arg-type]
+
+
+SPLIT = replace(
+    DEEP, heads=4, layers=tuple(replace(each, splits=True, leads=not number % 2) for number, each in enumerate(LAYERS))
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "zero"),
+    [
+        ("tp=2", "tensor_parallel:TensorParallel", 0),
+        ("dp=2,tp=2", "tensor_parallel:TensorParallel", 0),
+        ("fsdp=2,tp=2", "sharded:Sharded", 3),
+        ("dp=2,zero=2,tp=2", "sharded:Sharded", 2),
+        ("dp=2,fsdp=2,tp=2", "sharded:Sharded", 3),
+        ("pp=2,tp=2", "pipeline:Pipeline", 0),
+        ("pp=2,fsdp=2", "pipeline:Pipeline", 2),
+        ("pp=2,dp=2,fsdp=2", "pipeline:Pipeline", 2),
+        ("pp=2,dp=2,tp=2", "pipeline:Pipeline", 0),
+        ("pp=2,fsdp=2,tp=2", "pipeline:Pipeline", 2),
+    ],
+)
+def test_products_are_carried_out(text: str, engine: str, zero: int) -> None:
+    chosen = decide(profile=SPLIT, plan=f"{text},accumulation=2").chosen
+    assert chosen.engine.endswith(engine) and chosen.zero == zero
+    assert not any(SPLIT.layers[int(cut.partition(".")[2]) - 1].leads for cut in chosen.cuts if chosen.mesh.tensor > 1)
+
+
+def test_a_jobs_own_tensor_plan_makes_layers_divisible() -> None:
+    with pytest.raises(PlanError, match="no layer of this model is known to be divisible"):
+        decide(profile=DEEP, plan="tp=2")
+    own = {"layers.[024]": "column", "layers.[135]": "row"}
+    assert decide(profile=DEEP, plan="tp=2", tensor_plan=own).chosen.mesh.tensor == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("pp=2,fsdp=2,schedule=zero_bubble", "schedule=zero_bubble gives wrong losses"),
+        ("tp=3", "no degree from 2 divides 4 heads"),
+    ],
+)
+def test_combinations_that_are_wrong_are_refused_with_the_reason(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=f"(?s){words}"):
+        decide(profile=SPLIT, plan=text)
