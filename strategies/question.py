@@ -193,7 +193,7 @@ def divided(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
         replace(layer, splits=bool(role), leads=role == "column", reductions=int(role in ("row", "vocabulary")))
         for layer, role in zip(profile.layers, roles, strict=True)
     )
-    return replace(profile, layers=tuple(layers))
+    return replace(profile, layers=tuple(layers), indivisible="")
 
 
 def room_of(cluster: Cluster) -> int:

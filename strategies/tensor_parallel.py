@@ -46,7 +46,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
 def degrees(question: Question) -> Iterator[int]:
     """Tensor degrees that this model and a node allow."""
     profile = question.profile
-    if not any(layer.splits for layer in profile.layers):
+    if profile.indivisible or not any(layer.splits for layer in profile.layers):
         yield 1
         return
     yield from (each for each in divisors(question.per_node) if not profile.heads % each)
@@ -66,6 +66,8 @@ def _indivisible(question: Question) -> Infeasible:
     if any(layer.splits for layer in question.profile.layers):
         reason = f"no degree from 2 divides {heads} heads and the {per_node} devices of a node"
         hint = "use a number of workers on each node that shares a divisor with the heads"
+    if question.profile.indivisible:
+        reason = question.profile.indivisible
     return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)
 
 

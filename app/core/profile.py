@@ -63,6 +63,7 @@ class ModelProfile:
         keras_backend: that of a Keras model.
         heads: attention heads, which tensor parallelism divides; 0 where there are none.
         tokens: of one sample; 1 where a sample is one thing.
+        indivisible: why no tensor-parallel rank can do its part of any layer as the model is written.
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
     """
 
@@ -72,6 +73,7 @@ class ModelProfile:
     keras_backend: str = ""
     heads: int = 0
     tokens: int = 1
+    indivisible: str = ""
     untraced: str = ""
 
     def __hash__(self) -> int:

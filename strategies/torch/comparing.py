@@ -6,6 +6,7 @@ its dimensions. Each operation must leave that dimension alone: compute number b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,20 +147,22 @@ def _unlike(whole: Event, part: Event, degree: int, inside: bool) -> str:
         return "draws random numbers for all ranks beside those of each one" if random and inside else ""
     if any(each is None for one, each in zip(whole.made, made, strict=True) if one and max(one) > 0):
         return "needs the whole"
-    return _carried(packet, whole, part, [*zip((one for one, _ in _sizes(whole, part)), given, strict=True)])
+    return _carried(packet, whole, part, degree, [*zip((one for one, _ in _sizes(whole, part)), given, strict=True)])
 
 
-def _carried(packet: Any, whole: Event, part: Event, given: list[tuple[Shape, int | None]]) -> str:
+def _carried(packet: Any, whole: Event, part: Event, degree: int, given: list[tuple[Shape, int | None]]) -> str:
     """Why an operation is not one along whose divided dimensions each rank can do its part."""
     shape, dimension = next((shape, each) for shape, each in given if each is not None)
     if packet in _VIEWS:
-        return "" if _first_of_its_run(shape, dimension, whole.made[0]) else "mixes what is divided with what is not"
+        after = _divided(whole.made[0], part.made[0], degree)
+        slowest = math.prod(shape[:dimension]) == math.prod(whole.made[0][:after])  # of the numbers that it is seen in
+        return "" if slowest else "mixes what is divided with what is not"
     if packet in _PICKS:
         along = whole.given[_PICKS[packet]] if len(whole.given) > _PICKS[packet] else 0
         along = next((each for each in reversed(whole.given) if type(each) is int), 0) if packet in _JOINS else along
         if along % max(len(shape), 1) != dimension:
             return ""
-        return "" if whole.made[0] == shape else "picks from what is divided"
+        return "" if packet in _SLICES and whole.made == (shape,) else "picks from what is divided"
     if packet in _PRODUCTS:
         factors = given[_PRODUCTS[packet] :][:2]
         return "" if [each for _, each in factors] == [0, 0] else "adds up over what is divided"
@@ -179,26 +182,7 @@ def _carried(packet: Any, whole: Event, part: Event, given: list[tuple[Shape, in
 
 
 _JOINS = (_aten.cat, _aten.stack)
-
-
-def _first_of_its_run(shape: Shape, dimension: int | None, made: Shape) -> bool:
-    """Whether the divided dimension, before and after, is the slowest one of the run of numbers that it is within.
-
-    So each rank's part of the numbers is in one piece, whichever dimensions they are seen in; rows of a batch of one
-    do not count.
-    """
-    assert dimension is not None, "something is divided"
-    before = 1
-    for each in shape[:dimension]:
-        before *= each
-    count = 1
-    for each in made:
-        if count == before and each > 1:
-            return True
-        if count > before:
-            return False
-        count *= each
-    return False
+_SLICES = (_aten.slice, _aten.split, _aten.split_with_sizes, _aten.narrow)  # which may take all there is
 
 
 def _divided(whole: Shape, part: Shape, degree: int) -> int | None:

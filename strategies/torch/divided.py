@@ -139,6 +139,8 @@ class Divided(Member):
         if self._part == WHOLE:
             return super()._made(spec, plan)
         problems = [*self._problems(spec, plan)]
+        if self._part.tensors > 1 and spec.compile == "inductor":
+            problems.append('compile="inductor" was not tried with tensor parallelism: leave it out, or use tp=1')
         if self._part.tensors > 1 and not _by_numbers(spec):
             problems.append(
                 "the optimizer does not work number by number, so that it cannot step on parts of a layer: use one "
@@ -168,26 +170,17 @@ class Divided(Member):
         degree = self._placed.mesh.tensor
         if degree == 1:
             return Split()
-        from trainwright.strategies.torch.profile import traced
+        from trainwright.strategies.torch.profile import plainly, traced
         from trainwright.strategies.torch.splitting import Splitter
 
         assert spec.sample is not None, "a job brings a sample"
         caller = self._caller_for(spec, plan)
-        columns = caller.tensors(spec.sample())
-        on = {name: value.to("meta") for name, value in columns.items()}
-
-        def run(bones: nn.Module) -> None:
-            with torch.device("meta"):
-                if spec.step:
-                    spec.step(bones, dict(on))
-                else:
-                    caller.called(bones, [on[name] for name in spec.inputs])
-
-        splitter = Splitter(model, run, degree, self._where)
+        columns, call = caller.tensors(spec.sample()), (spec.inputs, spec.keywords)
+        given = columns if spec.step else {name: columns[name] for name in spec.inputs}
+        splitter = Splitter(model, plainly(given, call, spec.step), degree, self._where)
         if spec.tensor_plan:
             return splitter.planned(spec.tensor_plan)
-        known = columns if spec.step else {name: columns[name] for name in spec.inputs}
-        return splitter.found(lambda bones: traced(bones, known, (spec.inputs, spec.keywords), spec.step))
+        return splitter.found(lambda bones: traced(bones, given, call, spec.step))
 
     def _caller_for(self, spec: ModelSpec, plan: Plan) -> Caller:
         """How the job's functions are called in host memory, before there is a replica."""

@@ -165,16 +165,11 @@ class Pipeline(Divided):
         assert spec.sample is not None, "a job brings a sample"
         part, caller, split = self._part, self._caller_for(spec, plan), self._split(spec, plan, model)
         columns = caller.inputs(spec.sample())
-        own = _sections(plan, part.stage)
-        inputs = [columns[name] for name in spec.inputs]
+        given = [columns[name] for name in spec.inputs]
         boxes: dict[str, Box] = {}
-
-        def finish(model: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
-            boxes.update(self._in_stage(split, model, users))
-            if spec.compile == "inductor":
-                compile_blocks(model, self._device, plan.cuts)
-
-        self._cut = Cut(model, plan.cuts, own, inputs, caller.precisely, self._where, finish)
+        prepare = partial(self._prepared, boxes, split, plan.cuts if spec.compile == "inductor" else None)
+        own = _sections(plan, part.stage)
+        self._cut = Cut(model, plan.cuts, own, given, caller.precisely, self._where, prepare)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise JobError(
                 [f"stage {part.stage} has no parameter to train: cut the model elsewhere, or into fewer stages"],
@@ -185,8 +180,21 @@ class Pipeline(Divided):
             self._shards = Shards(model, self._placed.device_mesh(self._device), self._where)
         return boxes
 
-    def _in_stage(self, split: Split, model: nn.Module, users: Mapping[str, frozenset[int]]) -> dict[str, Box]:
-        """Divide the layers of a stage. Raises JobError where a cut lies between two that only work together."""
+    def _prepared(
+        self,
+        boxes: dict[str, Box],
+        split: Split,
+        compiled: Sequence[str] | None,
+        model: nn.Module,
+        users: Mapping[str, frozenset[int]],
+    ) -> None:
+        """Divide the layers of a stage, or compile its blocks between these cuts.
+
+        Raises:
+            JobError: a cut lies between two layers that only work together.
+        """
+        if compiled is not None:
+            compile_blocks(model, device=self._device, cuts=compiled)
         for group in split.groups:
             used = {name: users.get(f"{name}.weight", frozenset()) for name in group}
             if len(frozenset().union(*used.values())) > 1:
@@ -197,7 +205,7 @@ class Pipeline(Divided):
                     ],
                     where=self._where,
                 )
-        return self._divide(model, split)
+        boxes |= self._divide(model, split)
 
     def _warmed(self, feed: Feed) -> Runner:
         """A runner that has run once on all ranks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.replica import batch_norms
 from trainwright.strategies.torch.splitting import Splitter
-from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
 from trainwright.strategies.torch.values import Values
 
@@ -70,13 +68,13 @@ def profile_model(
         _log.info("operations are estimated from parameters: tracing raised %s", trace)
         return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
-    costs = _costs(built, held, trace, rows)
+    costs, indivisible = _costs(built, held, trace, rows), ""
     if trace.division.blocks(trace.heads):
-        costs = _proved(costs, built, tensors, (inputs, keywords), step)
+        costs, indivisible = _proved(costs, built, tensors, (inputs, keywords), step)
     layers = folded(costs)
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
-    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
+    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible)
 
 
 def _built(build: Callable[[], Any]) -> nn.Module:
@@ -117,43 +115,52 @@ def _tokens(tensors: batches.Tensors) -> int:
 
 def traced(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> Trace:
     """One forward pass of a model on the meta device; `call` is (inputs, keywords). Raises whatever that raises."""
-    inputs, keywords = call
     on = {name: value.to("meta") for name, value in tensors.items()}
     rows = max((len(value) for value in tensors.values()), default=1)
     held = {storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
     parameters = {storage(each) for each in model.parameters()}
     tracer = Tracer(held, parameters, Values([(on[name], value) for name, value in tensors.items()]), rows)
     with tracer.watching(model):
-        if keywords:
-            model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
-        elif inputs or step is None:
-            model(*[on[name] for name in inputs])
-        else:
-            step(model, on)
+        called(model, on, call, step)
     return tracer.found()
+
+
+def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any:
+    """What a model, or a step of the job's own, makes of columns that are where it is."""
+    inputs, keywords = call
+    if keywords:
+        return model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
+    if inputs or step is None:
+        return model(*[on[name] for name in inputs])
+    return step(model, on)
+
+
+def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[[nn.Module], Any]:
+    """Calls a model on the meta device with one row of columns."""
+    first = {name: value[:1].to("meta") for name, value in columns.items()}
+
+    def run(bones: nn.Module) -> Any:
+        with torch.device("meta"):
+            return called(bones, dict(first), call, step)
+
+    return run
 
 
 def _proved(
     layers: Sequence[LayerCost], model: nn.Module, tensors: batches.Tensors, call: Names, step: Any
-) -> list[LayerCost]:
-    """The same, where tensor parallelism divides only what the engine does, as the model is written."""
-    first = {name: value[:1] for name, value in tensors.items()}
-    splitter, split = Splitter(model, lambda bones: traced(bones, first, call, step), None, "profile"), Split()
-    with suppress(JobError):
-        split = splitter.found(lambda bones: traced(bones, first, call, step))
-    whole = splitter.failed | {name.rpartition(".")[0] for name in splitter.failed}
-    if not split.roles:
-        whole |= {layer.name for layer in layers}
+) -> tuple[list[LayerCost], str]:
+    """The same with what leads from one layer to another; and why tensor parallelism cannot divide them as written."""
+    splitter = Splitter(model, plainly(tensors, call, step), None, "profile")
+    try:
+        split = splitter.found(lambda bones: traced(bones, tensors, call, step))
+    except JobError as error:
+        return [*layers], error.problems[0]
     places = {layer.name: number for number, layer in enumerate(layers)}
     leading: set[int] = set()
     for group in split.groups:
         found = sorted(places[name] for name in group if name in places)
         leading |= {*range(found[0], found[-1])}
-    none: dict[str, Any] = {"splits": False, "shared_kept": 0.0, "shared_traffic": 0.0, "reductions": 0}
-    return [
-        replace(layer, leads=number in leading, **(none if layer.name in whole else {}))
-        for number, layer in enumerate(layers)
-    ]
+    return [replace(layer, leads=number in leading) for number, layer in enumerate(layers)], ""
 
 
 def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[LayerCost]:

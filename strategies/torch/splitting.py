@@ -36,9 +36,6 @@ class Splitter:
         run: calls a model without data, as for a sample of one row.
         degree: ranks that divide it; None for as few as share the heads of its attention.
         where: the rank, for errors.
-
-    Attributes:
-        failed: modules of what might be divided and did not come out.
     """
 
     def __init__(self, model: nn.Module, run: Run, degree: int | None, where: str) -> None:
@@ -47,7 +44,6 @@ class Splitter:
         self._any = degree is None
         self._names = {module: name for name, module in self._bones.named_modules()}
         self._reasons: list[str] = []
-        self.failed: set[str] = set()
 
     def planned(self, plan: Mapping[str, str]) -> Split:
         """As the job says, by module name or pattern. Raises JobError where that is not possible."""
@@ -117,7 +113,6 @@ class Splitter:
             block |= {named[key]: "row" for key in rows & named.keys()}
             problems = [f"module {name!r}: {why}" for name, role in block.items() if (why := self._unfit(name, role))]
             if problems or len(block) < len(columns | rows):
-                self.failed |= block.keys()
                 self._reasons += problems or ["a product with a parameter that is no linear layer's"]
                 continue
             kind = tuple(sorted({type(self._parent(name)).__qualname__ for name in block}))
@@ -218,7 +213,6 @@ class Splitter:
         return None
 
     def _fails(self, roles: Mapping[str, str], why: str) -> None:
-        self.failed |= roles.keys()
         self._reasons.append(f"the block of module {next(iter(roles))!r} does not come out: {why}")
 
     def _shares(self, module: nn.Module, chosen: Sequence[str]) -> dict[str, int]:

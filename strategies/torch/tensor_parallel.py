@@ -12,7 +12,6 @@ from torch.distributed import Work
 from trainwright.core.data import Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch.compiling import compile_blocks
 from trainwright.strategies.torch.divided import Divided
 from trainwright.strategies.torch.mesh import Place, sum_over
 from trainwright.strategies.torch.noise import Probe
@@ -83,8 +82,6 @@ class TensorParallel(Divided):
     def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
         boxes = self._divide(model, self._split(spec, plan, model))
         model.to(self._device)
-        if spec.compile == "inductor":
-            compile_blocks(model, self._device)
         return boxes
 
     def _warmed(self, feed: Feed) -> Runner:

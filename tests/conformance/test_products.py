@@ -78,7 +78,6 @@ class Language(nn.Module):
         self.blocks = nn.ModuleList(Block(groups, fused) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
         self.head.weight = self.table.weight
-        self.last = nn.Linear(TOKENS, problems.CLASSES)
         self.spare = nn.Linear(2, 2)
         self.blocks[0].down.bias.requires_grad_(False)
         self.double()
@@ -90,8 +89,8 @@ class Language(nn.Module):
         hidden = self.table((inputs.abs() * 3).long() % TOKENS) + self.places
         for block in self.blocks:
             hidden = block(hidden)
-        outputs: Tensor = self.last(self.head(self.norm(hidden)).mean(1))
-        return outputs
+        outputs: Tensor = self.head(self.norm(hidden))
+        return outputs[:, -1, : problems.CLASSES]
 
 
 # the mesh, the schedule, what is sharded, and the most of the model's numbers that a rank may hold

@@ -71,7 +71,6 @@ def test_ranks_that_form_again_go_on_with_what_they_hold(pool: Pool, name: str) 
         tags = world.form()
         assert {tag.step for tag in tags} == {PART} and all(tag.sound for tag in tags)
         assert frozenset().union(*(tag.pieces for tag in tags)) == tags[0].whole
-        world.warm(feeds[PART])
         world.train(feeds[PART:])
         assert_same(unbroken, state_of(case, world))
 

@@ -1,0 +1,96 @@
+"""What fields of a job contradict each other, in words that say what to do."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING
+
+from trainwright.core.collation import MASK
+from trainwright.core.errors import nearest
+
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
+
+LOOP = 3  # failures alike in a row, after which the batch is passed by
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def inconsistencies(job: Job) -> list[str]:
+    """All of them."""
+    problems = []
+    if not _NAME.fullmatch(job.name):
+        problems.append(f"name={job.name!r}: use up to 100 letters, digits, '.', '-' and '_'")
+    if job.run == "step":
+        problems += _loop_problems(job)
+    else:
+        problems += _fit_problems(job)
+    if (job.loss is not None or job.run == "fit") and not job.inputs:
+        problems.append("inputs= is missing: name the columns given to the model")
+    if job.metrics and not job.inputs:
+        problems.append("metrics= need inputs= and targets=")
+    if not hasattr(job.train, "map_batches"):
+        problems.append("train= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+    if job.evaluate is not None and not hasattr(job.evaluate, "map_batches"):
+        problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+    if job.on_crash_loop == "skip" and job.failures < LOOP:
+        problems.append(f'on_crash_loop="skip" tells a loop by {LOOP} failures alike: set failures={LOOP} or more')
+    problems += _padding_problems(job) + _bounds_problems(job)
+    return problems
+
+
+def _bounds_problems(job: Job) -> list[str]:
+    """Where min_workers, workers and max_workers contradict each other."""
+    named = [(name, getattr(job, name)) for name in ("min_workers", "workers", "max_workers")]
+    given = [(name, value) for name, value in named if value is not None]
+    return [
+        f"{low}={least} is more than {high}={most}"
+        for (low, least), (high, most) in itertools.pairwise(given)
+        if least > most
+    ]
+
+
+def _loop_problems(job: Job) -> list[str]:
+    """What a job lacks whose steps are ours."""
+    problems = []
+    if (job.loss is None) == (job.step is None):
+        problems.append("give either loss= with inputs= and targets=, or step=")
+    if job.optimizer is None:
+        problems.append("optimizer= is missing")
+    if job.callbacks is not None:
+        problems.append('callbacks= are for run="fit": set it, or leave them out')
+    return problems
+
+
+def _fit_problems(job: Job) -> list[str]:
+    """What Keras' fit cannot do, and whose way to do it is another."""
+    instead = {
+        "step": "override train_step() of the model",
+        "clip_norm": "set global_clipnorm of the optimizer",
+        "accumulation": "set gradient_accumulation_steps of the optimizer",
+        "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
+        "on_error": 'run="fit" counts every row of a batch: leave it out',
+        "on_nonfinite": 'run="fit" applies an update before its loss is known: leave run or it out',
+        "on_crash_loop": 'run="fit" cannot pass a batch by: leave run or it out',
+        "on_spike": 'run="fit" cannot pass a batch by: leave run or it out',
+    }
+    defaults = {name: type(job).model_fields[name].default for name in instead}
+    return [
+        f'{name}= has no place in run="fit": {remedy}'
+        for name, remedy in instead.items()
+        if getattr(job, name) != defaults[name]
+    ]
+
+
+def _padding_problems(job: Job) -> list[str]:
+    """What is wrong with inputs, pad and collate together."""
+    problems = [f"inputs={name!r} is no name of an argument" for name in job.keywords if not name.isidentifier()]
+    if job.pad and job.collate:
+        problems.append("collate= takes the place of pad=: give one of them")
+    used = set(job.collation.sources((*job.arguments, *job.wanted_targets)))
+    for name in job.pad if job.step is None and used else ():
+        if name not in used:
+            problems.append(f"pad={name!r} is neither an input nor a target: {nearest(name, used)}")
+        elif name + MASK in job.pad:
+            problems.append(f"pad={name + MASK!r} is the name of the mask of {name!r}: rename the column")
+    return problems
