@@ -5,25 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from figures import Figure, compare
-from problem import BATCH_SIZE, ROWS, THREADS, WORKERS, job
+from party import Seat, decided, machine, order_of, together
+from problem import BATCH_SIZE, ROWS, WORKERS, job
 
-from trainwright.core.cluster import Cluster, Node
-from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.driver.messages import Heal
-from trainwright.prepare import plan_for, prepare
-from trainwright.travel import pack
 from trainwright.worker import Worker, WorkOrder
 
-BLOCK, MEET_S = 50, 60.0
-GENERATION = Generation(token=1, number=1)
+BLOCK = 50
 Loop = Callable[[int], list[float]]  # (steps) -> seconds of each
 
 
@@ -44,7 +37,8 @@ def duel(
         pairs: of blocks.
         fields: of the job.
     """
-    ours, plain = _in_processes(_order(folder, (pairs + 1) * BLOCK, fields), by_hand, pairs)
+    order = order_for(folder, (pairs + 1) * BLOCK, fields)
+    ours, plain = together(order, partial(blocks, by_hand=by_hand, pairs=pairs))[0]
     return [
         compare(
             name, f"median step, against {against}", "ms",
@@ -59,68 +53,23 @@ def duel(
     ]  # fmt: skip
 
 
-def _order(folder: Path, steps: int, fields: dict[str, Any]) -> WorkOrder:
+def order_for(folder: Path, steps: int, fields: dict[str, Any]) -> WorkOrder:
     """What the driver would give its workers for a job of at least so many steps."""
     wanted = job(folder, epochs=-(-steps * BATCH_SIZE // ROWS), **fields)
-    prepared = prepare(wanted)
-    machine = Cluster(nodes=(Node(name="machine", cpus=WORKERS, memory_bytes=2**30),))
-    plan = plan_for(prepared, machine).chosen
-    return WorkOrder(job=pack(wanted), plan=plan, storage=wanted.storage, run=wanted.name, train=prepared.train)
+    return order_of(wanted, decided(wanted, machine(WORKERS, memory_bytes=2**30)))
 
 
-def _in_processes(
-    order: WorkOrder, by_hand: Callable[[Worker, int], Loop], pairs: int
-) -> tuple[list[Block], list[Block]]:
-    """Both ranks in processes of their own; returns rank 0's blocks of ours and of the plain loop."""
-    context = get_context("spawn")
-    answers, answering = context.Pipe(duplex=False)
-    near, far = context.Pipe()
-    barrier = context.Barrier(WORKERS)
-    ranks = [
-        context.Process(target=_rank, args=(order, by_hand, pairs, rank, barrier, pipe, answering), daemon=True)
-        for rank, pipe in enumerate((near, far))
-    ]
-    for rank in ranks:
-        rank.start()
-    answering.close()
-    try:
-        ours, plain = answers.recv()  # EOFError when rank 0 has failed; its traceback is on stderr
-    finally:
-        for rank in ranks:
-            rank.join(10)
-            rank.kill()
-    return ours, plain
-
-
-def _rank(
-    order: WorkOrder,
-    by_hand: Callable[[Worker, int], Loop],
-    pairs: int,
-    rank: int,
-    barrier: Barrier,
-    other: Connection,
-    answers: Connection,
-) -> None:
-    """Form the group, then blocks of ours and of the plain loop in turn."""
-    worker = Worker(order)
-    own = worker.reserve(GENERATION)
-    other.send(own)
-    theirs: Address = other.recv()
-    peers = tuple(Peer(rank=n, address=at) for n, at in enumerate((own, theirs) if rank == 0 else (theirs, own)))
-    worker.form(Group(generation=GENERATION, rank=rank, peers=peers, threads=THREADS))
-    worker.heal(Heal(step=0, source="initial"))
-    loops = (OurLoop(worker).run, by_hand(worker, rank))
+def blocks(seat: Seat, by_hand: Callable[[Worker, int], Loop], pairs: int) -> tuple[list[Block], list[Block]]:
+    """Blocks of ours and of the plain loop in turn."""
+    loops = (OurLoop(seat.worker).run, by_hand(seat.worker, seat.rank))
     for loop in loops:
         loop(BLOCK)
-    blocks: tuple[list[Block], list[Block]] = ([], [])
+    found: tuple[list[Block], list[Block]] = ([], [])
     for pair in range(pairs):
         for which in (0, 1) if pair % 2 == 0 else (1, 0):
-            barrier.wait(MEET_S)
-            blocks[which].append(_block(loops[which]))
-    barrier.wait(MEET_S)
-    worker.close()
-    if rank == 0:
-        answers.send(blocks)
+            seat.meet()
+            found[which].append(_block(loops[which]))
+    return found
 
 
 def _block(run: Loop) -> Block:

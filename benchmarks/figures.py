@@ -99,6 +99,17 @@ def compare(
     )
 
 
+def versus(
+    benchmark: str, what: str, unit: str, measured: float, predicted: float, *, target: float | None = None
+) -> Figure:
+    """One value that was measured beside what was predicted of it; the ratio is the larger's over the smaller's."""
+    apart = max(measured, predicted) / min(measured, predicted)
+    ratio = Ratio(median=apart, low=apart, high=apart)
+    return Figure(
+        benchmark=benchmark, what=what, unit=unit, ours=measured, peer=predicted, pairs=1, ratio=ratio, target=target
+    )
+
+
 def write_figures(path: Path, figures: Sequence[Figure]) -> None:
     """Hand figures from the process that measured to the one that reports."""
     path.write_text(json.dumps([asdict(figure) for figure in figures]), encoding="utf-8")

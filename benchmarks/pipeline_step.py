@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from duel import BLOCK, Loop, duel
-from figures import Figure
-from peers.plain_pipeline import PlainPipeline
+from duel import BLOCK, Loop, blocks, duel, order_for
+from figures import Figure, compare
+from party import together
+from peers.plain_pipeline import PlainPipeline, StageAlone
 from problem import BATCH_SIZE, THREADS, build_deep
 
 from trainwright.worker import Worker
@@ -26,10 +28,25 @@ NOTE = (
 def measure(folder: Path, *, quick: bool) -> list[Figure]:
     """The figures of this benchmark."""
     plan = f"pp=2,schedule=1f1b,accumulation={MICRO_BATCHES}"
-    against = "torch's PipelineStage and Schedule1F1B"
-    return duel("pipeline_step", folder, _by_hand, against, pairs=4 if quick else 30, plan=plan, model=build_deep)
+    against, pairs = "torch's PipelineStage and Schedule1F1B", 4 if quick else 30
+    figures = duel("pipeline_step", folder, _by_hand, against, pairs=pairs, plan=plan, model=build_deep)
+    return [*figures, _bound(folder / "bound", 3 if quick else 20, plan)]
+
+
+def _bound(folder: Path, pairs: int, plan: str) -> Figure:
+    """The step beside that of stages which never wait but for the pipeline to fill."""
+    order = order_for(folder, (pairs + 1) * BLOCK, {"plan": plan, "model": build_deep})
+    ranks = together(order, partial(blocks, by_hand=_alone, pairs=pairs))
+    ours = [1e3 * block.median_s for block in ranks[0][0]]
+    bound = [1e3 * max(both.median_s for both in pair) for pair in zip(*(alone for _, alone in ranks), strict=True)]
+    return compare("pipeline_step", "median step, against the bound of the slowest stage", "ms", ours, bound)
 
 
 def _by_hand(worker: Worker, rank: int) -> Loop:
     (cut,) = worker._order.plan.cuts
     return PlainPipeline(rank, cut, MICRO_BATCHES).run
+
+
+def _alone(worker: Worker, rank: int) -> Loop:
+    (cut,) = worker._order.plan.cuts
+    return StageAlone(rank, cut, MICRO_BATCHES).run

@@ -17,6 +17,7 @@ from trainwright.strategies.timing import layer_seconds, send_seconds
 from trainwright.strategies.work import NUMBER_BYTES, Indices, Machine, gathered, leaves_node, work_of
 
 Sizes = tuple[int, ...]
+FORBIDDEN_S = 1e6  # over a cut that must not be
 
 
 def cuts(
@@ -64,6 +65,15 @@ def cuts(
 def entries(profile: ModelProfile, sizes: Sizes) -> tuple[str, ...]:
     """Names of the layers with which a pipeline's sections after the first begin, given the sizes of all."""
     return tuple(profile.layers[first].name for first in accumulate(sizes[:-1]))
+
+
+def severed(profile: ModelProfile, plan: Plan) -> str:
+    """The layer behind a cut of which tensor parallelism divides what it is given; empty where there is none."""
+    names = [layer.name for layer in profile.layers]
+    cut = [names.index(name) for name in plan.cuts]
+    if plan.mesh.tensor == 1:
+        return ""
+    return next((names[place] for place in cut if profile.layers[place - 1].leads), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +137,10 @@ def _times(profile: ModelProfile, machine: Machine, step: _Step) -> tuple[Vector
     alone = replace(Plan.parse(f"tp={step.tensor}"), micro_batch=step.rows, recompute=step.recompute)
     work = replace(work_of(profile, machine, alone, batch_size=step.rows, precision=step.precision), remote=step.remote)
     layers = gathered(profile)
+    # Dear enough to be avoided wherever there is another cut; where there is none, the plan is refused.
+    forbidden = np.array([step.tensor > 1 and layer.leads for layer in profile.layers]) * FORBIDDEN_S
     sent = step.rows * NUMBER_BYTES.get(step.precision, 4) * layers.over_cuts() / step.tensor
-    return layer_seconds(work)[layers.order], send_seconds(work, sent)[layers.order]
+    return layer_seconds(work)[layers.order], (send_seconds(work, sent)[layers.order] + forbidden)
 
 
 def _within(

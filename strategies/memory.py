@@ -15,9 +15,11 @@ from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import Vector
 from trainwright.strategies.staging import by_stage
-from trainwright.strategies.work import NUMBER_BYTES, even, gathered
+from trainwright.strategies.work import NUMBER_BYTES, Indices, even, gathered
 
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
+_UPDATE_NUMBERS = 2  # that an optimizer works with, for each parameter of the layer that it is at
+_GATHERED_COPIES = {2: 2, 3: 4}  # by ZeRO, of a layer that is worked on: gradient, parameters, what each is sent from
 
 
 def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: str) -> float:
@@ -43,17 +45,21 @@ def stage_memory(
         apart: whether devices have memory of their own; the state of a CPU stays where it is when it is offloaded.
     """
     plan = plan if apart else replace(plan, offload=False)
-    counts = gathered(profile).counts(plan.stages or even(profile, plan.sections))
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
+    if plan.mesh.pipeline == 1:
+        return (int(layers.of_whole(gathered(profile).order, gradients_stay=_gradients_stay(plan, batch_size))),)
+    counts = gathered(profile).counts(plan.stages or even(profile, plan.sections))
     return tuple(int(each) for each in layers.of_stages(counts, plan.schedule, plan.mesh.pipeline))
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """Bytes of each distinct layer on one device.
+    """Bytes of each distinct layer on one device; an optimizer's update comes when the activations are gone.
 
     Attributes:
         states: of the model.
+        gradients: of these.
+        update: that the optimizer works with.
         kept: of one micro-batch.
         working: what the layer works with, of which a stage needs the most of its layers.
         flight: micro-batches that each section keeps at once; where a stage is one, none keeps more than the one
@@ -61,6 +67,8 @@ class LayerMemory:
     """
 
     states: Vector
+    gradients: Vector
+    update: Vector
     kept: Vector
     working: Vector
     flight: Vector
@@ -72,6 +80,20 @@ class LayerMemory:
         found: Vector = held + np.where(standing > 0, self.working, 0.0).max(axis=1)
         return found
 
+    def of_whole(self, order: Indices, *, gradients_stay: bool) -> float:
+        """Of a model in one stage, whose layers stand in this order; gradients stay from step to step, or come one by
+        one in backward, while the activations behind them go."""
+        gradients, kept = self.gradients[order], np.cumsum(self.kept[order])
+        here = gradients.sum() if gradients_stay else np.cumsum(gradients[::-1])[::-1]
+        backward = (kept + here + self.working[order]).max()
+        return float((self.states - self.gradients)[order].sum() + max(backward, gradients.sum() + self.update.max()))
+
+
+def _gradients_stay(plan: Plan, batch_size: int) -> bool:
+    """Whether new ones are added to those of micro-batches before, or written into the buckets of a reduction."""
+    micro_batches, _ = plan.micro_batches(batch_size)
+    return micro_batches > 1 or (plan.mesh.data > 1 and not plan.zero)
+
 
 def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> LayerMemory:
     """What the layers ask of a stage that holds them."""
@@ -82,15 +104,27 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     served = _STATES[width][2] if plan.servers else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
     each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision) - served
-    visiting = 0.0
+    held = layers.held(mesh.pipeline) / layers.over(mesh.tensor)
+    part = 1 / degree if plan.zero >= 2 else 1.0
+    if plan.zero == 2:
+        each += width / degree  # FSDP2 holds its part beside the whole that it has gathered
+    gradients = _STATES[width][1] * part * held
+    visiting = width * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
+    visiting += gradients * _gradients_stay(plan, batch_size)
+    update = _UPDATE_NUMBERS * 4.0 * part * held
     if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
         parameter, gradient, _ = _STATES[width]
         each = 0.0 if plan.zero == 3 else parameter
-        visiting = gradient + (2 * parameter if plan.zero == 3 else 0.0)
-    held = layers.held(mesh.pipeline) / layers.over(mesh.tensor)
-    flight = in_flight(plan, micro_batches)
-    working = rows * width * working + visiting * held
-    return LayerMemory(states=each * held, kept=rows * width * kept, working=working, flight=flight)
+        visiting = held * (gradient + (2 * parameter if plan.zero == 3 else 0.0))
+        gradients, update = np.zeros_like(held), np.zeros_like(held)  # in the host's memory
+    return LayerMemory(
+        states=each * held,
+        gradients=gradients,
+        update=update,
+        kept=rows * width * kept,
+        working=rows * width * working + visiting,
+        flight=in_flight(plan, micro_batches),
+    )
 
 
 def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from trainwright.core.plan import Infeasible, Mesh, Plan
 from trainwright.strategies.question import Question, divisors, engine_for
@@ -14,7 +15,10 @@ SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2), ("
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:
-    """Numbers of stages that divide the ranks, with each tensor degree, plain or with ZeRO-1, in each schedule."""
+    """Numbers of stages that divide the ranks, with each tensor degree, plain or with ZeRO, in each schedule.
+
+    No engine divides the optimizer's state alone (ZeRO-1).
+    """
     meshes = list(stages_of(question))
     refusal = whole("pipeline", question)
     if refusal or not meshes:
@@ -60,6 +64,9 @@ def whole(strategy: str, question: Question) -> Infeasible | None:
     elif question.profile.untraced:
         reason = "the model's forward cannot be followed, so that there is no saying where it may be cut"
         hint = f"it raised {question.profile.untraced}"
+    elif question.pins.mesh and question.pins.mesh.pipeline > len(question.profile.layers):
+        reason = f"{question.pins.mesh.pipeline} stages for {len(question.profile.layers)} layers"
+        hint = f"use pp={len(question.profile.layers)} or fewer"
     return Infeasible(strategy=strategy, reason=reason, hint=hint) if reason else None
 
 
@@ -71,8 +78,13 @@ def indivisible(strategy: str, question: Question) -> Infeasible:
 
 
 def _plans(question: Question, mesh: Mesh, schedule: str, chunks: int) -> Iterator[Plan]:
-    engine = engine_for(ENGINES, question) if mesh.tensor == 1 else ""
+    engine = engine_for(ENGINES, question)
     yield question.plan("pipeline", engine, mesh, schedule=schedule, chunks=chunks)
     if mesh.data > 1:
         divided = Mesh(pipeline=mesh.pipeline, shard=mesh.data, tensor=mesh.tensor)
-        yield question.plan("pipeline", "", divided, zero=1, schedule=schedule, chunks=chunks)
+        for zero in (1, 2):
+            named = engine if zero == 2 else ""
+            yield question.plan("pipeline", named, divided, zero=zero, schedule=schedule, chunks=chunks)
+    pinned = question.pins.mesh
+    if pinned and pinned.shard > 1 and pinned.data > 1 and replace(pinned, data=pinned.data_ranks, shard=1) == mesh:
+        yield question.plan("pipeline", engine, pinned, zero=2, schedule=schedule, chunks=chunks)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 
 from trainwright.core.cluster import Cluster
+from trainwright.core.errors import PlanError
 from trainwright.core.job import Job
 from trainwright.core.plan import Infeasible, Mesh, Placement, Plan
 from trainwright.core.plantext import Pins
@@ -53,8 +55,15 @@ class Question:
         """What a job asks. Raises PlanError where its `plan=` cannot be read."""
         pins = Pins.parse(job.plan or "")
         pinned = max(1, pins.mesh.size // (job.devices or 1)) if pins.mesh else None
+        if pins.mesh and job.workers and job.workers * (job.devices or 1) != pins.mesh.size:
+            has = f"workers={job.workers}" + (f" of {job.devices} devices" if job.devices else "")
+            raise PlanError(
+                f"the degrees of plan={pins.text!r} multiply to {pins.mesh.size}, and the job has {has}",
+                where="plan",
+                remedy=f"change a degree, or set workers={pinned} or leave it out",
+            )
         return cls(
-            profile=profile,
+            profile=divided(profile, job.tensor_plan),
             cluster=cluster,
             batch_size=job.batch_size,
             precision=job.precision,
@@ -171,6 +180,20 @@ class Question:
             return None
         why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
         return Infeasible(strategy=strategy, reason=why, hint="give the job two workers or more")
+
+
+def divided(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
+    """A model whose layers tensor parallelism divides as a job says, by name or pattern; without a plan as it is."""
+    if not plan:
+        return profile
+    roles = [
+        next((role for name, role in plan.items() if fnmatchcase(layer.name, name)), "") for layer in profile.layers
+    ]
+    layers = (
+        replace(layer, splits=bool(role), leads=role == "column", reductions=int(role in ("row", "vocabulary")))
+        for layer, role in zip(profile.layers, roles, strict=True)
+    )
+    return replace(profile, layers=tuple(layers))
 
 
 def room_of(cluster: Cluster) -> int:

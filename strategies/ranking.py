@@ -12,7 +12,8 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Estimate, Infeasible, Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import DEFAULT, Calibration
-from trainwright.strategies.cuts import cuts, entries
+from trainwright.strategies.combinations import combination
+from trainwright.strategies.cuts import cuts, entries, severed
 from trainwright.strategies.estimating import estimate, expected
 from trainwright.strategies.memory import host_bytes, stage_memory
 from trainwright.strategies.question import Question
@@ -105,7 +106,7 @@ def simplest(plans: Iterable[Plan]) -> Plan:
 
 
 def undivided(plans: Iterable[Plan]) -> list[Plan]:
-    """Without those that divide a model, by ZeRO or in stages, which as many ranks could hold whole.
+    """Without those that divide a model, by ZeRO, in stages or by layers, which as many ranks could hold whole.
 
     Dividing it costs more than the estimate knows: FSDP2's steps on CPUs take 1.3 to 7 times DDP's.
     """
@@ -116,7 +117,7 @@ def undivided(plans: Iterable[Plan]) -> list[Plan]:
 
 def divides(plan: Plan) -> bool:
     """Whether no rank holds all of the model."""
-    return bool(plan.zero) or plan.mesh.pipeline > 1
+    return bool(plan.zero) or plan.mesh.pipeline > 1 or plan.mesh.tensor > 1
 
 
 def estimate_of(plan: Plan) -> Estimate:
@@ -180,14 +181,18 @@ class _Sized:
     def sized(self, plan: Plan) -> Plan | Infeasible:
         """The plan with its estimate, or why it cannot be."""
         profile, machine = self.question.profile, self.machine(plan)
-        reason = refusal(profile, machine, plan, self.question.batch_size)
-        if reason is not None:
+        reason = refusal(profile, machine, plan, self.question.batch_size) or (plan.engine and combination(plan))
+        if reason:
             return Infeasible(strategy=plan.strategy, reason=reason[0], hint=reason[1], plan=plan)
         room = USABLE * machine.device.memory_bytes or math.inf
         if plan.mesh.pipeline > 1:
             plan = replace(plan, stages=cuts(profile, machine, plan, room_bytes=room, **self._numbers))
             if plan.engine:
                 plan = replace(plan, cuts=entries(profile, plan.stages))
+                layer = severed(profile, plan)
+                if layer:
+                    why = f"the stages cut the block of {layer!r}, which tp={plan.mesh.tensor} divides"
+                    return Infeasible(strategy=plan.strategy, reason=why, hint="use fewer stages, or tp=1", plan=plan)
         memory = stage_memory(profile, plan, apart=machine.device.apart, **self._numbers)
         if max(memory) > room:
             return _too_large(plan, memory, room)

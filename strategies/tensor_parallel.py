@@ -8,14 +8,19 @@ from trainwright.core.plan import Infeasible, Mesh, Plan
 from trainwright.strategies.question import Question, divisors, engine_for
 
 FRAMEWORKS = ("torch",)
-ENGINES: Mapping[str, str] = {}
+ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.tensor_parallel:TensorParallel"}
+SHARDED: Mapping[str, str] = {"torch": "trainwright.strategies.torch.sharded:Sharded"}
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:
-    """Degrees that divide the heads and fit a node, alone, with replicas and with ZeRO-1 over these."""
-    ranks, engine = question.ranks, engine_for(ENGINES, question)
-    if question.pins.mesh and question.pins.mesh.tensor > question.per_node:
-        yield _across_nodes(question.pins.mesh.tensor, question.per_node)
+    """Degrees that divide the heads and fit a node, alone, with replicas and with ZeRO over these.
+
+    No engine divides the optimizer's state alone (ZeRO-1).
+    """
+    ranks, engine, sharded = question.ranks, engine_for(ENGINES, question), engine_for(SHARDED, question)
+    refusal = question.without_engine("tensor_parallel") or _elastic(question) or _across_nodes(question)
+    if refusal:
+        yield refusal
         return
     found = [degree for degree in degrees(question) if degree > 1 and not ranks % degree]
     if not found:
@@ -26,7 +31,16 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
             "tensor_parallel", engine, Mesh(data=data, tensor=tensor)
         )
         if data > 1 and not question.unequal("tensor_parallel", data):
-            yield question.plan("tensor_parallel", engine, Mesh(shard=data, tensor=tensor), zero=1)
+            for zero in (1, 2, 3):
+                named = sharded if zero > 1 else ""
+                yield question.plan("tensor_parallel", named, Mesh(shard=data, tensor=tensor), zero=zero)
+            pinned = question.pins.mesh
+            if (
+                pinned
+                and min(pinned.data, pinned.shard) > 1
+                and pinned == Mesh(data=pinned.data, shard=data // pinned.data, tensor=tensor)
+            ):
+                yield question.plan("tensor_parallel", sharded, pinned, zero=3)
 
 
 def degrees(question: Question) -> Iterator[int]:
@@ -36,6 +50,13 @@ def degrees(question: Question) -> Iterator[int]:
         yield 1
         return
     yield from (each for each in divisors(question.per_node) if not profile.heads % each)
+
+
+def _elastic(question: Question) -> Infeasible | None:
+    if not question.elastic:
+        return None
+    reason = "the model is divided over as many workers as there were in the beginning"
+    return Infeasible(strategy="tensor_parallel", reason=reason, hint="leave min_workers and max_workers out")
 
 
 def _indivisible(question: Question) -> Infeasible:
@@ -48,8 +69,11 @@ def _indivisible(question: Question) -> Infeasible:
     return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)
 
 
-def _across_nodes(tensor: int, per_node: int) -> Infeasible:
+def _across_nodes(question: Question) -> Infeasible | None:
     """Tensor ranks exchange something in every layer, for which the network between nodes is too slow."""
+    tensor, per_node = question.pins.mesh.tensor if question.pins.mesh else 1, question.per_node
+    if tensor <= per_node:
+        return None
     reason = f"tp={tensor} is more than the {per_node} devices of a node"
     hint = f"use tp={per_node} or less, and a pipeline or ZeRO over the nodes"
     return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)

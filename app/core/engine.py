@@ -38,6 +38,7 @@ class ModelSpec:
         clip_norm: largest global gradient norm; None does not clip.
         guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
         inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
+        tensor_plan: how tensor-parallel ranks divide modules, by name or pattern; empty finds it.
         outputs: names of the outputs that `predict_step` gives; empty gives all.
         sample: () -> a batch of one row, for a model that learns its shapes from data.
         epochs: that the steps are of.
@@ -62,6 +63,7 @@ class ModelSpec:
     guard: bool = False
     seed: int = 0
     inexact: tuple[str, ...] = ()
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     sample: Callable[[], Batch] | None = None
     epochs: int = 1

@@ -98,6 +98,9 @@ class Job(BaseModel):
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
         inexact: what may differ between one device and many, such as `("batch_norm",)`.
+        tensor_plan: how tensor-parallel ranks divide modules, by name or pattern such as `blocks.*.up`: `column`
+            (linear layers by their outputs), `row` (by the inputs that columns give them), `gathered` (by outputs,
+            which are then gathered) or `vocabulary` (tables). By default it is found.
         failures: failures in a row without a completed step in between after which the run ends.
         failures_an_hour: failures within any hour after which the run ends, even where each was recovered from; by
             default any number.
@@ -165,6 +168,7 @@ class Job(BaseModel):
     keep: Annotated[int, Field(ge=1)] = 3
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
     inexact: Names = ()
+    tensor_plan: Mapping[str, Literal["column", "row", "gathered", "vocabulary"]] = Field(default_factory=dict)
     failures: Annotated[int, Field(ge=0)] = 3
     failures_an_hour: Annotated[int, Field(ge=0)] | None = None
     place_deadline_s: Annotated[float, Field(gt=0)] = 300.0
@@ -289,6 +293,7 @@ class Job(BaseModel):
             guard=self.on_nonfinite == "skip",
             seed=self.seed,
             inexact=self.inexact,
+            tensor_plan=dict(self.tensor_plan),
             sample=sample,
             epochs=self.epochs,
             callbacks=self.callbacks,

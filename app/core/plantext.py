@@ -45,7 +45,8 @@ def _given(text: str) -> dict[str, Any]:
 def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
     """The degrees, which are taken out, and what is sharded."""
     numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
-    zero, fsdp = given.get("zero", 3 if "fsdp" in given else 0), given.pop("fsdp", None)
+    most = 2 if numbers["pp"] > 1 else 3  # a pipeline gathers a stage's parameters once a step
+    zero, fsdp = given.get("zero", most if "fsdp" in given else 0), given.pop("fsdp", None)
     data, shard = (numbers["dp"], fsdp) if fsdp else (1, numbers["dp"]) if zero else (numbers["dp"], 1)
     return Mesh(pipeline=numbers["pp"], data=data, shard=shard, tensor=numbers["tp"]), zero
 

@@ -29,6 +29,7 @@ class LayerCost:
         shared_kept: share of what is kept that every tensor rank holds whole.
         shared_traffic: share of the traffic that every tensor rank has whole.
         reductions: all-reduces of its output, forward, where tensor parallelism divides it.
+        leads: what it gives is divided then: no cut may follow on it.
         tied_parameters: parameters that are another layer's, and held again where that one is on another stage.
     """
 
@@ -47,6 +48,7 @@ class LayerCost:
     shared_kept: float = 0.0
     shared_traffic: float = 0.0
     reductions: int = 0
+    leads: bool = False
     tied_parameters: int = 0
 
 

@@ -22,10 +22,6 @@ from trainwright.strategies.torch.following import Follower, Forward, Key, Route
 from trainwright.strategies.torch.survey import Surveyor, bare, skeleton
 
 
-def as_it_is(model: nn.Module) -> None:
-    """What modules run is left alone."""
-
-
 class Cut:
     """A model of which this rank runs some sections.
 
@@ -36,7 +32,8 @@ class Cut:
         inputs: as the model is called with, of a few rows; their later dimensions are those of every call.
         forward: calls a model with its inputs.
         where: the rank, for errors.
-        prepare: changes what modules run, and not what the model is made of.
+        finish: does to what is left of the model what else is to be done; it is told the sections that use each
+            parameter.
 
     Attributes:
         sections: of the whole model.
@@ -54,7 +51,7 @@ class Cut:
         inputs: Sequence[Tensor],
         forward: Forward,
         where: str,
-        prepare: Callable[[nn.Module], None] = as_it_is,
+        finish: Callable[[nn.Module, Mapping[str, frozenset[int]]], None] = lambda model, users: None,
     ) -> None:
         self._model, self._forward, self._where = model, forward, where
         self._inputs = [bare(each) for each in inputs]
@@ -69,8 +66,8 @@ class Cut:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
         _strip(model, users, frozenset(own))
+        finish(model, users)
         self._counters = [(module, key) for name, module, key in _places(model) if name in counting]
-        prepare(model)
         self._watched = Watched(model, sorted(self._surveyor.names))
 
     def look(self) -> None:

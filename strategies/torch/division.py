@@ -61,7 +61,10 @@ class Division:
         self._parameters = parameters
         self._tags: dict[int, tuple[Tensor, Tags]] = {}  # kept alive, so that no other takes a storage's place
         self._widths: list[int] = []  # outputs of each linear layer that may be divided by them
+        self._columns: list[int] = []  # storage of its weight
         self._rows: list[Tags] = []
+        self._inputs: list[int] = []  # storage of the weight that is divided by its inputs for these
+        self._tables: dict[int, int] = {}  # elements of each table, by storage
         self._joint: list[Tags] = []
         self._failed: set[int] = set()
         self._last = _NONE
@@ -78,12 +81,13 @@ class Division:
         made = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
         tags = _NONE.union(*map(self.of, given))
         if packet in _LINEAR and self._held(args[-1]):
-            self._linear(args[-2], made[0], share)
+            self._linear(args[-2], made[0], args[-1].untyped_storage()._cdata, share)
         elif packet in _BATCHES:
             first = _BATCHES[packet]
             self.attended((args[first], args[first + 1]), made[0], share)
         elif packet is _aten.embedding and self._held(args[0]):
             share.table = max(share.table, args[0].numel())
+            self._tables[args[0].untyped_storage()._cdata] = args[0].numel()
         elif tags and self._keeps(func, given, made, scores):
             self._mark(made, tags)
         else:
@@ -114,14 +118,34 @@ class Division:
             good -= _NONE.union(*bad)
         return frozenset(good) if heads else _NONE
 
-    def _linear(self, given: Tensor, made: Tensor, share: Share) -> None:
+    def blocks(self, heads: int) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """What has to be divided together: storages of the weights divided by outputs, and of those by inputs."""
+        good = self.settled(heads)
+        blocks: list[tuple[Tags, frozenset[int]]] = []
+        rows = [(tags, frozenset([weight])) for tags, weight in zip(self._rows, self._inputs, strict=True)]
+        for tags, inputs in (row for row in rows if row[0] <= good):
+            for other in [each for each in blocks if each[0] & tags]:
+                blocks.remove(other)
+                tags, inputs = tags | other[0], inputs | other[1]
+            blocks.append((tags, inputs))
+        return [(frozenset(self._columns[one] for one in tags), inputs) for tags, inputs in blocks]
+
+    def ends_of_model(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Storages of the weights whose outputs are the model's, and of its largest table."""
+        last = frozenset(self._columns[one] for one in self._last - _NONE.union(*self._rows))
+        largest = max(self._tables, key=self._tables.__getitem__, default=None)
+        return last, frozenset() if largest is None else frozenset([largest])
+
+    def _linear(self, given: Tensor, made: Tensor, weight: int, share: Share) -> None:
         tags = self.of(given)
         if tags:
             self._rows.append(tags)
+            self._inputs.append(weight)
             share.reductions.append(tags)
         else:
             tags = frozenset([len(self._widths)])
             self._widths.append(made.shape[-1])
+            self._columns.append(weight)
             self._mark([made], tags)
         share.products.append(tags)
 

@@ -44,7 +44,10 @@ def of_inputs(
 ) -> Groups:
     """The first half: adds to the gradients of what was given."""
     copies = [each.clone() for each in roots]  # torch detaches them in place, and what is kept for backward with them
-    _, groups = stage_backward_input(copies, list(slopes), list(given), iter(parameters))
+    try:
+        _, groups = stage_backward_input(copies, list(slopes), list(given), iter(parameters))
+    except RuntimeError as error:
+        raise (error.__cause__ or error) from None  # torch hides what the user's own code raised behind one of its own
     return groups
 
 

@@ -1,4 +1,4 @@
-"""Who a pipeline's rank exchanges tensors with: the stages before and after it, and the replicas of its own."""
+"""Who a pipeline's rank exchanges tensors with: the stages before and after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class Links:
         columns: the ranks of each pipeline, by stage.
         place: of this one among them.
         stage: of this rank.
-        replicas: those that hold the same stage; None for this rank alone.
         ways: over NCCL a group for activations, and one for gradients, from each stage to each neighbour: in one group
             messages would wait for each other.
         device: where tensors are received.
@@ -37,7 +36,6 @@ class Links:
     columns: tuple[tuple[int, ...], ...]
     place: int
     stage: int
-    replicas: ProcessGroup | None
     ways: Mapping[tuple[Way, int, int], ProcessGroup]
     device: torch.device
     deadline: timedelta
@@ -48,7 +46,6 @@ class Links:
         deadline, mesh = timedelta(seconds=deadline_s), plan.mesh
         width = mesh.size // mesh.pipeline
         rows = [list(range(stage * width, (stage + 1) * width)) for stage in range(mesh.pipeline)]
-        groups = [distributed.new_group(row, timeout=deadline) for row in rows] if width > 1 else []
         stage, place = divmod(rank, width)
         columns = tuple(zip(*rows, strict=True))
         ways = {}
@@ -61,7 +58,6 @@ class Links:
             columns=columns,
             stage=stage,
             place=place,
-            replicas=groups[stage] if groups else None,
             ways=ways,
             device=device,
             deadline=deadline,

@@ -159,8 +159,9 @@ class Pipe:
             self.objective.tell(pull)
             flight = _Flight(given=given, roots=[pull.values], slopes=[pull.slopes])
         else:
+            self._check(operation, share, made)
             self._send(made, operation)
-            flight = _Flight(given=given, roots=self._trained(operation, share, made))
+            flight = _Flight(given=given, roots=[each for each in made if each.requires_grad])
         self._flights[operation.micro_batch, operation.chunk] = flight
 
     def _backward(self, operation: Operation) -> None:
@@ -193,18 +194,23 @@ class Pipe:
         elif operation.kind != "inputs" and flight.roots:
             run_backward(tuple(flight.roots), tuple(flight.slopes))
 
-    def _trained(self, operation: Operation, share: Share, made: list[Tensor]) -> list[Tensor]:
-        """What of that which a section gives on gets a gradient."""
-        metas = self.cut.taken(self._section(operation) + 1, share.batch.rows)
+    def _check(self, operation: Operation, share: Share, made: Sequence[Tensor]) -> None:
+        """Raise JobError where a section gives on other values than when it was cut, which the next could not take."""
+        metas = self._given_on(operation, share)
+        for each, meta in zip(made, metas, strict=True):
+            if (each.shape, each.dtype, each.layout) != (meta.shape, meta.dtype, meta.layout):
+                raise self._changed(
+                    f"gives {tuple(each.shape)} of {each.dtype} to the next stage where it gave {tuple(meta.shape)} of "
+                    f"{meta.dtype} when it was cut: pad or cut values to a fixed shape, or cut the model elsewhere"
+                )
         if [each.requires_grad for each in made] != [meta.requires_grad for meta in metas]:
-            raise JobError(
-                [
-                    "the model's forward gives gradients to other values than when it was cut: use torch.no_grad() and "
-                    "detach() alike for every batch"
-                ],
-                where=self.objective.caller.where,
+            raise self._changed(
+                "gives gradients to other values than when it was cut: use torch.no_grad() and detach() alike for "
+                "every batch"
             )
-        return [each for each in made if each.requires_grad]
+
+    def _changed(self, how: str) -> JobError:
+        return JobError([f"the model's forward {how}"], where=self.objective.caller.where)
 
     def _run(self, operation: Operation, share: Share, given: list[Tensor]) -> Any:
         """The section's forward."""
@@ -249,10 +255,13 @@ class Pipe:
 
     def _sloped(self, operation: Operation, share: Share) -> list[Tensor]:
         """What comes back of that which a section gives on, without data."""
+        return [meta for meta in self._given_on(operation, share) if meta.requires_grad]
+
+    def _given_on(self, operation: Operation, share: Share) -> list[Tensor]:
+        """What a section gives on, without data."""
         section = self._section(operation) + 1
-        metas = self.cut.taken(section, share.batch.rows)
-        types = self._types.get(section)
-        return [meta for meta in (metas if types is None else _typed(metas, types)) if meta.requires_grad]
+        metas, types = self.cut.taken(section, share.batch.rows), self._types.get(section)
+        return metas if types is None else _typed(metas, types)
 
     def _send(self, tensors: Sequence[Tensor], operation: Operation) -> None:
         """Give what an operation made to the section that needs it; none does what the first makes of gradients."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from trainwright.strategies.torch import batches, dynamo
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.replica import batch_norms
+from trainwright.strategies.torch.splitting import Splitter
+from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
 from trainwright.strategies.torch.values import Values
 
@@ -26,6 +29,7 @@ _log = logging.getLogger(__name__)
 dynamo.postpone()
 REASON = 300  # letters of an error that is shown
 Sample = Mapping[str, npt.NDArray[Any]]
+Names = tuple[tuple[str, ...], tuple[str, ...]]  # inputs, and the model's arguments that they are given as
 Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, how many bytes
 
 
@@ -66,7 +70,10 @@ def profile_model(
         _log.info("operations are estimated from parameters: tracing raised %s", trace)
         return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
-    layers = _costs(built, held, trace, rows)
+    costs = _costs(built, held, trace, rows)
+    if trace.division.blocks(trace.heads):
+        costs = _proved(costs, built, tensors, (inputs, keywords), step)
+    layers = folded(costs)
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
@@ -86,15 +93,13 @@ def _built(build: Callable[[], Any]) -> nn.Module:
     return model
 
 
-def _first_traced(
-    model: nn.Module, tensors: batches.Tensors, call: tuple[tuple[str, ...], tuple[str, ...]], step: Any
-) -> Trace | str:
+def _first_traced(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> Trace | str:
     """A trace in the model's own types, or in bfloat16 where a kernel takes nothing else; or what stopped the first."""
     stopped = []
     for dtype in (None, torch.bfloat16):
         given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
         try:
-            return _traced(model.to(dtype), given, call, step)
+            return traced(model.to(dtype), given, call, step)
         except Exception as error:
             stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
     return stopped[0]
@@ -110,10 +115,8 @@ def _tokens(tensors: batches.Tensors) -> int:
     return max((value[0].numel() for value in named), default=1)
 
 
-def _traced(
-    model: nn.Module, tensors: batches.Tensors, call: tuple[tuple[str, ...], tuple[str, ...]], step: Any
-) -> Trace:
-    """One forward pass on the meta device; `call` is (inputs, keywords)."""
+def traced(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> Trace:
+    """One forward pass of a model on the meta device; `call` is (inputs, keywords). Raises whatever that raises."""
     inputs, keywords = call
     on = {name: value.to("meta") for name, value in tensors.items()}
     rows = max((len(value) for value in tensors.values()), default=1)
@@ -130,7 +133,30 @@ def _traced(
     return tracer.found()
 
 
-def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> tuple[LayerCost, ...]:
+def _proved(
+    layers: Sequence[LayerCost], model: nn.Module, tensors: batches.Tensors, call: Names, step: Any
+) -> list[LayerCost]:
+    """The same, where tensor parallelism divides only what the engine does, as the model is written."""
+    first = {name: value[:1] for name, value in tensors.items()}
+    splitter, split = Splitter(model, lambda bones: traced(bones, first, call, step), None, "profile"), Split()
+    with suppress(JobError):
+        split = splitter.found(lambda bones: traced(bones, first, call, step))
+    whole = splitter.failed | {name.rpartition(".")[0] for name in splitter.failed}
+    if not split.roles:
+        whole |= {layer.name for layer in layers}
+    places = {layer.name: number for number, layer in enumerate(layers)}
+    leading: set[int] = set()
+    for group in split.groups:
+        found = sorted(places[name] for name in group if name in places)
+        leading |= {*range(found[0], found[-1])}
+    none: dict[str, Any] = {"splits": False, "shared_kept": 0.0, "shared_traffic": 0.0, "reductions": 0}
+    return [
+        replace(layer, leads=number in leading, **(none if layer.name in whole else {}))
+        for number, layer in enumerate(layers)
+    ]
+
+
+def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[LayerCost]:
     """Of each module, in the order in which they ran; those that did not come last."""
     names = {module: name for name, module in model.named_modules()}
     modules = [*trace.calls, *(module for module in model.modules() if module not in trace.calls)]
@@ -156,7 +182,7 @@ def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> tuple[Laye
                 reductions=call.reductions,
             )
         )
-    return folded(costs)
+    return costs
 
 
 def _counted(model: nn.Module, held: Sizes, tokens: int) -> tuple[LayerCost, ...]:

@@ -135,6 +135,11 @@ class Replica:
             torch.cuda.manual_seed(seed)
 
     @property
+    def split(self) -> frozenset[str]:
+        """Full names of the parameters that it cut, of which FSDP2 may then divide what was left."""
+        return frozenset(self._cut)
+
+    @property
     def boxes(self) -> dict[str, Box]:
         """What this rank holds of each parameter and buffer that is divided, by full name."""
         found = {}

@@ -63,11 +63,13 @@ class Trace:
         calls: by module, in the order in which they first ran.
         heads: of attention that can be computed apart; 0 where there is none.
         tokens: of the longest sequence that attends; 1 where there is none.
+        division: what became of the outputs of linear layers.
     """
 
     calls: Mapping[nn.Module, Call]
     heads: int
     tokens: int
+    division: Division
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -128,7 +130,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for call in self._calls.values():
             _settle(call, divided, table)
         self._saved.clear()
-        return Trace(calls=self._calls, heads=self._scores.heads, tokens=self._scores.tokens)
+        found = self._scores
+        return Trace(calls=self._calls, heads=found.heads, tokens=found.tokens, division=self._division)
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """A fused kernel: two products, and scores that are never written."""

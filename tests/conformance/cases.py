@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tests.conformance import problems
@@ -59,6 +59,8 @@ class Case:
         copies: ranks that hold each part of a divided model; 0 where the model is not divided.
         zero: what is divided.
         schedule: of a pipeline of two stages; empty where there is none.
+        mesh: of a product.
+        tensor_plan: of the job.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Case:
     copies: int = 0
     zero: int = 0
     schedule: str = ""
+    mesh: Mesh | None = None
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
 
     def losing(self, workers: int) -> range:
         """Ranks that compute a loss."""
@@ -92,6 +96,9 @@ class Case:
     def plan(self, problem: Problem, workers: int) -> Plan:
         """The plan for so many workers."""
         plan = problems.plan_of(problem, self.engine, workers, self.devices, self.topology)
+        if self.mesh and workers > 1:
+            cuts = ("second",) if self.mesh.pipeline > 1 else ()
+            return replace(plan, mesh=self.mesh, schedule=self.schedule, cuts=cuts, zero=self.zero)
         if self.schedule and workers > 1:
             mesh = Mesh(pipeline=STAGES, data=workers // STAGES)
             return replace(plan, mesh=mesh, schedule=self.schedule, cuts=("second",))
@@ -102,7 +109,7 @@ class Case:
 
     def world(self, pool: Pool, problem: Problem, workers: int, *, fresh: bool = False) -> World:
         """Processes for it."""
-        plan, spec = self.plan(problem, workers), self.code.spec(problem)
+        plan, spec = self.plan(problem, workers), replace(self.code.spec(problem), tensor_plan=self.tensor_plan)
         return World(pool, self.framework, plan, spec, reusable=self.in_place, fresh=fresh)
 
     def feeds(self, problem: Problem, workers: int, steps: range) -> list[list[Feed]]:
@@ -204,6 +211,60 @@ CASES = (
         problems=("ragged", "empty_shares"),
         copies=1,
         schedule="zero_bubble",
+    ),
+    Case(
+        name="torch-tensor-parallel",
+        framework="torch",
+        engine="trainwright.strategies.torch.tensor_parallel:TensorParallel",
+        workers=(2,),
+        problems=("ragged", "weights", "empty_shares"),
+        copies=1,
+        mesh=Mesh(tensor=2),
+    ),
+    Case(
+        name="torch-dp-x-tp",
+        framework="torch",
+        engine="trainwright.strategies.torch.tensor_parallel:TensorParallel",
+        workers=(4,),
+        variant=True,
+        problems=("clip",),
+        copies=2,
+        mesh=Mesh(data=2, tensor=2),
+    ),
+    Case(
+        name="torch-fsdp-x-tp",
+        framework="torch",
+        engine="trainwright.strategies.torch.sharded:Sharded",
+        workers=(4,),
+        variant=True,
+        problems=("ragged",),
+        copies=1,
+        mesh=Mesh(shard=2, tensor=2),
+        zero=3,
+    ),
+    Case(
+        name="torch-fsdp-x-pp",
+        framework="torch",
+        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        workers=(4,),
+        variant=True,
+        problems=("empty_shares",),
+        copies=1,
+        mesh=Mesh(pipeline=2, shard=2),
+        schedule="1f1b",
+        zero=2,
+    ),
+    Case(
+        name="torch-pp-x-tp",
+        framework="torch",
+        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        workers=(4,),
+        variant=True,
+        problems=("weights",),
+        copies=1,
+        mesh=Mesh(pipeline=2, tensor=2),
+        schedule="gpipe",
+        tensor_plan={"first": "gathered", "second": "gathered"},  # a block of two would be cut apart
     ),
     Case(name="tf-one-device", engine=f"{TENSORFLOW}.one_device:OneDevice", workers=(1,), **KERAS),
     Case(name="tf-mirrored", engine=f"{TENSORFLOW}.mirrored:Mirrored", workers=(1,), devices=2, **KERAS),

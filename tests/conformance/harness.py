@@ -256,9 +256,13 @@ class World:
         """The files of each whole: every rank's own, or those of the ranks that hold the model together."""
         files = [rank.call("files") for rank in (self.ranks[:1] if self._serving else self.ranks)]
         mesh = self.plan.mesh
-        if mesh.pipeline > 1:
-            return [dict(ChainMap(*files[first :: mesh.data])) for first in range(mesh.data)]
-        return [dict(ChainMap(*files[first : first + mesh.shard])) for first in range(0, len(files), mesh.shard)]
+        if mesh.size != len(files):
+            return files
+        replicas = [rank // (mesh.shard * mesh.tensor) % mesh.data for rank in range(mesh.size)]
+        held = [
+            [each for each, one in zip(files, replicas, strict=True) if one == number] for number in range(mesh.data)
+        ]
+        return [dict(ChainMap(*each)) for each in held]
 
     def every(self, verb: str, arguments: Callable[[int], tuple[Any, ...]] = lambda number: ()) -> list[Any]:
         """Ask all ranks at once; their values."""

@@ -34,11 +34,16 @@ LAYOUTS = {
     "hybrid": (4, NAMED["torch-hybrid-shard"]),
     "stages": (2, NAMED["torch-pipeline"]),
     "pipelines": (4, NAMED["torch-pipelines"]),
+    "tensor": (2, NAMED["torch-tensor-parallel"]),
+    "fsdp x tp": (4, NAMED["torch-fsdp-x-tp"]),
+    "fsdp x pp": (4, NAMED["torch-fsdp-x-pp"]),
+    "pp x tp": (4, NAMED["torch-pp-x-tp"]),
 }
 
 
-def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool) -> None:
-    case, workers, dead = NAMED["torch-hybrid-shard"], 4, 3
+@pytest.mark.parametrize(("name", "kind"), [("torch-hybrid-shard", "shard"), ("torch-dp-x-tp", "tensor")])
+def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool, name: str, kind: str) -> None:
+    case, workers, dead = NAMED[name], 4, 3
     unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         world.start(feeds[0])
@@ -46,11 +51,26 @@ def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool) -> None:
         assert outcomes[dead].dead
         tags = world.form()
         assert [(tag.step, *tag.pieces) for tag in tags] == [
-            (PART, "shard-0"), (PART, "shard-1"), (PART, "shard-0"), (None, "shard-1"),
+            (PART, f"{kind}-0"), (PART, f"{kind}-1"), (PART, f"{kind}-0"), (None, f"{kind}-1"),
         ]  # fmt: skip
         agreement = agree(dict(enumerate(tags)))
-        assert agreement is not None and agreement.moves == (Move(source=1, target=dead, piece="shard-1"),)
+        assert agreement is not None and agreement.moves == (Move(source=1, target=dead, piece=f"{kind}-1"),)
         assert {tag.step for tag in world.every("transfer", lambda rank: (agreement.moves,))} == {PART}
+        world.warm(feeds[PART])
+        world.train(feeds[PART:])
+        assert_same(unbroken, state_of(case, world))
+
+
+@pytest.mark.parametrize("name", ["torch-fsdp-x-tp", "torch-fsdp-x-pp", "torch-pp-x-tp"])
+def test_ranks_that_form_again_go_on_with_what_they_hold(pool: Pool, name: str) -> None:
+    case, workers = NAMED[name], 4
+    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    with case.world(pool, PROBLEM, workers) as world:
+        world.start(feeds[0])
+        world.train_with_fault(feeds[: PART + 1], workers - 1, "error")
+        tags = world.form()
+        assert {tag.step for tag in tags} == {PART} and all(tag.sound for tag in tags)
+        assert frozenset().union(*(tag.pieces for tag in tags)) == tags[0].whole
         world.warm(feeds[PART])
         world.train(feeds[PART:])
         assert_same(unbroken, state_of(case, world))
@@ -61,6 +81,7 @@ def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool) -> None:
     [
         ("two", {"state"}, ["shard-0", "shard-1"]),
         ("stages", {"state"}, ["stage-0", "stage-1"]),
+        ("tensor", {"state"}, ["tensor-0", "tensor-1"]),
     ],
 )
 def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool, name: str, alone: set[str], parts: list[str]) -> None:
@@ -83,7 +104,10 @@ def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool, name: str, alone:
 
 def test_every_layout_goes_on_from_every_other(pool: Pool) -> None:
     """Through one checkpoint after the other: 8 and 4 rows in three parts are uneven, and one part is empty."""
-    order = ["one", "three", "stages", "two", "pipelines", "parallel", "hybrid", "stages", "one"]
+    order = [
+        "one", "three", "stages", "two", "pipelines", "parallel", "hybrid", "stages", "tensor", "three", "fsdp x tp",
+        "pp x tp", "fsdp x pp", "tensor", "fsdp x pp", "fsdp x tp", "one",
+    ]  # fmt: skip
     problem = replace(PROBLEM, dropout=0.0, steps=2 * len(order))
     whole = NAMED["torch-one-device"]
     feeds = whole.feeds(problem, 1, range(problem.steps))

@@ -28,10 +28,8 @@ def test_a_lost_node_takes_one_copy_of_each_piece(tmp_path: Path, ray_cluster: N
     for mark in tmp_path.glob("rank-*"):
         _, rank, node = mark.name.split("-")
         nodes.setdefault(node, set()).add(int(rank))
-    first, second, third = sorted(nodes.values(), key=sorted)
-    assert (first, second, third) == ({0, 2}, {1, 3}, {1, 3}), (
-        "a replica on each node; the third node's is the second's"
-    )
+    held = sorted(map(sorted, nodes.values()))
+    assert held in ([[0, 2], [0, 2], [1, 3]], [[0, 2], [1, 3], [1, 3]]), "a replica on each, the lost node's on the new"
     formed: Any = told(folder, "faulty", events.Formed)
     assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]
     assert formed[-1].survivors == 2

@@ -30,16 +30,40 @@ def job(folder: Path, **fields: Any) -> tw.Job:
     return tw.Job(**{**given, **fields})
 
 
+class Torn(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
+        raise ZeroDivisionError("torn on purpose")
+
+
+class Tearing(nn.Linear):
+    """Goes wrong in backward."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        torn: torch.Tensor = Torn.apply(super().forward(inputs))  # type: ignore[no-untyped-call]
+        return torn
+
+
+STAGES = {"plan": "pp=2,schedule=1f1b,accumulation=2", "model": lambda: nn.Sequential(Tearing(3, 3), nn.Linear(3, 1))}
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "message"),
     [
+        (STAGES, UserCodeError, "torn on purpose"),
         ({"loss": lambda outputs, targets: squared(outputs, targets).mean()}, JobError, "one loss per sample"),
         ({"loss": lambda outputs, targets: squared(outputs, targets)[:-1]}, JobError, "samples|rows"),
         ({"model": lambda: nn.Linear(4, 1)}, UserCodeError, "shapes cannot be multiplied"),
         ({"metrics": {"bad": lambda outputs, targets: 1 / 0}, "evaluate": True}, UserCodeError, "ZeroDivisionError"),
         ({"optimizer": lambda parameters: None}, (JobError, UserCodeError), "optimizer"),
     ],
-    ids=["reduced loss", "short loss", "wrong shape", "metric", "optimizer"],
+    ids=["backward of a stage", "reduced loss", "short loss", "wrong shape", "metric", "optimizer"],
 )
 def test_the_workers_own_error_ends_the_run(
     fields: dict[str, Any], kind: Any, message: str, tmp_path: Path, ray_cluster: None

@@ -18,11 +18,11 @@ from trainwright.core.plan import Infeasible, Mesh
 from trainwright.core.plantext import Pins
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.strategies import STRATEGIES, tensor_parallel
-from trainwright.strategies.memory import in_flight, stage_memory
+from trainwright.strategies.memory import in_flight, layer_memory, stage_memory
 from trainwright.strategies.partition import replicated
 from trainwright.strategies.question import Question
 from trainwright.strategies.ranking import ranking
-from trainwright.strategies.work import Group, Machine, Work, even, group, work_of
+from trainwright.strategies.work import Group, Machine, Work, even, gathered, group, work_of
 
 GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
 NODE, NODES = tw.Cluster.parse("8xA100-80GB"), tw.Cluster.parse("4x8xA100-80GB@800Gb")
@@ -186,9 +186,29 @@ def test_memory_of_each_stage() -> None:
     assert gpipe[2] > middle[1]
     assert in_flight(plan, 32).tolist() == [4, 3, 2, 1] and in_flight(plan, 2).tolist() == [2, 2, 2, 1]
     whole, third = (
-        stage_memory(GPT, tw.Plan.parse(text), batch_size=32, precision="bf16")[0] for text in ("dp=32", "fsdp=32")
+        layer_memory(GPT, tw.Plan.parse(text), batch_size=32, precision="bf16").states[gathered(GPT).order].sum()
+        for text in ("dp=32", "fsdp=32")
     )
     assert whole - third == pytest.approx(16 * GPT.parameters * 31 / 32, rel=0.01)
+
+
+def test_memory_of_a_model_in_one_stage() -> None:
+    """Layers of 1,000 parameters that keep as many numbers of a sample, one sample on each rank."""
+    layer = LayerCost(name="l", parameters=1000, parameter_bytes=4000, flops=1e6, output_numbers=500, kept_numbers=1000)
+    profile = ModelProfile(framework="torch", layers=(layer,) * 10)
+
+    def of(plan: str, batch: int = 1) -> int:
+        (found,) = stage_memory(profile, tw.Plan.parse(plan), batch_size=batch, precision="fp32")
+        return found
+
+    grads = 4000  # of one layer
+    assert of("") == 10 * 12_000 + max(10 * 4000 + grads, 10 * 4000 + 2 * 4000), "then the optimizer has the most"
+    assert of("", 4) == 10 * 12_000 + 4 * 10 * 4000 + grads, "the last layer's while all activations are there"
+    assert of("accumulation=4", 4) == 10 * 16_000 + 10 * 4000 + grads, "they stay, and new ones are added"
+    assert of("dp=4", 4) == of("accumulation=4", 4), "as they do in the buckets of a reduction"
+    assert of("fsdp=4", 4) == 10 * 3000 + 10 * 4000 + grads // 4 + 4 * 4000, "one layer is whole at a time"
+    assert of("dp=4,zero=2", 4) == 10 * 7000 + 10 * 4000 + grads // 4 + 2 * 4000, "beside the whole the part"
+    assert of("recompute=full", 4) == 10 * 12_000 + 4 * (10 * 2000 + 4000) + grads, "what a layer makes again"
 
 
 @pytest.mark.parametrize(

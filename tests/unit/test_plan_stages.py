@@ -43,7 +43,8 @@ def test_a_model_that_is_folded_ends_where_it_begins() -> None:
     fuller = decide(profile=heavy, plan="pp=2,schedule=zbv,accumulation=4").chosen
     assert fuller.stages == chosen.stages and fuller.estimate is not None
     assert fuller.estimate.stage_memory_bytes[1] == memory[1]  # both ends are on the first stage
-    assert fuller.estimate.stage_memory_bytes[0] - memory[0] == 2 * 900_000 * 16
+    added = 900_000 * 4  # to the gradients, one layer at a time
+    assert fuller.estimate.stage_memory_bytes[0] - memory[0] == 2 * 900_000 * 16 + added
 
 
 @pytest.mark.parametrize("text", ["pp=2,schedule=zbv,chunks=3", "pp=2,schedule=1f1b,chunks=2"])
@@ -77,6 +78,11 @@ def test_it_is_chosen_where_a_device_cannot_hold_the_model() -> None:
         ({"profile": replace(DEEP, untraced="ValueError: no")}, "cannot be followed.*ValueError: no"),
         ({"profile": replace(DEEP, keras_backend="torch")}, "Keras calls its layers"),
         ({"workers": 1}, "workers=1 is pinned"),
+        ({"plan": "pp=2,dp=2", "workers": 2, "strategy": None}, "multiply to 4, and the job has workers=2.*workers=4"),
+        ({"plan": "pp=9", "strategy": None}, "pipeline: 9 stages for 8 layers .use pp=8 or fewer"),
+        ({"plan": "pp=2,dp=8", "batch_size": 4, "strategy": None}, "batch_size=4 is smaller than the 8 data ranks"),
+        ({"plan": "pp=2,schedule=interleaved,accumulation=3"}, "3 micro-batches are no multiple of the 2 stages"),
+        ({"plan": "pp=2,schedule=interleaved,chunks=5,accumulation=2"}, "chunks|layers"),
     ],
 )
 def test_why_it_cannot_be(changes: dict[str, object], words: str) -> None:
@@ -101,3 +107,51 @@ def _rows(chosen: object) -> list[tuple[str, str]]:
     from trainwright.planview import plan_rows
 
     return plan_rows(chosen)  # type: ignore[arg-type]
+
+
+SPLIT = replace(
+    DEEP, heads=4, layers=tuple(replace(each, splits=True, leads=not number % 2) for number, each in enumerate(LAYERS))
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "zero"),
+    [
+        ("tp=2", "tensor_parallel:TensorParallel", 0),
+        ("dp=2,tp=2", "tensor_parallel:TensorParallel", 0),
+        ("fsdp=2,tp=2", "sharded:Sharded", 3),
+        ("dp=2,zero=2,tp=2", "sharded:Sharded", 2),
+        ("dp=2,fsdp=2,tp=2", "sharded:Sharded", 3),
+        ("pp=2,tp=2", "pipeline:Pipeline", 0),
+        ("pp=2,fsdp=2", "pipeline:Pipeline", 2),
+        ("pp=2,dp=2,fsdp=2", "pipeline:Pipeline", 2),
+        ("pp=2,dp=2,tp=2", "pipeline:Pipeline", 0),
+        ("pp=2,fsdp=2,tp=2", "pipeline:Pipeline", 2),
+    ],
+)
+def test_products_are_carried_out(text: str, engine: str, zero: int) -> None:
+    chosen = decide(profile=SPLIT, plan=f"{text},accumulation=2").chosen
+    assert chosen.engine.endswith(engine) and chosen.zero == zero
+    assert not any(SPLIT.layers[int(cut.partition(".")[2]) - 1].leads for cut in chosen.cuts if chosen.mesh.tensor > 1)
+
+
+def test_a_jobs_own_tensor_plan_makes_layers_divisible() -> None:
+    with pytest.raises(PlanError, match="no layer of this model is known to be divisible"):
+        decide(profile=DEEP, plan="tp=2")
+    own = {"layers.[024]": "column", "layers.[135]": "row"}
+    assert decide(profile=DEEP, plan="tp=2", tensor_plan=own).chosen.mesh.tensor == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("pp=2,fsdp=2,schedule=zero_bubble", "schedule=zero_bubble gives wrong losses"),
+        ("pp=2,fsdp=2,schedule=zbv,chunks=2", "schedule=zbv gives wrong losses"),
+        ("pp=2,fsdp=2,zero=3", "which is ZeRO-2 and not ZeRO-3|nothing|no plan"),
+        ("tp=3", "no degree from 2 divides 4 heads"),
+        ("pp=8,tp=2", "which tp=2 divides|takes 16|16"),
+    ],
+)
+def test_combinations_that_are_wrong_are_refused_with_the_reason(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=f"(?s){words}"):
+        decide(profile=SPLIT, plan=text)

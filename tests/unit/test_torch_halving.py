@@ -54,3 +54,21 @@ def test_halves_are_a_whole(stage: Stage, halved: bool) -> None:
         of_parameters(groups, parameters)
         for found, wanted in zip(slopes_of(layers, given), expected, strict=True):
             assert (found is None and wanted is None) or torch.allclose(found, wanted)  # type: ignore[arg-type]
+
+
+class Torn(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: object, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: object, *slopes: Tensor) -> Tensor:
+        raise ZeroDivisionError("torn on purpose")
+
+
+def test_what_the_users_code_raises_is_not_hidden_behind_torchs() -> None:
+    layers, given, roots, slopes = graph(lambda layers, given: [Torn.apply(layers[0](given[0]))])
+    with pytest.raises(ZeroDivisionError, match="torn on purpose"):
+        of_inputs(roots, slopes, given[:1], [*layers[0].parameters()])

@@ -1,0 +1,149 @@
+"""The planner on two CPU workers: what it predicts of each plan of six models, and what its choice costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from figures import Figure, versus
+from party import Seat, decided, one_after_another, order_of
+from problem import ROWS, job
+from six_models import MODELS, Case
+
+import trainwright as tw
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.errors import PlanError
+from trainwright.core.plan import Plan
+from trainwright.core.profile import ModelProfile
+from trainwright.planview import name_of
+from trainwright.strategies.fitting import Measurement
+from trainwright.strategies.ranking import simplest
+from trainwright.worker import WorkOrder
+
+PLANS = (
+    "", "dp=2", "dp=2,zero=2", "fsdp=2", "pp=2,schedule=1f1b,accumulation=4", "pp=2,schedule=gpipe,accumulation=4",
+)  # fmt: skip
+PROBED, STEPS = 6, 20  # of the first round, which is calibrated on, and of the second, which is compared
+QUICK = 4  # of both
+RIGHT, GOOD = 1.15, 1.05
+NOTE = (
+    f"Six models (`six_models.py`) under each of {len(PLANS)} plans as far as they fit: one device, data parallel, "
+    "ZeRO-2, ZeRO-3, a pipeline in the orders 1F1B and GPipe with four micro-batches; AdamW, two processes on one "
+    "machine with one thread each, gloo, trainwright's worker without Ray around it. The cluster that the planner is "
+    "told of is two nodes of one CPU. In a first round every plan of every model takes "
+    f"{PROBED} steps, whose medians are calibrated on (`trainwright.calibrate`); in a second one {STEPS}, whose "
+    "medians stand under trainwright. The slowest rank counts. Under peer stands the calibrated prediction, and the "
+    "ratio is the larger over the smaller; of a model never seen, it is calibrated on the other five alone, and the "
+    "plan that is furthest off is shown. Of a choice, the measured step of the plan with the best prediction stands "
+    "beside that of the best plan of all."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A plan of a model, and its measured seconds a step in both rounds."""
+
+    model: str
+    profile: ModelProfile
+    cluster: Cluster
+    plan: Plan
+    order: WorkOrder
+    probed_s: float = 0.0
+    step_s: float = 0.0
+
+    @property
+    def measurement(self) -> Measurement:
+        """Of the first round."""
+        return Measurement(
+            profile=self.profile, cluster=self.cluster, plan=self.plan, batch_size=self.plan.batch_size,
+            precision=self.plan.precision, step_s=self.probed_s,
+        )  # fmt: skip
+
+    def predicted(self, calibration: tw.Calibration) -> Plan:
+        """The plan with what a calibration predicts of it."""
+        found = tw.estimate(
+            self.profile, self.cluster, self.plan, batch_size=self.plan.batch_size, precision=self.plan.precision,
+            calibration=calibration,
+        )  # fmt: skip
+        return replace(self.plan, estimate=found)
+
+
+def measure(folder: Path, *, quick: bool) -> list[Figure]:
+    """The figures of this benchmark."""
+    names = list(MODELS)[3:5] if quick else list(MODELS)
+    asked = [tried for name in names for tried in _asked(folder, name, MODELS[name])]
+    probed = _measured(asked, QUICK if quick else PROBED)
+    found = [
+        replace(one, probed_s=probed_s, step_s=step_s)
+        for one, probed_s, step_s in zip(asked, probed, _measured(asked, QUICK if quick else STEPS), strict=True)
+    ]
+    calibration = tw.calibrate([one.measurement for one in found])
+    return [figure for name in names for figure in _figures(name, found, calibration)]
+
+
+def _asked(folder: Path, name: str, case: Case) -> list[Tried]:
+    """The plans of a model that fit its workers."""
+    nodes = tuple(Node(name=f"node-{number}", cpus=1, memory_bytes=case.memory_bytes) for number in range(2))
+    cluster, found = Cluster(nodes=nodes), []
+    for number, plan in enumerate(PLANS):
+        fields = {"plan": plan, "workers": 2} if plan else {"strategy": "one_device", "workers": 1}
+        place = folder / f"{name}-{number}"
+        rows = ROWS if case.batch_size > 64 else ROWS // 2
+        wanted = job(place, model=case.build, batch_size=case.batch_size, rows=rows, epochs=4, **fields)
+        try:
+            decision = decided(wanted, cluster)
+        except PlanError:
+            continue  # it does not fit
+        order = order_of(wanted, decision)
+        found.append(Tried(model=name, profile=decision.profile, cluster=cluster, plan=decision.chosen, order=order))
+    return found
+
+
+def _measured(asked: Sequence[Tried], steps: int) -> list[float]:
+    """Median seconds of a step of each, on the slowest rank."""
+    return [max(ranks) for ranks in one_after_another([one.order for one in asked], partial(_stepped, steps=steps))]
+
+
+def _stepped(seat: Seat, steps: int) -> float:
+    """One rank's median step, without the first one."""
+    seat.meet()
+    seat.worker.run(1 + steps)
+    return median(seat.worker.watch(1, 0.0).step_s)
+
+
+def _figures(name: str, found: Sequence[Tried], calibration: tw.Calibration) -> list[Figure]:
+    """Each plan of a model as predicted and as measured, and the choice."""
+    own = [one for one in found if one.model == name]
+    figures = [
+        versus("plans", f"{name}: {name_of(one.plan)}", "ms", 1e3 * one.step_s, 1e3 * seconds, target=RIGHT)
+        for one, seconds in zip(own, _seconds(own, calibration), strict=True)
+    ]
+    others = [one.measurement for one in found if one.model != name]
+    unseen = zip(own, _seconds(own, tw.calibrate(others)), strict=True)
+    far, seconds = max(unseen, key=lambda pair: max(pair[1] / pair[0].step_s, pair[0].step_s / pair[1]))
+    figures.append(versus("plans", f"{name}, never seen: {name_of(far.plan)}", "ms", 1e3 * far.step_s, 1e3 * seconds))
+    plans = sorted((one.predicted(calibration) for one in own), key=lambda plan: plan.estimate.step_s)  # type: ignore[union-attr]
+    chosen = simplest(plans)
+    steps: Mapping[str, float] = {
+        f"the choice, {name_of(chosen)}": next(one.step_s for one in own if one.plan.text == chosen.text),
+        **{f"always {label}": one.step_s for one in own for label in [_plain(one.plan)] if label},
+    }
+    best_s = min(one.step_s for one in own)
+    return figures + [
+        versus("plans", f"{name}: {what}, beside the best", "ms", 1e3 * step_s, 1e3 * best_s, target=target)
+        for what, step_s in steps.items()
+        for target in [GOOD if what.startswith("the choice") else None]
+    ]
+
+
+def _seconds(tried: Sequence[Tried], calibration: tw.Calibration) -> list[float]:
+    plans = [one.predicted(calibration) for one in tried]
+    return [plan.estimate.step_s for plan in plans if plan.estimate is not None]
+
+
+def _plain(plan: Plan) -> str:
+    """What one would always do without a planner."""
+    return {"one_device": "one device", "data_parallel": "data parallel"}.get(plan.strategy, "")

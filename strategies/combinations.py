@@ -1,0 +1,21 @@
+"""Which ways of dividing a model do not go together, for planner and engines alike."""
+
+from __future__ import annotations
+
+from trainwright.core.plan import Plan
+
+HALVING = ("zero_bubble", "zbv")  # orders that compute gradients of parameters later
+
+
+def combination(plan: Plan) -> tuple[str, str] | None:
+    """Why what a plan combines cannot be right, and what can; None where it can."""
+    mesh = plan.mesh
+    if mesh.pipeline == 1 or mesh.shard == 1:
+        return None
+    if plan.schedule in HALVING:
+        reason = f"with FSDP2, schedule={plan.schedule} gives wrong losses without an error in torch (off by 7e-2)"
+        return reason, "use schedule=1f1b, gpipe or interleaved, or dp in the place of fsdp"
+    if plan.zero != 2:
+        reason = f"a pipeline gathers a stage's parameters once a step, which is ZeRO-2 and not ZeRO-{plan.zero}"
+        return reason, "use zero=2"
+    return None

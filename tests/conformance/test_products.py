@@ -1,0 +1,168 @@
+"""Tensor parallelism and its products with data, shard and pipeline: a small language model, as on one device."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conformance import problems, torch_case
+from tests.conformance.harness import Pool, World
+from tests.conformance.problems import PROBLEMS
+from tests.conformance.test_sharded import adamw
+from trainwright.core.data import StepReport
+from trainwright.core.engine import ModelSpec
+from trainwright.core.plan import Mesh
+
+ENGINE = "trainwright.strategies.torch"
+WIDTH, HEADS, TOKENS = 8, 4, 7
+
+
+class Attention(nn.Module):
+    """Over heads that it counts itself."""
+
+    def __init__(self, groups: int, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size, self.fused = HEADS, groups, WIDTH // HEADS, fused
+        if fused:
+            self.all = nn.Linear(WIDTH, 3 * WIDTH)
+        else:
+            self.query = nn.Linear(WIDTH, WIDTH)
+            self.key, self.value = (nn.Linear(WIDTH, groups * self.size, bias=False) for _ in range(2))
+        self.drop = nn.Dropout(0.0)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows, tokens, _ = hidden.shape
+        made = (
+            self.all(hidden).split(WIDTH, -1)
+            if self.fused
+            else (self.query(hidden), self.key(hidden), self.value(hidden))
+        )
+        counts = (self.heads, self.groups, self.groups)
+        query, key, value = (
+            each.view(rows, tokens, count, self.size).transpose(1, 2) for each, count in zip(made, counts, strict=True)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.out(self.drop(mixed.transpose(1, 2).reshape(rows, tokens, self.heads * self.size)))
+
+
+class Block(nn.Module):
+    def __init__(self, groups: int, fused: bool) -> None:
+        super().__init__()
+        self.norm, self.attention, self.other = nn.LayerNorm(WIDTH), Attention(groups, fused), nn.LayerNorm(WIDTH)
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.norm(hidden))
+        given = self.other(hidden)
+        return hidden + self.down(self.drop(nn.functional.silu(self.gate(given)) * self.up(given)))
+
+
+class Language(nn.Module):
+    """Tied embedding and head, a frozen bias, a spare parameter, and a buffer that counts."""
+
+    def __init__(self, groups: int = 2, fused: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, WIDTH)
+        self.places = nn.Parameter(torch.zeros(problems.FEATURES, WIDTH))
+        self.blocks = nn.ModuleList(Block(groups, fused) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.head.weight = self.table.weight
+        self.last = nn.Linear(TOKENS, problems.CLASSES)
+        self.spare = nn.Linear(2, 2)
+        self.blocks[0].down.bias.requires_grad_(False)
+        self.double()
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = dropout
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.table((inputs.abs() * 3).long() % TOKENS) + self.places
+        for block in self.blocks:
+            hidden = block(hidden)
+        outputs: Tensor = self.last(self.head(self.norm(hidden)).mean(1))
+        return outputs
+
+
+# the mesh, the schedule, what is sharded, and the most of the model's numbers that a rank may hold
+PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
+    "tp": (Mesh(tensor=2), "", 0, 0.62),
+    "fsdp x tp": (Mesh(shard=2, tensor=2), "", 3, 0.33),
+    "fsdp x pp": (Mesh(pipeline=2, shard=2), "1f1b", 2, 0.33),
+    "pp x tp": (Mesh(pipeline=2, tensor=2), "interleaved", 0, 0.42),
+    "dp x pp x tp": (Mesh(pipeline=2, data=2, tensor=2), "gpipe", 0, 0.42),
+    "fsdp x pp x tp": (Mesh(pipeline=2, shard=2, tensor=2), "1f1b", 2, 0.22),
+}
+
+
+def numbers_of(files: Mapping[str, bytes]) -> int:
+    """Of the model, in the files of one rank."""
+    (facts,) = [json.loads(data)["tensors"]["model"] for name, data in files.items() if name.endswith(".json")]
+    return sum(math.prod(stop - start for start, stop in each["held"]) for each in facts.values())
+
+
+def engine_of(mesh: Mesh) -> str:
+    if mesh.pipeline > 1:
+        return f"{ENGINE}.pipeline:Pipeline"
+    return f"{ENGINE}.sharded:Sharded" if mesh.shard > 1 else f"{ENGINE}.tensor_parallel:TensorParallel"
+
+
+def spec(model: Any, **fields: Any) -> ModelSpec:
+    given: dict[str, Any] = {
+        "model": model, "loss": torch_case.cross_entropy, "optimizer": adamw, "total_steps": 20, "inputs": ("x",),
+        "targets": ("y",), "clip_norm": 0.05, "sample": functools.partial(torch_case.sample, PROBLEMS["ragged"]),
+    }  # fmt: skip
+    return ModelSpec(**{**given, **fields})
+
+
+def world_of(pool: Pool, name: str, job: ModelSpec, steps: int = 3) -> tuple[World, list[Any]]:
+    """Processes of a layout, and feeds of a batch that does not divide, in two micro-batches."""
+    mesh, schedule, zero, _ = PRODUCTS.get(name, (Mesh(), "", 0, 1.0))
+    engine = f"{ENGINE}.one_device:OneDevice" if name == "one" else engine_of(mesh)
+    problem = replace(PROBLEMS["ragged"], steps=steps)
+    plan = problems.plan_of(problem, engine, mesh.size, 1, "collective")
+    cuts = ("blocks.1",) if mesh.pipeline > 1 else ()
+    if schedule == "interleaved":
+        cuts = ("blocks.0", "blocks.1", "norm")
+    plan = replace(plan, mesh=mesh, schedule=schedule, zero=zero, cuts=cuts, chunks=2 if len(cuts) > 1 else 1)
+    data, ids = problems.columns(problem), problems.batches(problem)
+    feeds = [problems.feeds(problem, plan, step, ids[step], data) for step in range(steps)]
+    return World(pool, "torch", plan, job), feeds
+
+
+@functools.cache
+def expected(pool: Pool) -> tuple[list[StepReport], dict[str, Any]]:
+    world, feeds = world_of(pool, "one", spec(Language))
+    with world:
+        world.start(feeds[0])
+        return world.train(feeds)[0], torch_case.state(world.files())
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_language_model_is_that_of_one_device(pool: Pool, name: str) -> None:
+    reports, whole = expected(pool)
+    world, feeds = world_of(pool, name, spec(Language))
+    with world:
+        world.start(feeds[0])
+        found = world.train(feeds)
+        state = torch_case.state(world.files())
+        held = [numbers_of(rank.call("files")) for rank in world.ranks]
+    numbers = sum(value.size for key, value in whole.items() if key.startswith("model."))
+    assert max(held) < PRODUCTS[name][3] * numbers, "a rank holds more than its part"
+    assert all(one == found[0] for one in found)
+    assert [each.loss for each in found[0]] == pytest.approx([each.loss for each in reports], rel=1e-9)
+    norms = [each.gradient_norm for each in reports]
+    assert [each.gradient_norm for each in found[0]] == pytest.approx(norms, rel=1e-9)
+    assert state.keys() == whole.keys(), "an unused parameter has optimizer state"
+    for key in state.keys() - {"state.json"}:
+        assert np.allclose(state[key], whole[key], rtol=1e-9, atol=1e-9), key

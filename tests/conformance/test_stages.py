@@ -1,0 +1,203 @@
+"""What stages do in a step, seen from inside the model, and what goes wrong in one of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conformance import problems, torch_case
+from tests.conformance.harness import Pool, World
+from tests.conformance.problems import CLASSES, FEATURES, PROBLEMS
+from tests.conformance.test_pipeline import plan, spec
+from tests.conformance.test_state import assert_same
+from trainwright.core.data import Feed
+from trainwright.core.errors import JobError, PeerLost, UserCodeError
+from trainwright.core.plan import Plan
+from trainwright.core.sections import section_of
+from trainwright.strategies.orders import order
+
+WIDE = torch.float64
+SOON_S = 15.0  # half of the group's deadline
+
+
+class Mark(torch.autograd.Function):
+    """Nothing, but that its backward is told."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, tell: Any) -> Tensor:
+        ctx.tell = tell
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        ctx.tell()
+        return slopes[0], None
+
+
+class Noted(nn.Module):
+    """A layer that writes down what is done with it: operation, its forwards so far, and its own number."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, FEATURES * FEATURES, dtype=WIDE).reshape(FEATURES, FEATURES))
+        self.number, self.folder, self.count = number, folder, 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        note = functools.partial(self.note, self.count)
+        if not hidden.is_meta:
+            note("forward")
+            self.count += 1
+        weight = Mark.apply(self.weight, functools.partial(note, "weights"))
+        return torch.tanh(Mark.apply(hidden, functools.partial(note, "inputs")) @ weight)
+
+    def note(self, micro_batch: int, what: str) -> None:
+        with (self.folder / f"{os.getpid()}").open("a") as file:
+            file.write(f"{what} {micro_batch} {self.number}\n")
+
+
+def noted(sections: int, folder: Path) -> nn.Module:
+    return nn.Sequential(*(Noted(number, folder) for number in range(sections)))
+
+
+ORDERS = {
+    "gpipe": (3, 1, 4), "1f1b": (3, 1, 2), "interleaved": (2, 2, 4), "zero_bubble": (3, 1, 4), "zbv": (3, 2, 6),
+    "": (2, 1, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ORDERS)
+def test_stages_do_what_the_schedule_says(pool: Pool, schedule: str, tmp_path: Path) -> None:
+    stages, chunks, count = ORDERS[schedule]
+    cuts = tuple(map(str, range(1, stages * chunks)))
+    layout = plan(stages, schedule=schedule, chunks=chunks, cuts=cuts, accumulation=count)
+    model = functools.partial(noted, stages * chunks, tmp_path)
+    with World(pool, "torch", layout, spec(model, loss=torch_case.cross_entropy, clip_norm=None)) as world:
+        world.start(_feeds(layout))
+        for file in tmp_path.iterdir():
+            file.unlink()
+        world.train([_feeds(layout)])
+        for stage, pid in enumerate(world.pids):
+            found = [line.split() for line in (tmp_path / str(pid)).read_text().splitlines()]
+            done = [(what, int(number) % count, int(section)) for what, number, section in found]
+            assert done == expected(schedule, stage, stages, chunks, count)
+
+
+def expected(schedule: str, stage: int, stages: int, chunks: int, count: int) -> list[tuple[str, int, int]]:
+    """What layers see of a stage's order: the first section's input has no gradient."""
+    seen = []
+    for kind, number, chunk in order(schedule, stage=stage, stages=stages, micro_batches=count, chunks=chunks):
+        section = section_of(schedule, stage=stage, stages=stages, chunk=chunk)
+        kinds = ("inputs", "weights") if kind == "backward" else (kind,)
+        seen += [(each, number, section) for each in kinds if each != "inputs" or section]
+    return seen
+
+
+def _feeds(layout: Plan, step: int = 0) -> list[Feed]:
+    problem = PROBLEMS["ragged"]
+    return problems.feeds(problem, layout, step, problems.batches(problem)[step], problems.columns(problem))
+
+
+class Faulty(nn.Module):
+    """A layer that goes wrong after so many forwards: in forward, in backward, or by another shape.
+
+    Args:
+        after: rehearsed ones included.
+    """
+
+    def __init__(self, fault: str, after: int, width: int = FEATURES) -> None:
+        super().__init__()
+        self.lift = nn.Linear(width, width, dtype=WIDE)
+        self.fault, self.left = fault, after
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made = torch.tanh(self.lift(hidden))
+        if made.is_meta:
+            return made
+        self.left -= 1
+        if self.left >= 0 or not self.fault:
+            return made
+        if self.fault == "forward":
+            raise ZeroDivisionError("a forward went wrong on purpose")
+        if self.fault == "shape":
+            return made[:, :-1]
+        return Mark.apply(made, self.fail)
+
+    def fail(self) -> None:
+        raise ZeroDivisionError("a backward went wrong on purpose")
+
+
+def faulty(faults: tuple[str, ...], after: int) -> nn.Module:
+    """A row of layers of which some go wrong."""
+    return nn.Sequential(*(Faulty(fault, after) for fault in faults), nn.Linear(FEATURES, CLASSES, dtype=WIDE))
+
+
+FAULTS = {
+    "forward of a middle stage": ("1f1b", 1, ("", "forward", ""), 1),
+    "backward of a first stage": ("gpipe", 1, ("backward", "", ""), 0),
+    "forward of a fold's way back": ("zbv", 2, ("", "", "", "", "forward", ""), 1),
+    "another shape": ("1f1b", 1, ("", "shape", ""), 1),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_stage_that_failed_has_the_users_traceback(pool: Pool, name: str) -> None:
+    schedule, chunks, faults, victim = FAULTS[name]
+    cuts = tuple(map(str, range(1, 3 * chunks)))
+    layout = plan(3, schedule=schedule, chunks=chunks, cuts=cuts)
+    model = functools.partial(faulty, faults, 10)  # four micro-batches are rehearsed, four trained
+    with World(pool, "torch", layout, spec(model, loss=torch_case.cross_entropy)) as world:
+        world.start(_feeds(layout))
+        world.train([_feeds(layout)])
+        before = torch_case.state(world.files())
+        begun = time.monotonic()
+        for number, rank in enumerate(world.ranks):
+            rank.send("train", [_feeds(layout, 1)[number]])
+        outcomes = [rank.outcome() for rank in world.ranks]
+        assert time.monotonic() - begun < SOON_S, "peers waited for their deadline"
+        failed = outcomes[victim].error
+        if "shape" in faults:
+            assert isinstance(failed, JobError)
+            assert re.search(r"gives \(\d+, 5\) .* where it gave \(\d+, 6\)", str(failed))
+        else:
+            assert isinstance(failed, UserCodeError) and "on purpose" in failed.detail
+            assert "test_stages.py" in failed.detail
+        others = [outcome.error for number, outcome in enumerate(outcomes) if number != victim]
+        assert all(isinstance(error, PeerLost) for error in others), others
+        assert_same(before, torch_case.state(world.files()))
+
+
+class Sparse(nn.Sequential):
+    """Its second layer is given a sparse tensor."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self[1](self[0](inputs).to_sparse())
+        return outputs
+
+
+class Dense(nn.Linear):
+    """Takes a sparse tensor."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.to_dense())
+
+
+def sparse() -> nn.Module:
+    return Sparse(nn.Linear(FEATURES, 4, dtype=WIDE), Dense(4, CLASSES, dtype=WIDE))
+
+
+def test_a_stage_that_gives_what_the_next_cannot_take_is_refused(pool: Pool) -> None:
+    layout = plan(2, schedule="1f1b", cuts=("1",))
+    world = World(pool, "torch", layout, spec(sparse, loss=torch_case.cross_entropy))
+    try:
+        with pytest.raises(JobError, match="sparse"):
+            world.form()
+    finally:
+        world.close(failed=True)

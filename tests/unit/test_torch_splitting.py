@@ -1,0 +1,137 @@
+"""Which layers tensor parallelism divides: what is found, what a forward makes of a part, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conformance.test_products import Language
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.profile import profile_model, traced
+from trainwright.strategies.torch.splitting import Splitter
+from trainwright.strategies.torch.tensors import Split
+
+GIVEN = torch.zeros(1, 6)
+
+
+def split(model: nn.Module, degree: int = 2, plan: Mapping[str, str] | None = None, given: Tensor = GIVEN) -> Split:
+    def run(bones: nn.Module) -> None:
+        with torch.device("meta"):
+            bones(given.to("meta"))
+
+    splitter = Splitter(model, run, degree, "rank 0")
+    if plan:
+        return splitter.planned(plan)
+    return splitter.found(lambda bones: traced(bones, {"x": given}, (("x",), ()), None))
+
+
+class Pair(nn.Module):
+    """Two linear layers, and something between them."""
+
+    def __init__(self, between: Any = torch.tanh) -> None:
+        super().__init__()
+        self.up, self.down, self.between, self.size = nn.Linear(6, 8), nn.Linear(8, 6), between, 8
+
+    def forward(self, given: Tensor) -> Tensor:
+        outputs: Tensor = self.down(self.between(self.up(given)))
+        return outputs
+
+
+class Turned(nn.Module):
+    """A linear layer whose weight lies the other way round."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return torch.addmm(self.bias, given.view(-1, given.shape[-1]), self.weight).view(*given.shape[:-1], -1)
+
+
+def test_blocks_of_a_language_model_are_found_with_its_tied_vocabulary() -> None:
+    found = split(Language())
+    kinds = {"query": "column", "key": "column", "value": "column", "out": "row"}
+    for number in (0, 1):
+        assert {name: found.roles[f"blocks.{number}.attention.{name}"] for name in kinds} == kinds
+        assert found.attributes[f"blocks.{number}.attention"] == {"groups": 1, "heads": 2}
+    assert [found.roles[f"blocks.0.{name}"] for name in ("gate", "up", "down")] == ["column", "column", "row"]
+    assert (found.roles["table"], found.roles["head"]) == ("vocabulary", "gathered")
+    assert found.random >= {"blocks.0.gate", "blocks.1.gate"} or not found.random
+
+
+def test_random_numbers_inside_a_block_are_each_ranks_own() -> None:
+    assert split(Language(dropout=0.1)).random >= {"blocks.0.attention.query"}
+    assert not split(Pair()).random
+
+
+def test_what_one_projection_gives_to_queries_keys_and_values_stays_whole() -> None:
+    found = split(Language(groups=4, fused=True))
+    assert not any("attention" in name for name in found.roles) and found.roles["blocks.0.down"] == "row"
+    profile = profile_model(lambda: Language(groups=4, fused=True), {"x": GIVEN.numpy()}, ("x",))
+    splits = {layer.name: layer.splits for layer in profile.layers}
+    assert splits["blocks.0.down"] and not splits["blocks.0.attention.all"]
+
+
+def test_no_cut_may_follow_what_is_divided() -> None:
+    profile = profile_model(Language, {"x": GIVEN.numpy()}, ("x",))
+    leads = {layer.name for layer in profile.layers if layer.leads}
+    assert {"blocks.0.gate", "blocks.0.up", "blocks.0.attention.query"} <= leads
+    assert not leads & {"blocks.0.down", "blocks.0.attention.out", "blocks.0.norm", "head"}
+
+
+def test_weights_may_lie_either_way() -> None:
+    model = Pair()
+    model.up, model.down = Turned(6, 8), Turned(8, 6)
+    assert split(model).roles == {"up": "column", "down": "row"}
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda made: made.softmax(-1),
+        lambda made: made * torch.arange(8.0, device=made.device),
+        lambda made: made[..., :4].repeat(1, 2),
+        lambda made: made - made.mean(-1, keepdim=True),
+        lambda made: made.view(1, 2, -1).transpose(1, 2).reshape(1, -1),
+        lambda made: made / made.shape[-1],
+        lambda made: made.cumsum(-1),
+        lambda made: nn.functional.layer_norm(made, made.shape[-1:]),
+        lambda made: made + torch.arange(made.shape[-1], device=made.device),
+    ],
+)
+def test_what_needs_the_whole_is_refused(between: Any) -> None:
+    with pytest.raises(JobError):
+        split(Pair(between))
+    with pytest.raises(JobError, match="tensor_plan cannot be followed"):
+        split(Pair(between), plan={"up": "column", "down": "row"})
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"upp": "column"}, "names 'upp'.*nearest is 'up'"),
+        ({"up": "colum"}, "'colum'.*nearest is 'column'"),
+        ({"up": "vocabulary"}, "no plain nn.Embedding"),
+        ({"up": "column"}, "cannot be followed"),
+        ({"up": "row", "down": "column"}, "cannot be followed"),
+    ],
+)
+def test_a_plan_that_is_wrong_is_told(plan: dict[str, str], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        split(Pair(), plan=plan)
+
+
+def test_degrees_that_do_not_divide_are_told() -> None:
+    with pytest.raises(JobError, match="4 tensor-parallel ranks cannot share 2 heads"):
+        split(Language(), 4)
+    with pytest.raises(JobError, match="its 8 outputs are no multiple of 3"):
+        split(Pair(), 3, {"up": "column", "down": "row"})
+
+
+def test_patterns_name_several_modules() -> None:
+    plan = {"blocks.*.gate": "column", "blocks.*.up": "column", "blocks.*.down": "row"}
+    assert len(split(Language(), plan=plan).roles) == 6
