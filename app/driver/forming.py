@@ -16,7 +16,7 @@ from trainwright.driver.layouts import Reservation
 from trainwright.driver.loops import note
 from trainwright.driver.messages import Heal
 from trainwright.driver.spikes import rolled_back
-from trainwright.driver.staffing import arrange, place
+from trainwright.driver.staffing import arrange, place, renumber
 from trainwright.driver.state import Member, Phase, State
 from trainwright.driver.turn import Turn
 
@@ -68,7 +68,7 @@ def _keep_parts(turn: Turn, plan: Plan) -> None:
             if free is not None:
                 seated[free] = unseated.pop(rank)
     members = tuple(seated[rank] for rank in range(len(parts)))
-    turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
+    renumber(turn, members)
 
 
 def reserved(turn: Turn) -> None:

@@ -224,7 +224,7 @@ def arrange(turn: Turn, plan: Plan | None) -> None:
         len(turn.settings.devices),
     )
     members = tuple(state.members[place] for place in order)
-    turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
+    renumber(turn, members)
 
 
 def may_grow(state: State) -> bool:
@@ -309,10 +309,15 @@ def _recruited(worker: int, spare: Spare) -> Member:
     return Member(worker=worker, slot=spare.slot, node=spare.node)
 
 
+def renumber(turn: Turn, members: tuple[Member, ...]) -> None:
+    """Give the members the ranks of their places."""
+    turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
+
+
 def _seat(turn: Turn, members: tuple[Member, ...], why: str) -> None:
     """Number the ranks anew."""
     former = len(turn.state.members)
-    turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
+    renumber(turn, members)
     turn.emit(Resized(workers=len(members), former=former, why=why))
 
 
