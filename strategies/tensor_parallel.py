@@ -18,7 +18,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
     No engine divides the optimizer's state alone (ZeRO-1).
     """
     ranks, engine, sharded = question.ranks, engine_for(ENGINES, question), engine_for(SHARDED, question)
-    refusal = question.without_engine("tensor_parallel") or _elastic(question) or _across_nodes(question)
+    refusal = question.without_engine("tensor_parallel") or _across_nodes(question)
     if refusal:
         yield refusal
         return
@@ -50,13 +50,6 @@ def degrees(question: Question) -> Iterator[int]:
         yield 1
         return
     yield from (each for each in divisors(question.per_node) if not profile.heads % each)
-
-
-def _elastic(question: Question) -> Infeasible | None:
-    if not question.elastic:
-        return None
-    reason = "the model is divided over as many workers as there were in the beginning"
-    return Infeasible(strategy="tensor_parallel", reason=reason, hint="leave min_workers and max_workers out")
 
 
 def _indivisible(question: Question) -> Infeasible:
