@@ -8,6 +8,7 @@ Korthikanti et al. (2022).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import Vector
 from trainwright.strategies.staging import by_stage
-from trainwright.strategies.work import NUMBER_BYTES, Indices, even, gathered
+from trainwright.strategies.work import NUMBER_BYTES, Indices, counted, even, gathered
 
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
 _UPDATE_NUMBERS = 2  # that an optimizer works with, for each parameter of the layer that it is at
@@ -48,7 +49,7 @@ def stage_memory(
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     if plan.mesh.pipeline == 1:
         return (int(layers.of_whole(gathered(profile).order, gradients_stay=_gradients_stay(plan, batch_size))),)
-    counts = gathered(profile).counts(plan.stages or even(profile, plan.sections))
+    counts = counted(profile, plan.stages or even(profile, plan.sections))
     return tuple(int(each) for each in layers.of_stages(counts, plan.schedule, plan.mesh.pipeline))
 
 
@@ -98,13 +99,11 @@ def _gradients_stay(plan: Plan, batch_size: int) -> bool:
 def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> LayerMemory:
     """What the layers ask of a stage that holds them."""
     mesh, width = plan.mesh, NUMBER_BYTES.get(precision, 4)
-    (micro_batches, rows), layers = plan.micro_batches(batch_size), gathered(profile)
-    kept = layers.kept(mesh.tensor, plan.recompute)
-    working = layers.kept(mesh.tensor, "none") if plan.recompute == "full" else np.zeros_like(kept)
+    micro_batches, rows = plan.micro_batches(batch_size)
+    held, kept, working = _numbers(profile, mesh.tensor, mesh.pipeline > 1, plan.recompute)
     served = _STATES[width][2] if plan.servers else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
     each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision) - served
-    held = layers.held(mesh.pipeline) / layers.over(mesh.tensor)
     part = 1 / degree if plan.zero >= 2 else 1.0
     if plan.zero == 2:
         each += width / degree  # FSDP2 holds its part beside the whole that it has gathered
@@ -125,6 +124,15 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
         working=rows * width * working + visiting,
         flight=in_flight(plan, micro_batches),
     )
+
+
+@lru_cache(maxsize=512)
+def _numbers(profile: ModelProfile, tensor: int, staged: bool, recompute: str) -> tuple[Vector, Vector, Vector]:
+    """Of each distinct layer: parameters, what backward keeps of one sample, and what it works with beside that."""
+    layers = gathered(profile)
+    kept = layers.kept(tensor, recompute)
+    working = layers.kept(tensor, "none") if recompute == "full" else np.zeros_like(kept)
+    return layers.held(1 + staged) / layers.over(tensor), kept, working
 
 
 def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
