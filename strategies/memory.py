@@ -107,6 +107,8 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     part = 1 / degree if plan.zero >= 2 else 1.0
     if plan.zero == 2:
         each += width / degree  # FSDP2 holds its part beside the whole that it has gathered
+        if mesh.pipeline > 1:  # gradients of all micro-batches add up whole, and are divided once a step
+            each += _STATES[width][1]
     gradients = _STATES[width][1] * part * held
     visiting = width * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
     visiting += gradients * _gradients_stay(plan, batch_size)
@@ -131,7 +133,8 @@ def _numbers(profile: ModelProfile, tensor: int, staged: bool, recompute: str) -
     """Of each distinct layer: parameters, what backward keeps of one sample, and what it works with beside that."""
     layers = gathered(profile)
     kept = layers.kept(tensor, recompute)
-    working = layers.kept(tensor, "none") if recompute == "full" else np.zeros_like(kept)
+    whole = layers.kept(tensor, "none")
+    working = whole if recompute == "full" else whole - kept  # selective: the scores of the layer it is at
     return layers.held(1 + staged) / layers.over(tensor), kept, working
 
 
