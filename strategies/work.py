@@ -300,10 +300,11 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     sizes = plan.stages or even(profile, plan.sections)
     counts = counted(profile, sizes)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
+    own = NUMBER_BYTES.get(stored(profile, precision), 4)
     memory = machine.device.memory_bytes_per_s
     parameters = by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
-    update_bytes = UPDATE_BYTES[width] * parameters.max() / (sharded if plan.zero else 1)
+    update_bytes = UPDATE_BYTES[own] * parameters.max() / (sharded if plan.zero else 1)
     offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
     crossing = leaves_stage(plan.schedule, mesh.pipeline, plan.sections)
     return Work(
@@ -313,9 +314,9 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         **_of_layers(profile, machine.device, precision, mesh.tensor, rows),
         again=layers.again(plan.recompute),
         parameters=parameters,
-        gradient_bytes=parameters * width,
+        gradient_bytes=parameters * own,
         update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
-        offloaded_bytes=visits * width * parameters.max() / sharded if offload else 0.0,
+        offloaded_bytes=visits * own * parameters.max() / sharded if offload else 0.0,
         sent_bytes=rows * width * layers.sent(sizes) * crossing / mesh.tensor,
         micro_batches=micro_batches,
         schedule=plan.schedule,
@@ -348,6 +349,15 @@ def _of_layers(
         "reduced_bytes": rows * width * layers.reductions * layers.output_numbers,
         "reductions": layers.reductions,
     }
+
+
+def stored(profile: ModelProfile, precision: str) -> str:
+    """The precision of parameters and gradients where a step is in this one.
+
+    Engines compute under autocast, of parameters in full precision. What has no framework is as published systems keep
+    it, in the step's own.
+    """
+    return "fp32" if profile.framework else precision
 
 
 def check(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int) -> None:

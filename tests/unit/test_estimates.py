@@ -222,6 +222,22 @@ def test_memory_of_a_model_in_one_stage() -> None:
     assert of("recompute=full", 4) == 10 * 12_000 + 4 * (10 * 2000 + 4000) + grads, "what a layer makes again"
 
 
+def test_memory_under_autocast() -> None:
+    """Parameters, gradients and optimizer in full precision, a copy of each weight in half, activations in half."""
+    layer = LayerCost(name="l", parameters=1000, parameter_bytes=4000, flops=1e6, output_numbers=500, kept_numbers=1000)
+    profile = ModelProfile(framework="torch", layers=(layer,) * 10)
+
+    def of(plan: str, profile: ModelProfile = profile) -> int:
+        (found,) = stage_memory(profile, tw.Plan.parse(plan), batch_size=8, precision="bf16")
+        return found
+
+    kept, cast, grads = 10 * 8 * 2000, 10 * 2000, 4000
+    assert of("") == 10 * 12_000 + kept + cast + grads
+    assert of("fsdp=4") == 10 * 3000 + kept // 4 + cast + grads // 4 + 4 * 4000, "which ZeRO does not divide"
+    assert of("recompute=full") == 10 * 12_000 + kept // 2 + 8 * 2000 + cast // 10 + grads
+    assert of("", replace(profile, framework="")) == 10 * 14_000 + kept + 2000, "as published systems keep it"
+
+
 @pytest.mark.parametrize(
     ("plan", "batch", "said"),
     [
