@@ -1,9 +1,9 @@
 """Bytes that each pipeline stage holds on one device: never an average, the fullest stage decides.
 
 Model states as in Rajbhandari et al. (2020), table 1: with Adam 16 bytes a parameter, in half precision 2 for it, 2 for
-its gradient and 12 for the optimizer's full-precision copies; in full precision 4, 4 and 8. The engines' half precision is autocast: states as in full precision,
-and of a product's weights a copy in half precision, which backward needs and no ZeRO divides. Activations as in
-Korthikanti et al. (2022).
+its gradient and 12 for the optimizer's full-precision copies; in full precision 4, 4 and 8. The engines' half precision
+is autocast: states as in full precision, and of a product's weights a copy in half precision, which backward needs and
+no ZeRO divides. Activations as in Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
