@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from figures import Figure, versus
 from party import Seat, decided, one_after_another, order_of
@@ -20,37 +21,41 @@ from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.planview import name_of
 from trainwright.strategies.fitting import Measurement
-from trainwright.strategies.ranking import simplest
+from trainwright.strategies.ranking import estimate_of, simplest
 from trainwright.worker import WorkOrder
 
-PLANS = (
-    "", "dp=2", "dp=2,zero=2", "fsdp=2", "pp=2,schedule=1f1b,accumulation=4", "pp=2,schedule=gpipe,accumulation=4",
+PLANS = (  # beside one device
+    "dp=2", "dp=2,zero=2", "fsdp=2", "pp=2,schedule=1f1b,accumulation=4", "pp=2,schedule=gpipe,accumulation=4",
 )  # fmt: skip
+FREE = {"workers": None}  # of a job that leaves everything to the planner
 PROBED, STEPS = 6, 20  # of the first round, which is calibrated on, and of the second, which is compared
 QUICK = 4  # of both
 RIGHT, GOOD = 1.15, 1.05
 NOTE = (
-    f"Six models (`six_models.py`) under each of {len(PLANS)} plans as far as they fit: one device, data parallel, "
+    f"Six models (`six_models.py`) under each of {1 + len(PLANS)} plans as far as they fit: one device, data parallel, "
     "ZeRO-2, ZeRO-3, a pipeline in the orders 1F1B and GPipe with four micro-batches; AdamW, two processes on one "
     "machine with one thread each, gloo, trainwright's worker without Ray around it. The cluster that the planner is "
     "told of is two nodes of one CPU. In a first round every plan of every model takes "
     f"{PROBED} steps, whose medians are calibrated on (`trainwright.calibrate`); in a second one {STEPS}, whose "
     "medians stand under trainwright. The slowest rank counts. Under peer stands the calibrated prediction, and the "
     "ratio is the larger over the smaller; of a model never seen, it is calibrated on the other five alone, and the "
-    "plan that is furthest off is shown. Of a choice, the measured step of the plan with the best prediction stands "
-    "beside that of the best plan of all."
+    "plan that is furthest off is shown. Of a choice, the measured step of the plan that is chosen stands beside that "
+    "of the best plan of all: what the planner decides without a measurement and without `plan=`, which is measured "
+    "too where it is none of the plans, and what has the best prediction calibrated on the other five models, and on "
+    "all six."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A plan of a model, and its measured seconds a step in both rounds."""
+    """A plan of a model, and its measured seconds a step in both rounds; `decided` is what the planner chose itself."""
 
     model: str
     profile: ModelProfile
     cluster: Cluster
     plan: Plan
     order: WorkOrder
+    decided: bool = False
     probed_s: float = 0.0
     step_s: float = 0.0
 
@@ -85,11 +90,11 @@ def measure(folder: Path, *, quick: bool) -> list[Figure]:
 
 
 def _asked(folder: Path, name: str, case: Case) -> list[Tried]:
-    """The plans of a model that fit its workers."""
+    """The plans of a model that fit its workers, and what the planner decides where the job leaves it to it."""
     nodes = tuple(Node(name=f"node-{number}", cpus=1, memory_bytes=case.memory_bytes) for number in range(2))
     cluster, found = Cluster(nodes=nodes), []
-    for number, plan in enumerate(PLANS):
-        fields = {"plan": plan, "workers": 2} if plan else {"strategy": "one_device", "workers": 1}
+    pinned: list[dict[str, Any]] = [{"plan": plan, "workers": 2} for plan in PLANS]
+    for number, fields in enumerate([{"strategy": "one_device", "workers": 1}, *pinned, FREE]):
         place = folder / f"{name}-{number}"
         rows = ROWS if case.batch_size > 64 else ROWS // 2
         wanted = job(place, model=case.build, batch_size=case.batch_size, rows=rows, epochs=4, **fields)
@@ -97,8 +102,13 @@ def _asked(folder: Path, name: str, case: Case) -> list[Tried]:
             decision = decided(wanted, cluster)
         except PlanError:
             continue  # it does not fit
-        order = order_of(wanted, decision)
-        found.append(Tried(model=name, profile=decision.profile, cluster=cluster, plan=decision.chosen, order=order))
+        tried = Tried(
+            model=name, profile=decision.profile, cluster=cluster, plan=decision.chosen, decided=fields is FREE,
+            order=order_of(wanted, decision),
+        )  # fmt: skip
+        if tried.decided:
+            found = [one for one in found if one.plan.name != tried.plan.name]
+        found.append(tried)
     return found
 
 
@@ -121,22 +131,28 @@ def _figures(name: str, found: Sequence[Tried], calibration: tw.Calibration) -> 
         versus("plans", f"{name}: {name_of(one.plan)}", "ms", 1e3 * one.step_s, 1e3 * seconds, target=RIGHT)
         for one, seconds in zip(own, _seconds(own, calibration), strict=True)
     ]
-    others = [one.measurement for one in found if one.model != name]
-    unseen = zip(own, _seconds(own, tw.calibrate(others)), strict=True)
-    far, seconds = max(unseen, key=lambda pair: max(pair[1] / pair[0].step_s, pair[0].step_s / pair[1]))
+    unseen = tw.calibrate([one.measurement for one in found if one.model != name])
+    pairs = zip(own, _seconds(own, unseen), strict=True)
+    far, seconds = max(pairs, key=lambda pair: max(pair[1] / pair[0].step_s, pair[0].step_s / pair[1]))
     figures.append(versus("plans", f"{name}, never seen: {name_of(far.plan)}", "ms", 1e3 * far.step_s, 1e3 * seconds))
-    plans = sorted((one.predicted(calibration) for one in own), key=lambda plan: plan.estimate.step_s)  # type: ignore[union-attr]
-    chosen = simplest(plans)
-    steps: Mapping[str, float] = {
-        f"the choice, {name_of(chosen)}": next(one.step_s for one in own if one.plan.text == chosen.text),
-        **{f"always {label}": one.step_s for one in own for label in [_plain(one.plan)] if label},
-    }
+    steps: list[tuple[str, float, float | None]] = [
+        *((f"the planner's choice, {name_of(one.plan)}", one.step_s, GOOD) for one in own if one.decided),
+        *((f"the choice by the others, {name_of(one.plan)}", one.step_s, GOOD) for one in [_chosen(own, unseen)]),
+        *((f"the choice by all, {name_of(one.plan)}", one.step_s, None) for one in [_chosen(own, calibration)]),
+        *((f"always {label}", one.step_s, None) for one in own for label in [_plain(one.plan)] if label),
+    ]
     best_s = min(one.step_s for one in own)
     return figures + [
         versus("plans", f"{name}: {what}, beside the best", "ms", 1e3 * step_s, 1e3 * best_s, target=target)
-        for what, step_s in steps.items()
-        for target in [GOOD if what.startswith("the choice") else None]
+        for what, step_s, target in steps
     ]
+
+
+def _chosen(tried: Sequence[Tried], calibration: tw.Calibration) -> Tried:
+    """What the planner would choose of these with a calibration."""
+    plans = sorted((one.predicted(calibration) for one in tried), key=lambda plan: estimate_of(plan).step_s)
+    label = simplest(plans).name
+    return next(one for one in tried if one.plan.name == label)
 
 
 def _seconds(tried: Sequence[Tried], calibration: tw.Calibration) -> list[float]:

@@ -14,7 +14,7 @@ from trainwright.strategies.calibration import Vector
 from trainwright.strategies.memory import LayerMemory, layer_memory
 from trainwright.strategies.partition import Room, fitted
 from trainwright.strategies.timing import layer_seconds, send_seconds
-from trainwright.strategies.work import NUMBER_BYTES, Indices, Machine, gathered, leaves_node, work_of
+from trainwright.strategies.work import NUMBER_BYTES, Indices, Machine, counted, gathered, leaves_node, work_of
 
 Sizes = tuple[int, ...]
 FORBIDDEN_S = 1e6  # over a cut that must not be
@@ -52,7 +52,7 @@ def cuts(
     layers = gathered(profile)
     memory = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     room = _Room(memory=memory, order=layers.order, room_bytes=room_bytes)
-    if not room.may_do(stages) or memory.of_stages(layers.counts(quickest), "", stages).max() <= room_bytes:
+    if not room.may_do(stages) or memory.of_stages(counted(profile, quickest), "", stages).max() <= room_bytes:
         return quickest
     seconds, cut_s = _times(profile, machine, step)
     for most in (limit, float(cut_s.max())):

@@ -1,13 +1,15 @@
 """Bytes that each pipeline stage holds on one device: never an average, the fullest stage decides.
 
 Model states as in Rajbhandari et al. (2020), table 1: with Adam 16 bytes a parameter, in half precision 2 for it, 2 for
-its gradient and 12 for the optimizer's full-precision copies; in full precision 4, 4 and 8. Activations as in
-Korthikanti et al. (2022).
+its gradient and 12 for the optimizer's full-precision copies; in full precision 4, 4 and 8. The engines' half precision
+is autocast: states as in full precision, and of a product's weights a copy in half precision, which backward needs and
+no ZeRO divides. Activations as in Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import Vector
 from trainwright.strategies.staging import by_stage
-from trainwright.strategies.work import NUMBER_BYTES, Indices, even, gathered
+from trainwright.strategies.work import NUMBER_BYTES, Indices, counted, even, gathered, stored
 
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
 _UPDATE_NUMBERS = 2  # that an optimizer works with, for each parameter of the layer that it is at
@@ -48,7 +50,7 @@ def stage_memory(
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     if plan.mesh.pipeline == 1:
         return (int(layers.of_whole(gathered(profile).order, gradients_stay=_gradients_stay(plan, batch_size))),)
-    counts = gathered(profile).counts(plan.stages or even(profile, plan.sections))
+    counts = counted(profile, plan.stages or even(profile, plan.sections))
     return tuple(int(each) for each in layers.of_stages(counts, plan.schedule, plan.mesh.pipeline))
 
 
@@ -97,40 +99,59 @@ def _gradients_stay(plan: Plan, batch_size: int) -> bool:
 
 def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> LayerMemory:
     """What the layers ask of a stage that holds them."""
-    mesh, width = plan.mesh, NUMBER_BYTES.get(precision, 4)
-    (micro_batches, rows), layers = plan.micro_batches(batch_size), gathered(profile)
-    kept = layers.kept(mesh.tensor, plan.recompute)
-    working = layers.kept(mesh.tensor, "none") if plan.recompute == "full" else np.zeros_like(kept)
-    served = _STATES[width][2] if plan.servers else 0.0  # the optimizer's state is the servers'
+    mesh, width, own = plan.mesh, NUMBER_BYTES.get(precision, 4), stored(profile, precision)
+    micro_batches, rows = plan.micro_batches(batch_size)
+    held, kept, working = _numbers(profile, mesh.tensor, mesh.pipeline > 1, plan.recompute)
+    parameter, gradient, optimizer = _STATES[NUMBER_BYTES.get(own, 4)]
+    served = optimizer if plan.servers else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
-    each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=precision) - served
-    held = layers.held(mesh.pipeline) / layers.over(mesh.tensor)
+    each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=own) - served
     part = 1 / degree if plan.zero >= 2 else 1.0
     if plan.zero == 2:
-        each += width / degree  # FSDP2 holds its part beside the whole that it has gathered
-    gradients = _STATES[width][1] * part * held
-    visiting = width * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
+        each += parameter / degree  # FSDP2 holds its part beside the whole that it has gathered
+        if mesh.pipeline > 1:  # gradients of all micro-batches add up whole, and are divided once a step
+            each += gradient
+    gradients = gradient * part * held
+    visiting = parameter * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
     visiting += gradients * _gradients_stay(plan, batch_size)
     update = _UPDATE_NUMBERS * 4.0 * part * held
     if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
-        parameter, gradient, _ = _STATES[width]
         each = 0.0 if plan.zero == 3 else parameter
         visiting = held * (gradient + (2 * parameter if plan.zero == 3 else 0.0))
         gradients, update = np.zeros_like(held), np.zeros_like(held)  # in the host's memory
+    cast = _cast(profile, mesh.tensor) * width * (NUMBER_BYTES.get(own, 4) > width)
+    again = plan.recompute == "full"
     return LayerMemory(
         states=each * held,
         gradients=gradients,
         update=update,
-        kept=rows * width * kept,
-        working=rows * width * working + visiting,
+        kept=rows * width * kept + (0.0 if again else cast),
+        working=rows * width * working + visiting + (cast if again else 0.0),
         flight=in_flight(plan, micro_batches),
     )
+
+
+@lru_cache(maxsize=512)
+def _numbers(profile: ModelProfile, tensor: int, staged: bool, recompute: str) -> tuple[Vector, Vector, Vector]:
+    """Of each distinct layer: parameters, what backward keeps of one sample, and what it works with beside that."""
+    layers = gathered(profile)
+    kept = layers.kept(tensor, recompute)
+    whole = layers.kept(tensor, "none")
+    working = whole if recompute == "full" else whole - kept  # selective: the scores of the layer it is at
+    return layers.held(1 + staged) / layers.over(tensor), kept, working
+
+
+@lru_cache(maxsize=512)
+def _cast(profile: ModelProfile, tensor: int) -> Vector:
+    """Parameters of each distinct layer of which autocast makes a copy for each forward: those of products."""
+    layers = gathered(profile)
+    return layers.held(2) / layers.over(tensor) * (layers.flops > 0)
 
 
 def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
     """Of the host's memory, what a device keeps there; 0 where nothing is offloaded."""
     degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
-    found = model_state_bytes(profile.parameters, zero=3, degree=degree, precision=precision)
+    found = model_state_bytes(profile.parameters, zero=3, degree=degree, precision=stored(profile, precision))
     return int(found) if plan.offload else 0
 
 

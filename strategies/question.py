@@ -31,7 +31,7 @@ class Question:
         pins: what is said of the plan itself.
         own_step: the job's own function calls the model.
         offload: only plans are asked for that keep the model's state in the memory of the host.
-        workers, min_workers, max_workers, devices, accumulation, inexact, run, tf_config: as in `Job`.
+        workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config: as in `Job`.
     """
 
     profile: ModelProfile
@@ -48,6 +48,7 @@ class Question:
     accumulation: int | None = None
     inexact: tuple[str, ...] = ()
     run: str = "step"
+    compile: str = "auto"
     tf_config: str = "own"
 
     @classmethod
@@ -77,6 +78,7 @@ class Question:
             accumulation=job.accumulation or pins.choices.get("accumulation"),
             inexact=job.inexact,
             run=job.run,
+            compile=job.compile,
             tf_config=job.tf_config,
         )
 
@@ -85,7 +87,8 @@ class Question:
         """The same without what is pinned of the layout."""
         return Question(
             profile=self.profile, cluster=self.cluster, batch_size=self.batch_size, precision=self.precision,
-            own_step=self.own_step, inexact=self.inexact, run=self.run, tf_config=self.tf_config,
+            own_step=self.own_step, inexact=self.inexact, run=self.run, compile=self.compile,
+            tf_config=self.tf_config,
         )  # fmt: skip
 
     @property

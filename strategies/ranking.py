@@ -268,10 +268,11 @@ def _first_fitting(sized: _Sized, plans: Iterable[Plan]) -> Plan | Infeasible | 
 
 
 def _recomputations(question: Question) -> Choices:
-    """Attention's scores alone only where there are any."""
+    """Attention's scores alone where there are any, and no compiler chooses by itself what it makes again."""
     if "recompute" in question.pins.choices:
         return (question.pins.choices["recompute"],)
-    selective = any(layer.scores_numbers for layer in question.profile.layers)
+    scores = any(layer.scores_numbers for layer in question.profile.layers)
+    selective = scores and question.compile != "inductor"
     return ("none", "selective", "full") if selective else ("none", "full")
 
 

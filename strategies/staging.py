@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
+import numpy.typing as npt
 
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
-from trainwright.core.sections import misplaced, section_of
+from trainwright.core.sections import misplaced, place_of, section_of
 from trainwright.strategies.calibration import Vector
 
 
@@ -20,12 +23,24 @@ def by_stage(values: Vector, schedule: str, stages: int) -> Vector:
     """
     if len(values) == stages:
         return values
-    chunks = range(len(values) // stages)
-    own = [
-        [section_of(schedule, stage=stage, stages=stages, chunk=chunk) for stage in range(stages)] for chunk in chunks
-    ]
-    found: Vector = values[np.array(own)].sum(axis=0)
+    found: Vector = values[_own(schedule, stages, len(values) // stages)].sum(axis=0)
     return found
+
+
+@lru_cache(maxsize=1024)
+def leaves_stage(schedule: str, stages: int, sections: int) -> Vector:
+    """Of each cut between sections: 1 where it is between stages, 0 where both are on one."""
+    found: Vector = np.diff([place_of(schedule, section=each, stages=stages)[0] for each in range(sections)]) != 0
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _own(schedule: str, stages: int, chunks: int) -> npt.NDArray[np.intp]:
+    """Sections of each stage (chunks, stages)."""
+    turns = range(chunks)
+    return np.array(
+        [[section_of(schedule, stage=stage, stages=stages, chunk=turn) for stage in range(stages)] for turn in turns]
+    )
 
 
 def staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple[str, str] | None:

@@ -44,9 +44,9 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
 
 
 def degrees(question: Question) -> Iterator[int]:
-    """Tensor degrees that this model and a node allow."""
+    """Tensor degrees that this model, how it is compiled and a node allow."""
     profile = question.profile
-    if profile.indivisible or not any(layer.splits for layer in profile.layers):
+    if question.compile == "inductor" or profile.indivisible or not any(layer.splits for layer in profile.layers):
         yield 1
         return
     yield from (each for each in divisors(question.per_node) if not profile.heads % each)
@@ -61,6 +61,8 @@ def _indivisible(question: Question) -> Infeasible:
         hint = "use a number of workers on each node that shares a divisor with the heads"
     if question.profile.indivisible:
         reason = question.profile.indivisible
+    if question.compile == "inductor":
+        reason, hint = 'compile="inductor" was not tried with it', "leave compile out, or use tp=1"
     return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)
 
 

@@ -7,7 +7,7 @@ gathered once for a plan and timed as often as a calibration likes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -19,10 +19,9 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError, ResourceError
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.profile import ModelProfile
-from trainwright.core.sections import place_of
 from trainwright.strategies.calibration import Vector
 from trainwright.strategies.partition import divided
-from trainwright.strategies.staging import by_stage, staging
+from trainwright.strategies.staging import by_stage, leaves_stage, staging
 
 Indices = npt.NDArray[np.intp]
 BACKWARD = 2.0  # operations and traffic of backward, in those of forward
@@ -282,6 +281,12 @@ def gathered(profile: ModelProfile) -> Layers:
     return Layers(order=order, last=int(order[-1]), **columns)
 
 
+@lru_cache(maxsize=512)
+def counted(profile: ModelProfile, sizes: tuple[int, ...]) -> Vector:
+    """`Layers.counts`, once for the many plans that have the same sections."""
+    return gathered(profile).counts(sizes)
+
+
 def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: int, precision: str) -> Work:
     """The work of one step.
 
@@ -293,33 +298,26 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     check(profile, machine, plan, batch_size)
     layers = gathered(profile)
     sizes = plan.stages or even(profile, plan.sections)
-    counts = layers.counts(sizes)
-    stage_of = [place_of(plan.schedule, section=each, stages=mesh.pipeline)[0] for each in range(plan.sections)]
+    counts = counted(profile, sizes)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
-    rate, memory = machine.device.rate(precision) * machine.device.sustained, machine.device.memory_bytes_per_s
+    own = NUMBER_BYTES.get(stored(profile, precision), 4)
+    memory = machine.device.memory_bytes_per_s
     parameters = by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
-    update_bytes = UPDATE_BYTES[width] * parameters.max() / (sharded if plan.zero else 1)
+    update_bytes = UPDATE_BYTES[own] * parameters.max() / (sharded if plan.zero else 1)
     offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
-    shared = layers.shared_traffic
-    traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
+    crossing = leaves_stage(plan.schedule, mesh.pipeline, plan.sections)
     return Work(
         machine=machine,
         mesh=mesh,
         counts=counts,
-        flops_s=rows * layers.flops / over / rate,
-        matmuls=layers.matmuls * machine.device.host,
-        traffic_s=rows * traffic * width / memory,
-        scores_s=rows * layers.scores_numbers / over * width / memory,
-        launches=layers.launches * machine.device.host,
-        reduced_bytes=rows * width * layers.reductions * layers.output_numbers,
-        reductions=layers.reductions,
+        **_of_layers(profile, machine.device, precision, mesh.tensor, rows),
         again=layers.again(plan.recompute),
         parameters=parameters,
-        gradient_bytes=parameters * width,
+        gradient_bytes=parameters * own,
         update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
-        offloaded_bytes=visits * width * parameters.max() / sharded if offload else 0.0,
-        sent_bytes=rows * width * layers.sent(sizes) * (np.diff(stage_of) != 0) / mesh.tensor,
+        offloaded_bytes=visits * own * parameters.max() / sharded if offload else 0.0,
+        sent_bytes=rows * width * layers.sent(sizes) * crossing / mesh.tensor,
         micro_batches=micro_batches,
         schedule=plan.schedule,
         chunks=plan.chunks,
@@ -332,6 +330,34 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         shape=_shape(profile, mesh, rows, micro_batches),
         kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}{' offload' * offload}",
     )
+
+
+@lru_cache(maxsize=1024)
+def _of_layers(
+    profile: ModelProfile, device: Accelerator, precision: str, tensor: int, rows: int
+) -> Mapping[str, Vector]:
+    """What of `Work` is by distinct layer and has nothing to do with where the layers stand."""
+    layers, width = gathered(profile), NUMBER_BYTES.get(precision, 4)
+    over, shared, memory = layers.over(tensor), layers.shared_traffic, device.memory_bytes_per_s
+    traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
+    return {
+        "flops_s": rows * layers.flops / over / (device.rate(precision) * device.sustained),
+        "matmuls": layers.matmuls * device.host,
+        "traffic_s": rows * traffic * width / memory,
+        "scores_s": rows * layers.scores_numbers / over * width / memory,
+        "launches": layers.launches * device.host,
+        "reduced_bytes": rows * width * layers.reductions * layers.output_numbers,
+        "reductions": layers.reductions,
+    }
+
+
+def stored(profile: ModelProfile, precision: str) -> str:
+    """The precision of parameters and gradients where a step is in this one.
+
+    Engines compute under autocast, of parameters in full precision. What has no framework is as published systems keep
+    it, in the step's own.
+    """
+    return "fp32" if profile.framework else precision
 
 
 def check(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int) -> None:

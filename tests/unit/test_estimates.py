@@ -21,7 +21,7 @@ from trainwright.strategies import STRATEGIES, tensor_parallel
 from trainwright.strategies.memory import in_flight, layer_memory, stage_memory
 from trainwright.strategies.partition import replicated
 from trainwright.strategies.question import Question
-from trainwright.strategies.ranking import ranking
+from trainwright.strategies.ranking import answer, ranking
 from trainwright.strategies.work import Group, Machine, Work, even, gathered, group, work_of
 
 GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
@@ -208,7 +208,34 @@ def test_memory_of_a_model_in_one_stage() -> None:
     assert of("dp=4", 4) == of("accumulation=4", 4), "as they do in the buckets of a reduction"
     assert of("fsdp=4", 4) == 10 * 3000 + 10 * 4000 + grads // 4 + 4 * 4000, "one layer is whole at a time"
     assert of("dp=4,zero=2", 4) == 10 * 7000 + 10 * 4000 + grads // 4 + 2 * 4000, "beside the whole the part"
+    staged, divided = (tw.Plan.parse(f"pp=2,{data},micro_batch=1") for data in ("dp=2", "fsdp=2,zero=2"))
+    whole, parts = (stage_memory(profile, each, batch_size=4, precision="fp32")[1] for each in (staged, divided))
+    working = grads // 2 + 2 * 4000  # of the layer that is worked on
+    more = 5 * (2000 + 2000 - 4000)  # its parts of parameters and gradients, and the half of Adam's state less
+    assert parts - working == whole - grads + more, "gradients add up whole beside the parts"
+    scored = replace(profile, layers=(replace(layer, scores_numbers=3000),) * 10)
+    selective, plain = (
+        stage_memory(each, tw.Plan.parse("recompute=selective"), batch_size=4, precision="fp32")[0]
+        for each in (scored, profile)
+    )
+    assert selective == plain + 4 * 3000 * 4, "attention's scores of one layer at a time"
     assert of("recompute=full", 4) == 10 * 12_000 + 4 * (10 * 2000 + 4000) + grads, "what a layer makes again"
+
+
+def test_memory_under_autocast() -> None:
+    """Parameters, gradients and optimizer in full precision, a copy of each weight in half, activations in half."""
+    layer = LayerCost(name="l", parameters=1000, parameter_bytes=4000, flops=1e6, output_numbers=500, kept_numbers=1000)
+    profile = ModelProfile(framework="torch", layers=(layer,) * 10)
+
+    def of(plan: str, profile: ModelProfile = profile) -> int:
+        (found,) = stage_memory(profile, tw.Plan.parse(plan), batch_size=8, precision="bf16")
+        return found
+
+    kept, cast, grads = 10 * 8 * 2000, 10 * 2000, 4000
+    assert of("") == 10 * 12_000 + kept + cast + grads
+    assert of("fsdp=4") == 10 * 3000 + kept // 4 + cast + grads // 4 + 4 * 4000, "which ZeRO does not divide"
+    assert of("recompute=full") == 10 * 12_000 + kept // 2 + 8 * 2000 + cast // 10 + grads
+    assert of("", replace(profile, framework="")) == 10 * 14_000 + kept + 2000, "as published systems keep it"
 
 
 @pytest.mark.parametrize(
@@ -295,6 +322,19 @@ def test_a_tensor_group_that_is_larger_than_a_node_is_refused_with_the_reason() 
     (found,) = tensor_parallel.propose(question)
     assert isinstance(found, Infeasible) and found.reason == "tp=8 is more than the 4 devices of a node"
     assert "tp=4 or less" in found.hint
+
+
+def test_what_no_engine_does_with_a_compiled_model_is_not_proposed() -> None:
+    profile = replace(GPT, framework="torch")
+    question = Question(profile=profile, cluster=tw.Cluster.parse("4xA100-80GB"), batch_size=64, precision="bf16")
+    for compiled in (False, True):
+        asked = replace(question, compile="inductor") if compiled else question
+        found = answer(asked)
+        plans = [*found.plans, *(one.plan for one in found.misfits if one.plan)]
+        assert ("selective" in {plan.recompute for plan in plans}) is not compiled
+        assert ({plan.mesh.tensor for plan in plans} == {1}) is compiled
+    (told,) = tensor_parallel.propose(asked.free)
+    assert isinstance(told, Infeasible) and told.reason == 'compile="inductor" was not tried with it'
 
 
 def test_replica_after_replica_fills_the_nodes() -> None:
