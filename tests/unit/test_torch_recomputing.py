@@ -194,3 +194,60 @@ def test_values_that_are_changed_in_place_are_told() -> None:
         (mask if which else value).add_(1.0)
         with pytest.raises(RuntimeError, match="changed in place" if which else "inplace operation"):
             outputs.sum().backward()
+
+
+def attended(how: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention whose scores are changed behind the back of whoever follows the functions, or used twice."""
+    mask = torch.ones(len(key[0]), len(key[0])).triu(1) == 1
+    scores = query @ key.mT
+    if how == "index":
+        scores[..., mask] = -1e9
+    elif how == "view":
+        scores.view(-1, *mask.shape).masked_fill_(mask, -1e9)
+    elif how == "diagonal":
+        scores.diagonal(dim1=-2, dim2=-1).fill_(-1e9)
+    elif how == "no gradients":
+        with torch.no_grad():
+            scores.masked_fill_(mask, -1e9)
+    elif how == "data":
+        scores.data.masked_fill_(mask, -1e9)
+    elif how == "order":
+        early = scores.softmax(-1)
+        scores.mul_(3.0)
+        return (scores.softmax(-1) + early) @ value
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("how", ["index", "view", "diagonal", "no gradients", "data", "order"])
+def test_scores_changed_in_any_way_have_the_same_gradients(how: str) -> None:
+    factors = [torch.randn(2, 5, 5, requires_grad=True, dtype=torch.float64) for _ in range(3)]
+    plain = torch.autograd.grad(attended(how, *factors).square().sum(), factors)
+    with Rescoring():
+        outputs = attended(how, *factors)
+    for one, other in zip(plain, torch.autograd.grad(outputs.square().sum(), factors), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_chances_changed_in_place_are_told_as_torch_does() -> None:
+    query = torch.randn(2, 3, 3, requires_grad=True)
+    with Rescoring():
+        chances = (query @ query).softmax(-1)
+        chances.mul_(0.5)
+        outputs = chances @ query
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        outputs.sum().backward()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_fused_attention_takes_what_a_product_gave(dropout: float) -> None:
+    inputs, weight = torch.randn(2, 16, 16), torch.randn(4, 16, 16, requires_grad=True)
+
+    def gradient() -> Tensor:
+        torch.manual_seed(1)
+        query = torch.einsum("btd,hdk->bhtk", inputs, weight)
+        outputs = nn.functional.scaled_dot_product_attention(query, query, query, None, dropout)
+        return torch.autograd.grad(outputs.square().sum(), [weight])[0]
+
+    plain = gradient()
+    with Rescoring():
+        torch.testing.assert_close(gradient(), plain, rtol=0, atol=0)
