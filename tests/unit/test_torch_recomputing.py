@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextlib import nullcontext
 from typing import Any
@@ -74,6 +75,44 @@ def test_steps_have_the_same_bits(model: type[nn.Module]) -> None:
         assert plain.train_step(given).loss == again.train_step(given).loss
     assert saved(plain).files == saved(again).files
     assert plain.evaluate_step(feed()) == again.evaluate_step(feed())
+
+
+class Normed(nn.Module):
+    """A block whose two buffers change in forward: one that the outputs come from, and one that they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDE, WIDE))
+        self.norm = nn.BatchNorm1d(WIDE)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = torch.relu(self.norm(self.layer(inputs)))
+        return outputs
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, WIDE), Normed(), Normed(), nn.Linear(WIDE, 3))
+
+
+def test_buffers_change_once_and_are_as_they_were_the_second_time() -> None:
+    """Of two micro-batches at once, as a pipeline has them, whose backward is run twice."""
+    torch.manual_seed(0)
+    plain = normed()
+    again = copy.deepcopy(plain)
+    recompute(again)
+    given = torch.randn(2, ROWS, 4)
+    own = list(again.buffers())
+    for model in (plain, again):
+        losses = [model(inputs).square().sum() for inputs in given]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert all(one is other for one, other in zip(own, again.buffers(), strict=True))
+    assert again[1].norm.num_batches_tracked == 2
+    for (name, one), other in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=0, msg=name)
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
 
 
 def test_a_block_that_is_cut_is_left_alone() -> None:
