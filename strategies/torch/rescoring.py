@@ -33,7 +33,8 @@ _PRODUCTS = frozenset(
     )
 )  # fmt: skip
 _SOFTMAX = frozenset((_F.softmax, torch.softmax, Tensor.softmax))
-_DATA = (Tensor.data.__get__, Tensor.data.__set__)
+_attribute: Any = Tensor.data
+_DATA = (_attribute.__get__, _attribute.__set__)
 _FACTORS = ((0, "query"), (1, "key"))
 _BATCHED = 3  # dimensions of a batch of products' factors; with a parameter it is a layer's
 _Hook = Callable[[Tensor], Any]

@@ -37,7 +37,7 @@ def test_what_a_compiled_model_cannot_be_is_refused_before_a_step() -> None:
     job = spec(compile="inductor")
     with pytest.raises(JobError, match="leave recompute=selective out"):
         one_device(job, plan(recompute="selective"))
-    with pytest.raises(JobError, match="buffer '1.running_mean' is in the model's state"):
+    with pytest.raises(JobError, match=r"buffer '1\.running_mean' is in the model's state"):
         one_device(spec(model=normed, compile="inductor"), plan(recompute="full"))
     with pytest.raises(JobError, match="is for torch models"):
         job.check(Capabilities())
