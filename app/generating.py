@@ -47,8 +47,8 @@ class Sampling:
             return np.asarray(logits.argmax(axis=1), dtype=np.int64)
         scaled = logits.astype(np.float64) / self.temperature
         if self.top_k is not None and self.top_k < scaled.shape[1]:
-            least = np.partition(scaled, -self.top_k, axis=1)[:, -self.top_k, None]
-            scaled = np.where(scaled < least, -np.inf, scaled)
+            unlikely = np.argpartition(scaled, -self.top_k, axis=1)[:, : -self.top_k]
+            np.put_along_axis(scaled, unlikely, -np.inf, axis=1)
         return np.asarray((scaled + random.gumbel(size=scaled.shape)).argmax(axis=1), dtype=np.int64)  # Gumbel-max
 
 
@@ -56,13 +56,15 @@ def continued(predict: Predict, prompts: Tokens, context: int, count: int, sampl
     """Prompts (rows, tokens) and `count` more tokens.
 
     The model is always given `context` tokens, so that shapes never change: what is not there yet is 0, and follows on
-    what counts, where a causal model does not look. Of a longer text it is given the end.
+    what counts, where a causal model does not look. Of a longer text it is given the end: a token less than it takes,
+    as in training what follows on the last one of a row was not in the row, and so was never judged.
     """
+    most = max(context - 1, 1)
     random = np.random.default_rng(sampling.seed)
     text = np.concatenate((prompts, np.zeros((len(prompts), count), dtype=np.int64)), axis=1)
     for place in range(prompts.shape[1], text.shape[1]):
         window = np.zeros((len(text), context), dtype=np.int64)
-        seen = text[:, max(place - context, 0) : place]
+        seen = text[:, max(place - most, 0) : place]
         window[:, : seen.shape[1]] = seen
         text[:, place] = sampling.draw(predict(window)[:, seen.shape[1] - 1], random)
     return text

@@ -18,6 +18,7 @@ from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, n
 from trainwright.core.job import Job
 
 _TEXTS = ("name", "storage")  # a run may be called 2024
+_STRINGS = ("string_type", "literal_error")  # what pydantic says where only strings will do
 
 
 def load_job(path: str, overrides: Iterable[str] = ()) -> Job:
@@ -37,23 +38,35 @@ def load_job(path: str, overrides: Iterable[str] = ()) -> Job:
     make = vars(module).get("job")
     if isinstance(make, FunctionType):
         arguments = tuple(inspect.signature(make).parameters)
-        given = _parse(overrides, arguments)
-        job = _made(make, {name: given.pop(name) for name in arguments if name in given}, path)
+        texts = _parse(overrides, arguments)
+        own = {name: texts.pop(name) for name in arguments if name in texts}
+        job = _made(make, own, _values(own), path)
     else:
-        job, given = _job_of(module, path), _parse(overrides)
-    return job.replace(**given) if given else job
+        job, texts = _job_of(module, path), _parse(overrides)
+    return job.replace(**_values(texts)) if texts else job
 
 
-def _made(make: FunctionType, arguments: dict[str, Any], path: str) -> Job:
-    """What a file's function makes."""
+def _made(make: FunctionType, texts: dict[str, str], values: dict[str, Any], path: str) -> Job:
+    """What a file's function makes of values; where it takes a string alone, of the text: a tag may be 2024."""
+    wrong: list[Any] = []
+    job: Any = None
     try:
-        job = validate_call(make)(**arguments)
+        job = validate_call(make)(**values)
     except ValidationError as error:
-        raise JobError([_problem(item) for item in error.errors()], where=path) from None
+        wrong = error.errors()
+        names = inspect.signature(make).parameters
+        if error.title != make.__name__ or any(item["loc"][:1] not in [(name,) for name in names] for item in wrong):
+            raise _raised("job()", error, path) from error
     except TrainwrightError:
         raise
     except Exception as error:
         raise _raised("job()", error, path) from error
+    strings = {item["loc"][0] for item in wrong if item["type"] in _STRINGS}
+    again = {name: text for name, text in texts.items() if name in strings and values[name] != text}
+    if again:
+        return _made(make, texts, values | again, path)
+    if wrong:
+        raise JobError([_problem(item) for item in wrong], where=path)
     if not isinstance(job, Job):
         raise JobError([f"{path}: job() returned {type(job).__name__}: return tw.Job(...)"])
     return job
@@ -104,10 +117,10 @@ def _job_of(module: ModuleType, path: str) -> Job:
     raise JobError([f"{path}: one job is needed; {found}"])
 
 
-def _parse(overrides: Iterable[str], arguments: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Values by name, of fields of the job and of `arguments`."""
+def _parse(overrides: Iterable[str], arguments: tuple[str, ...] = ()) -> dict[str, str]:
+    """Texts by name, of fields of the job and of `arguments`."""
     known = (*arguments, *Job.model_fields)
-    fields: dict[str, Any] = {}
+    fields: dict[str, str] = {}
     problems = []
     for item in overrides:
         name, equals, text = item.partition("=")
@@ -116,10 +129,14 @@ def _parse(overrides: Iterable[str], arguments: tuple[str, ...] = ()) -> dict[st
         elif name not in known:
             problems.append(f"--set {item}: {name!r} is no field of Job: {nearest(name, known)}")
         else:
-            fields[name] = text if name in _TEXTS else _value(text)
+            fields[name] = text
     if problems:
         raise JobError(problems)
     return fields
+
+
+def _values(texts: dict[str, str]) -> dict[str, Any]:
+    return {name: text if name in _TEXTS else _value(text) for name, text in texts.items()}
 
 
 def _value(text: str) -> Any:

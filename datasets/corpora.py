@@ -45,11 +45,12 @@ def king_james(folder: str | os.PathLike[str] = FOLDER, say: Say = lambda line: 
         say: called with one line for each step.
 
     Raises:
-        DataError: no source answered, or all gave another text; says what to do by hand.
+        DataError: no source answered, or all gave another text, or another one is there; says what to do by hand.
     """
     home = Path(folder)
     text = Text(train=str(home / "train.txt"), test=str(home / "test.txt"))
     if all(Path(part).is_file() for part in text):
+        _verified(b"".join(Path(part).read_bytes() for part in text), f"remove {text.train} and {text.test}")
         return text
     whole = _fetch(home, say)
     end = whole.rindex(b"\n", 0, int(TRAINED * len(whole))) + 1
@@ -70,7 +71,7 @@ def _fetch(home: Path, say: Say) -> bytes:
     for name, fetch in sources.items():
         say(f"looking for {name}")
         try:
-            text = _verified(fetch())
+            text = _verified(fetch(), "fetch it anew")
         except (OSError, subprocess.SubprocessError, struct.error, TrainwrightError) as error:
             problems.append(f"{name}: {reason(error)}")
             say(f"  no: {reason(error)}")
@@ -84,11 +85,11 @@ def _fetch(home: Path, say: Say) -> bytes:
     )
 
 
-def _verified(text: bytes) -> bytes:
+def _verified(text: bytes, remedy: str) -> bytes:
     """The text itself; raises DataError where it is another one."""
     found = hashlib.sha256(text).hexdigest()
     if found != SHA256:
-        raise DataError(f"the text is altered: its SHA-256 is {found} and not {SHA256}", remedy="fetch it anew")
+        raise DataError(f"the text is altered: its SHA-256 is {found} and not {SHA256}", remedy=remedy)
     return text
 
 
@@ -101,7 +102,7 @@ def _from_debian() -> bytes:
     text = b"".join(
         subprocess.run(["gzip", "-dc"], input=each, capture_output=True, check=True).stdout for each in windows
     )
-    return text[text.index(b"\n") + 1 :]  # the first line names the edition
+    return text.partition(b"\n")[2]  # the first line names the edition
 
 
 def _write(path: Path, content: bytes) -> None:

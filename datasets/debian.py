@@ -22,15 +22,18 @@ def unpacked(package: str, folder: Path) -> Path:
         private = ["-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
         _run(["apt-get", *private, "update"], folder)
         _run(["apt-get", *private, "download", package], folder)
-    home = folder / "unpacked"
-    _run(["dpkg", "-x", str(next(folder.glob("*.deb"))), str(home)], folder)
+    home, file = folder / "unpacked", next(folder.glob("*.deb"), None)
+    if file is None:
+        raise FileNotFoundError(f"apt-get downloaded no file of {package}")
+    _run(["dpkg", "-x", str(file), str(home)], folder)
     return home
 
 
 def reason(error: Exception) -> str:
     """Why a source gave nothing, in one line."""
     if isinstance(error, subprocess.CalledProcessError):
-        lines = [line for line in str(error.stderr).splitlines() if line.strip()]
+        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr or "")
+        lines = [line for line in said.splitlines() if line.strip()]
         return lines[-1] if lines else f"{error.cmd[0]} exited with {error.returncode}"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 

@@ -160,9 +160,9 @@ class GPT(nn.Module):
 
 
 def tokenizer(text: str, vocabulary: int) -> Tokenizer:
-    """Byte-pair tokens (Sennrich et al. 2016) learnt from a file, once, and kept beside it."""
+    """Byte-pair tokens (Sennrich et al. 2016) learnt from a file, once, and kept beside it until it is written anew."""
     kept = Path(text).with_name(f"tokens-{vocabulary}.json")
-    if not kept.is_file():
+    if not kept.is_file() or kept.stat().st_mtime < Path(text).stat().st_mtime:
         learnt = Tokenizer(models.BPE())
         learnt.pre_tokenizer, learnt.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         learnt.train([text], trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False))

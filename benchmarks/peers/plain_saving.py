@@ -33,14 +33,16 @@ class PlainSaving:
 
     def save(self) -> tuple[float, float]:
         """Seconds for which the caller was blocked, and until all was written: the same."""
+        writer = self._writer()
         begun = time.perf_counter()
-        dcp.save(self._state(), storage_writer=self._writer(), process_group=self._group)
+        dcp.save(self._state(), storage_writer=writer, process_group=self._group)
         return (time.perf_counter() - begun,) * 2
 
     def save_async(self) -> tuple[float, float]:
         """Seconds for which the caller was blocked, and until all was written."""
+        writer = self._writer()
         begun = time.perf_counter()
-        future = dcp.async_save(self._state(), storage_writer=self._writer(), process_group=self._group)
+        future = dcp.async_save(self._state(), storage_writer=writer, process_group=self._group)
         blocked_s = time.perf_counter() - begun
         future.result()  # type: ignore[union-attr]
         return blocked_s, time.perf_counter() - begun
@@ -50,8 +52,9 @@ class PlainSaving:
         return {"model": model, "optimizer": optimizer}
 
     def _writer(self) -> dcp.FileSystemWriter:
-        """Of a folder of its own, with files forced onto the disk as ours are; the folder before it is removed."""
+        """Of a folder of its own, with files forced onto the disk as ours are; the folder before it is gone by then."""
         if distributed.get_rank() == 0:
             shutil.rmtree(self._folder / str(self._count), ignore_errors=True)
         self._count += 1
+        distributed.barrier(self._group)
         return dcp.FileSystemWriter(self._folder / str(self._count))

@@ -19,7 +19,7 @@ from trainwright.strategies.torch.compiling import compile_whole
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.laps import Laps
 from trainwright.strategies.torch.parts import WHOLE, Box, Part, box_of
-from trainwright.strategies.torch.recomputing import recompute
+from trainwright.strategies.torch.recomputing import recompute, recomputed_buffers
 from trainwright.strategies.torch.scaling import Scale
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
@@ -254,6 +254,12 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
         problems.append(
             'compile="inductor" chooses by itself what it computes again of attention: leave recompute=selective out, '
             "or use recompute=full"
+        )
+    twice = recomputed_buffers(model, plan.cuts) if spec.compile == "inductor" and plan.recompute == "full" else []
+    if twice:
+        problems.append(
+            f"buffer {twice[0]!r} is in the model's state, and recompute=full would change it twice where the model is "
+            "compiled: leave compile= or recompute= out, or register what never changes with persistent=False"
         )
     norms = batch_norms(model)
     if norms and (plan.mesh.data_ranks > 1 or plan.accumulation > 1) and "batch_norm" not in spec.inexact:

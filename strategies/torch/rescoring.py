@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from types import FunctionType
 from typing import Any
 from weakref import ReferenceType, ref
@@ -32,6 +33,8 @@ _PRODUCTS = frozenset(
     )
 )  # fmt: skip
 _SOFTMAX = frozenset((_F.softmax, torch.softmax, Tensor.softmax))
+_attribute: Any = Tensor.data
+_DATA = (_attribute.__get__, _attribute.__set__)
 _FACTORS = ((0, "query"), (1, "key"))
 _BATCHED = 3  # dimensions of a batch of products' factors; with a parameter it is a layer's
 _Hook = Callable[[Tensor], Any]
@@ -75,6 +78,7 @@ class _Call:
         normalised: a softmax is behind it.
         drawn: the state of the device's random numbers where it drew some.
         saved: by it for backward, in order.
+        number: the earlier the call, the lower.
     """
 
     function: Any
@@ -87,6 +91,7 @@ class _Call:
     normalised: bool
     drawn: Tensor | None = None
     saved: list[ReferenceType[_Saved]] = field(default_factory=list)
+    number: int = field(default_factory=count().__next__)
 
     def save(self, tensor: Tensor) -> _Saved:
         """Called by autograd."""
@@ -114,10 +119,12 @@ class Rescoring(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: Any = WeakIdKeyDictionary()  # what gave each tensor that may become scores
+        self._calls: Any = WeakIdKeyDictionary()  # what gave each tensor that may become scores, and its version then
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _DATA:  # what is changed through it has a version of its own
+            self._calls.pop(args[0], None)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func is _F.multi_head_attention_forward:
@@ -127,7 +134,8 @@ class Rescoring(TorchFunctionMode):
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = [*_tensors((*args, *kwargs.values()))]
-        before = tuple(dict.fromkeys(call for call in map(self._calls.get, given) if call is not None))
+        known = [each for each in given if self._maker(each) is not None]
+        before = tuple(dict.fromkeys(filter(None, map(self._maker, known))))
         fused, product = func is _F.scaled_dot_product_attention, func in _PRODUCTS
         batched = product and all(each.dim() >= _BATCHED for each in given)
         if not (before or fused or batched) or given[0].is_meta:
@@ -138,11 +146,18 @@ class Rescoring(TorchFunctionMode):
             made = func(*args, **kwargs)
         if not torch.equal(state, _random(call.device)):
             call.drawn = state
-        if (product and any(each.normalised for each in before)) or (fused and _writes_scores(call, made)):
+        if (product and any(each.normalised for each in before)) or (
+            fused and _writes_scores(call, args, kwargs, made)
+        ):
             _drop(call)
-        elif not fused and isinstance(made, Tensor) and made.requires_grad and self._goes_on(call, given, made):
-            self._calls[made] = call
+        elif not fused and isinstance(made, Tensor) and made.requires_grad and _goes_on(call, given, known, made):
+            self._calls[made] = call, made._version
         return made
+
+    def _maker(self, tensor: Tensor) -> _Call | None:
+        """What gave a tensor, where it has not been changed since: not by an index, a view, or without gradients."""
+        call, version = self._calls.get(tensor, (None, None))
+        return call if call is not None and version == tensor._version else None
 
     def _call(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], before: tuple[_Call, ...]) -> _Call:
         """What is about to be called, without the tensors that other calls gave."""
@@ -151,7 +166,7 @@ class Rescoring(TorchFunctionMode):
         def kept(each: Any) -> Any:
             if not isinstance(each, Tensor):
                 return each
-            call = self._calls.get(each)
+            call = self._maker(each)
             if call is not None:
                 return call
             bare = each.detach().requires_grad_(each.requires_grad)  # no graph: what saves this is behind it
@@ -171,33 +186,39 @@ class Rescoring(TorchFunctionMode):
             normalised=func in _SOFTMAX or any(each.normalised for each in before),
         )
 
-    def _goes_on(self, call: _Call, given: Sequence[Tensor], made: Tensor) -> bool:
-        """Whether it makes scores of scores, number by number, or a batch of products that may become some."""
-        if call.function in _PRODUCTS:
-            return True
-        known = [each for each in given if self._calls.get(each) is not None]
-        foreign = _in_place(call.function) and self._calls.get(given[0]) is None
-        return not foreign and "out" not in call.kwargs and any(each.numel() == made.numel() for each in known)
+
+def _goes_on(call: _Call, given: Sequence[Tensor], known: Sequence[Tensor], made: Tensor) -> bool:
+    """Whether it makes scores of scores, number by number, or a batch of products that may become some.
+
+    Args:
+        known: those of the tensors `given` that calls had given before this one, which may have changed them.
+    """
+    if call.function in _PRODUCTS:
+        return True
+    foreign = _in_place(call.function) and all(each is not given[0] for each in known)
+    return not foreign and "out" not in call.kwargs and any(each.numel() == made.numel() for each in known)
 
 
 def _drop(last: _Call) -> None:
     """Let go of all that the calls up to a second product have saved and that is not kept outside anyway."""
-    found: dict[_Call, None] = {}
-    _collect(last, found)
-    recipe = tuple(found)
+    recipe = _recipe(last)
     outside = {_memory(tensor) for call in recipe for tensor, _ in call.outside}
     for call in recipe:
         for saved in filter(None, (each() for each in call.saved)):
-            if not saved.recipe and saved.tensor is not None and _memory(saved.tensor) not in outside:
+            if saved.recipe or saved.tensor is None or saved.tensor._version != saved.version:
+                continue  # what was changed since is left for `taken` to tell
+            if _memory(saved.tensor) not in outside:
                 saved.recipe, saved.tensor = recipe, None
 
 
-def _collect(call: _Call, found: dict[_Call, None]) -> None:
-    """A call behind those that it needs."""
-    for each in call.before:
-        if each not in found:
-            _collect(each, found)
-    found[call] = None
+def _recipe(last: _Call) -> tuple[_Call, ...]:
+    """A call and all that it needs, in the order of the calls: one may change in place what those before it read."""
+    found, left = {last}, [last]
+    while left:
+        new = [each for each in left.pop().before if each not in found]
+        found.update(new)
+        left += new
+    return tuple(sorted(found, key=lambda call: call.number))
 
 
 class _Enough(Exception):
@@ -233,10 +254,10 @@ def _giver(call: _Call, *, last: bool) -> _Hook:
     return give
 
 
-def _writes_scores(call: _Call, made: Tensor) -> bool:
+def _writes_scores(call: _Call, args: Any, kwargs: Any, made: Tensor) -> bool:
     """Whether attention was not computed by a fused kernel: it saved a number for each query and key."""
-    query, key = (call.args[place] if place < len(call.args) else call.kwargs[name] for place, name in _FACTORS)
-    kept = {_memory(tensor) for tensor, _ in call.outside} | {_memory(made)}
+    query, key = (args[place] if place < len(args) else kwargs[name] for place, name in _FACTORS)
+    kept = {_memory(tensor) for tensor in (*_tensors((*args, *kwargs.values())), made)}
     saved = [each.tensor for each in (one() for one in call.saved) if each is not None and each.tensor is not None]
     return any(each.shape[-2:] == (query.shape[-2], key.shape[-2]) and _memory(each) not in kept for each in saved)
 

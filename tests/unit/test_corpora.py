@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.core.errors import DataError
-from trainwright.datasets import corpora
+from trainwright.datasets import corpora, debian
 
 TEXT = b"".join(f"Ge1:{verse} And the evening and the morning were day {verse}.\n".encode() for verse in range(1, 99))
 
@@ -55,6 +55,37 @@ def test_the_packages_windows_are_joined(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(corpora, "_MAGIC", b"")
     train, test = corpora.king_james(tmp_path)
     assert Path(train).read_bytes() + Path(test).read_bytes() == TEXT
+
+
+def test_a_text_that_is_there_is_verified(tmp_path: Path) -> None:
+    (tmp_path / corpora.FILE).write_bytes(TEXT)
+    train = Path(corpora.king_james(tmp_path).train)
+    train.write_bytes(train.read_bytes()[1:])
+    with pytest.raises(DataError, match="is altered") as caught:
+        corpora.king_james(tmp_path)
+    assert str(train) in caught.value.remedy
+
+
+@pytest.mark.parametrize(("window", "words"), [(gzip.compress(b"no line"), "is altered"), (b"other", "gzip: ")])
+def test_another_layout_of_the_package_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: bytes, words: str
+) -> None:
+    count = (corpora._FIRST - corpora._OFFSETS) // 4
+    places = [corpora._FIRST + number * len(window) for number in range(count)]
+    data = bytes(corpora._OFFSETS) + struct.pack(f">{count}I", *places) + window * (count - 1)
+    (tmp_path / "usr" / "lib").mkdir(parents=True)
+    (tmp_path / "usr" / "lib" / "bible.data").write_bytes(data)
+    monkeypatch.setattr(corpora, "unpacked", lambda package, folder: tmp_path)
+    monkeypatch.setattr(corpora, "_MAGIC", b"")
+    with pytest.raises(DataError, match="could not be fetched") as caught:
+        corpora.king_james(tmp_path / "new")
+    assert words in caught.value.where and "b'" not in caught.value.where
+
+
+def test_a_package_that_apt_did_not_write_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debian, "_run", lambda command, folder: None)
+    with pytest.raises(FileNotFoundError, match="no file of any"):
+        debian.unpacked("any", tmp_path)
 
 
 def test_another_text_is_refused_with_what_to_do(tmp_path: Path) -> None:

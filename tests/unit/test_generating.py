@@ -27,6 +27,24 @@ def test_the_likeliest_follows_and_of_a_long_text_the_end_is_given() -> None:
     assert continued(counting, np.arange(6)[None] % VOCABULARY, CONTEXT, 1, GREEDY)[0, -1] == 6
 
 
+def test_only_what_training_judged_is_taken() -> None:
+    """Of a row's tokens all but the last had a next one to be judged by."""
+
+    def untrained_at_the_end(tokens: Tokens) -> Logits:
+        logits = counting(tokens)
+        logits[:, -1] = -logits[:, -1]
+        return logits
+
+    text = continued(untrained_at_the_end, np.array([[1, 2]]), CONTEXT, 6, GREEDY)
+    assert text.tolist() == [[1, 2, 3, 4, 5, 6, 0, 1]]
+    assert continued(lambda tokens: np.eye(VOCABULARY)[tokens], np.array([[1, 2]]), 1, 2, GREEDY)[0, -1] == 2
+
+
+def test_as_many_as_wished_are_drawn_from_where_all_are_as_likely() -> None:
+    logits, random = np.zeros((200, VOCABULARY)), np.random.default_rng(0)
+    assert len(set(Sampling(top_k=2).draw(logits, random).tolist())) == 2
+
+
 def test_the_same_seed_draws_the_same() -> None:
     flat = lambda tokens: np.zeros((*tokens.shape, VOCABULARY))  # noqa: E731
     one, again, other = (

@@ -132,6 +132,42 @@ def test_what_is_wrong_with_a_function_of_a_job_file(tmp_path: Path) -> None:
         load_job(str(none))
 
 
+TYPED = """
+from __future__ import annotations
+from typing import Literal
+from pydantic import BaseModel, model_validator
+import trainwright as tw
+class Shape(BaseModel):
+    tag: int
+    @model_validator(mode="after")
+    def positive(self):
+        assert self.tag > 0
+        return self
+def job(tag: str = "a", year: Literal["1611", "1769"] = "1611", note: str | None = "", shape: int | str = 1) -> tw.Job:
+    Shape(tag=shape)
+    return tw.Job(name=f"{{tag}}-{{year}}-{{note}}", model=dict, optimizer=list, loss=max, inputs="x", batch_size=1,
+                  train=tw.datasets.table({{"x": [[1.0]]}}))
+"""
+
+
+def test_an_argument_that_is_a_string_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "typed.py"
+    file.write_text(TYPED.format())
+    assert load_job(str(file), ["tag=1e3", "year=1769", "note=None"]).name == "1e3-1769-None"
+    assert load_job(str(file), ["tag=True", "note=07"]).name == "True-1611-07"
+    with pytest.raises(JobError, match="--set year=1800: input should be '1611' or '1769'"):
+        load_job(str(file), ["year=1800"])
+
+
+@pytest.mark.parametrize("shape", ["x", "0"])
+def test_what_pydantic_says_inside_a_function_is_the_functions(tmp_path: Path, shape: str) -> None:
+    file = tmp_path / "typed.py"
+    file.write_text(TYPED.format())
+    with pytest.raises(UserCodeError, match=r"job\(\) raised ValidationError: 1 validation error for Shape") as caught:
+        load_job(str(file), [f"shape={shape}"])
+    assert "Shape(tag=shape)" in caught.value.detail
+
+
 def test_fit_says_what_takes_the_place_of_what_it_cannot_do() -> None:
     wrong = {"step": print, "clip_norm": 1.0, "accumulation": 2, "on_error": "skip", "on_nonfinite": "skip"}
     with pytest.raises(JobError) as caught:

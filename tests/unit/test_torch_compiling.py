@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from tests.unit.torch_jobs import one_device, plan, spec
 from trainwright.core.errors import JobError
@@ -14,6 +15,10 @@ class InductorError(RuntimeError):
     """As torch's own."""
 
     __module__ = "torch._inductor.exc"
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
 
 @pytest.mark.parametrize(
@@ -32,5 +37,7 @@ def test_what_a_compiled_model_cannot_be_is_refused_before_a_step() -> None:
     job = spec(compile="inductor")
     with pytest.raises(JobError, match="leave recompute=selective out"):
         one_device(job, plan(recompute="selective"))
+    with pytest.raises(JobError, match=r"buffer '1\.running_mean' is in the model's state"):
+        one_device(spec(model=normed, compile="inductor"), plan(recompute="full"))
     with pytest.raises(JobError, match="is for torch models"):
         job.check(Capabilities())

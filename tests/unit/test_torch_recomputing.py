@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextlib import nullcontext
 from typing import Any
@@ -74,6 +75,44 @@ def test_steps_have_the_same_bits(model: type[nn.Module]) -> None:
         assert plain.train_step(given).loss == again.train_step(given).loss
     assert saved(plain).files == saved(again).files
     assert plain.evaluate_step(feed()) == again.evaluate_step(feed())
+
+
+class Normed(nn.Module):
+    """A block whose two buffers change in forward: one that the outputs come from, and one that they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDE, WIDE))
+        self.norm = nn.BatchNorm1d(WIDE)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = torch.relu(self.norm(self.layer(inputs)))
+        return outputs
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, WIDE), Normed(), Normed(), nn.Linear(WIDE, 3))
+
+
+def test_buffers_change_once_and_are_as_they_were_the_second_time() -> None:
+    """Of two micro-batches at once, as a pipeline has them, whose backward is run twice."""
+    torch.manual_seed(0)
+    plain = normed()
+    again = copy.deepcopy(plain)
+    recompute(again)
+    given = torch.randn(2, ROWS, 4)
+    own = list(again.buffers())
+    for model in (plain, again):
+        losses = [model(inputs).square().sum() for inputs in given]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert all(one is other for one, other in zip(own, again.buffers(), strict=True))
+    assert again[1].norm.num_batches_tracked == 2
+    for (name, one), other in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=0, msg=name)
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
 
 
 def test_a_block_that_is_cut_is_left_alone() -> None:
@@ -194,3 +233,60 @@ def test_values_that_are_changed_in_place_are_told() -> None:
         (mask if which else value).add_(1.0)
         with pytest.raises(RuntimeError, match="changed in place" if which else "inplace operation"):
             outputs.sum().backward()
+
+
+def attended(how: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention whose scores are changed behind the back of whoever follows the functions, or used twice."""
+    mask = torch.ones(len(key[0]), len(key[0])).triu(1) == 1
+    scores = query @ key.mT
+    if how == "index":
+        scores[..., mask] = -1e9
+    elif how == "view":
+        scores.view(-1, *mask.shape).masked_fill_(mask, -1e9)
+    elif how == "diagonal":
+        scores.diagonal(dim1=-2, dim2=-1).fill_(-1e9)
+    elif how == "no gradients":
+        with torch.no_grad():
+            scores.masked_fill_(mask, -1e9)
+    elif how == "data":
+        scores.data.masked_fill_(mask, -1e9)
+    elif how == "order":
+        early = scores.softmax(-1)
+        scores.mul_(3.0)
+        return (scores.softmax(-1) + early) @ value
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("how", ["index", "view", "diagonal", "no gradients", "data", "order"])
+def test_scores_changed_in_any_way_have_the_same_gradients(how: str) -> None:
+    factors = [torch.randn(2, 5, 5, requires_grad=True, dtype=torch.float64) for _ in range(3)]
+    plain = torch.autograd.grad(attended(how, *factors).square().sum(), factors)
+    with Rescoring():
+        outputs = attended(how, *factors)
+    for one, other in zip(plain, torch.autograd.grad(outputs.square().sum(), factors), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_chances_changed_in_place_are_told_as_torch_does() -> None:
+    query = torch.randn(2, 3, 3, requires_grad=True)
+    with Rescoring():
+        chances = (query @ query).softmax(-1)
+        chances.mul_(0.5)
+        outputs = chances @ query
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        outputs.sum().backward()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_fused_attention_takes_what_a_product_gave(dropout: float) -> None:
+    inputs, weight = torch.randn(2, 16, 16), torch.randn(4, 16, 16, requires_grad=True)
+
+    def gradient() -> Tensor:
+        torch.manual_seed(1)
+        query = torch.einsum("btd,hdk->bhtk", inputs, weight)
+        outputs = nn.functional.scaled_dot_product_attention(query, query, query, None, dropout)
+        return torch.autograd.grad(outputs.square().sum(), [weight])[0]
+
+    plain = gradient()
+    with Rescoring():
+        torch.testing.assert_close(gradient(), plain, rtol=0, atol=0)
