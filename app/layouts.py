@@ -62,8 +62,11 @@ def layouts_of(job: Job, question: Question, plans: Sequence[Plan]) -> Alternati
 
 
 def _movable(plan: Plan) -> bool:
-    """Whether a process that works under this plan can go on under others: one of torch, with one device."""
-    torch = plan.strategy in strategies_for("torch") and ".torch." in plan.engine
+    """Whether a process that works under this plan can go on under others: one of torch, with one device.
+
+    Not with a model of Keras, which names its variables by how many a process has made: another build's have others.
+    """
+    torch = plan.strategy in strategies_for("torch") and ".torch." in plan.engine and not plan.keras_backend
     return torch and plan.topology == "collective" and plan.devices_per_worker == 1
 
 

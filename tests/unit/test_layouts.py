@@ -57,6 +57,13 @@ def test_nothing_is_measured_where_it_is_pinned_or_not_wanted(fields: dict[str, 
     assert decide(profile=FAT, workers=2, **fields).contenders == ()
 
 
+def test_a_process_builds_a_model_of_keras_once() -> None:
+    given, decision = job(workers=2), decide(profile=FAT, workers=2)
+    question, first = Question.of(given, FAT, decision.used), replace(decision.chosen, keras_backend="torch")
+    assert layouts_of(given, question, [decision.chosen]) is not None and layouts_of(given, question, [first]) is None
+    assert contenders(first, [replace(plan, keras_backend="torch") for plan in decision.contenders], given) == ()
+
+
 def test_measuring_must_pay() -> None:
     plans = [estimated(decide(profile=DEEP, workers=2).chosen, 0.1, 0.2)] * 2
     assert not pays(plans, 1000) and pays(plans, 20_000)
