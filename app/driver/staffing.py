@@ -273,7 +273,8 @@ def _shrink(turn: Turn) -> None:
     late = {member.worker: Spare(slot=member.slot) for member in state.members if member.worker in state.starting}
     turn.disarm("place")
     turn.change(starting=frozenset(), spares={**state.spares, **late})
-    waited = f"no more started within {state.settings.shrink_s:g} s"
+    patience_s = state.settings.shrink_s if "place" in state.timers else state.settings.place_deadline_s
+    waited = f"no more started within {patience_s:g} s"
     _seat(turn, tuple(member for member in state.members if member.worker not in late), waited)
 
 
