@@ -36,6 +36,8 @@ def contenders(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[Plan, 
     """
     if not job.probe or job.strategy or job.plan or job.run != "step" or not _movable(chosen) or chosen.workers == 1:
         return ()
+    if job.compile == "inductor":  # each would be compiled, for minutes
+        return ()
     limit_s, found = estimate_of(chosen).high_s, {chosen.strategy: chosen}
     for plan in eligible:
         if _movable(plan) and plan.workers == chosen.workers and estimate_of(plan).step_s <= limit_s:
