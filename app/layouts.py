@@ -36,6 +36,8 @@ def contenders(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[Plan, 
     """
     if not job.probe or job.strategy or job.plan or job.run != "step" or not _movable(chosen) or chosen.workers == 1:
         return ()
+    if job.compile == "inductor":  # each would be compiled, for minutes
+        return ()
     limit_s, found = estimate_of(chosen).high_s, {chosen.strategy: chosen}
     for plan in eligible:
         if _movable(plan) and plan.workers == chosen.workers and estimate_of(plan).step_s <= limit_s:
@@ -62,8 +64,11 @@ def layouts_of(job: Job, question: Question, plans: Sequence[Plan]) -> Alternati
 
 
 def _movable(plan: Plan) -> bool:
-    """Whether a process that works under this plan can go on under others: one of torch, with one device."""
-    torch = plan.strategy in strategies_for("torch") and ".torch." in plan.engine
+    """Whether a process that works under this plan can go on under others: one of torch, with one device.
+
+    Not with a model of Keras, which names its variables by how many a process has made: another build's have others.
+    """
+    torch = plan.strategy in strategies_for("torch") and ".torch." in plan.engine and not plan.keras_backend
     return torch and plan.topology == "collective" and plan.devices_per_worker == 1
 
 

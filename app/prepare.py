@@ -10,7 +10,7 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, RunConflict, nearest
 from trainwright.core.events import Probed, RunStarted
 from trainwright.core.job import Job
-from trainwright.core.plan import Plan
+from trainwright.core.plan import Plan, Rejected
 from trainwright.core.profile import ModelProfile
 from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
 from trainwright.datasets.sources import Index
@@ -43,6 +43,7 @@ class Prepared:
         steps_per_epoch: global steps of one epoch.
         description: the job in words.
         measured: name of the plan that was the quickest when plans were measured; empty where none were.
+        begun: a checkpoint is there to go on from.
     """
 
     job: Job
@@ -52,6 +53,7 @@ class Prepared:
     steps_per_epoch: int
     description: dict[str, str]
     measured: str = ""
+    begun: bool = False
 
     @property
     def total_steps(self) -> int:
@@ -83,7 +85,7 @@ def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
         head = RunLog(store, job.name).head()
         if head is not None:
             _check_past(prepared, head, resume)
-            return replace(prepared, measured=_measured(prepared))
+            return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints))
     return prepared
 
 
@@ -112,7 +114,8 @@ def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
     """The plan for a given cluster."""
     profile = profile_of(prepared)
     job = with_plan(prepared.job, profile, cluster)
-    decision = _settled(choose(profile, cluster, job), prepared)
+    asked = job.replace(probe=True) if prepared.measured else job  # for what it was measured among
+    decision = _settled(choose(profile, cluster, asked), prepared)
     _check_fit(prepared, decision.chosen)
     notes = [*decision.chosen.notes]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
@@ -128,8 +131,9 @@ def _settled(decision: Decision, prepared: Prepared) -> Decision:
     if known:
         note = "it was the quickest when plans were measured"
         chosen = replace(known[0], notes=(*known[0].notes, note))
-        return replace(decision, chosen=chosen, contenders=())
-    if not decision.contenders or not pays(decision.contenders, prepared.total_steps):
+        return replace(decision, chosen=chosen, rejected=_without(decision, chosen), contenders=())
+    wanted = decision.contenders and prepared.job.probe and not prepared.begun
+    if not wanted or not pays(decision.contenders, prepared.total_steps):
         return replace(decision, contenders=())
     names = [plan.strategy for plan in decision.contenders]
     rejected = [
@@ -139,6 +143,15 @@ def _settled(decision: Decision, prepared: Prepared) -> Decision:
         for item in decision.rejected
     ]
     return replace(decision, rejected=tuple(rejected))
+
+
+def _without(decision: Decision, measured: Plan) -> tuple[Rejected, ...]:
+    """What is rejected for a plan that was measured: with the one that would be chosen by its estimate."""
+    others = tuple(item for item in decision.rejected if item.plan.strategy != measured.strategy)
+    if decision.chosen.strategy == measured.strategy:
+        return others
+    reason = f"{measured.strategy} was quicker when plans were measured"
+    return (Rejected(plan=decision.chosen, reason=reason), *others)
 
 
 def _check_fit(prepared: Prepared, plan: Plan) -> None:

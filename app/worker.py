@@ -226,18 +226,22 @@ class Worker:
     def probe(self, wanted: Probing) -> float:
         """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""
         assert self._stream is not None, "heal comes before probe"
+        self._close_feeds()  # they would read ahead meanwhile
         self._tried = True
         feed, begun, took = self._stream.full_feed(0), time.perf_counter(), list[float]()
-        over = False
+        over = blank = False
         while not over:
             before = time.perf_counter()
             over = len(took) >= wanted.steps or (len(took) > 0 and before - begun > wanted.seconds)
             try:
                 over = self._engine.train_step(replace(feed, step=len(took), wish=over)).wish
             except NonFiniteLoss:  # so many steps on one batch may lead anywhere; on all ranks at once
-                if len(took) < 2:
+                if len(took) >= 2:
+                    break
+                if self._job.on_nonfinite == "raise" or blank:
                     raise
-                break
+                feed, blank, over = weightless(feed), True, False  # as the run would take it
+                continue
             took.append(time.perf_counter() - before)
         return statistics.median(took[1:])
 

@@ -192,7 +192,8 @@ class Plan:
     def resized(self, workers: int) -> Plan:
         """The same plan on more or fewer workers: its data dimension changes, the global batch does not.
 
-        On fewer workers there are more micro-batches, so that none is larger than it was planned.
+        On fewer workers there are more micro-batches, so that none is larger than it was planned; of an interleaved
+        pipeline they stay a multiple of its stages.
 
         Raises:
             ValueError: a whole replica of the model needs a multiple of that many workers.
@@ -202,6 +203,8 @@ class Plan:
         if rest or not data:
             raise ValueError(f"the devices of {workers} workers are no multiple of the {replica} that hold a replica")
         accumulation = max(self.accumulation, -(-self.accumulation * self.mesh.data // data))
+        if self.schedule == "interleaved":
+            accumulation += -accumulation % self.mesh.pipeline
         return replace(self, mesh=replace(self.mesh, data=data), accumulation=accumulation)
 
     def feed_of(self, worker: int) -> Feeding:

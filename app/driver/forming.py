@@ -23,9 +23,9 @@ from trainwright.driver.turn import Turn
 
 def reserve(turn: Turn) -> None:
     """Begin the next generation: every rank binds a port."""
+    plan = probing.candidate(turn) or _plan(turn)
     state = turn.state
     generation = Generation(token=state.generation.token, number=state.generation.number + 1)
-    plan = probing.candidate(turn) or _plan(turn)
     if plan is not None and state.plan is not None and plan.layout == state.plan.layout:
         _keep_parts(turn, plan)
     arrange(turn, plan)

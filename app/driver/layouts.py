@@ -65,11 +65,11 @@ class Trials:
         aside: why one cannot be measured.
         first: the error of the first that was set aside.
         trying: the first of `left` has been begun with.
-        since_s: when all began.
+        since_s: when the first of all was begun with; 0 before.
     """
 
     left: tuple[int, ...]
-    since_s: float
+    since_s: float = 0.0
     step_s: Mapping[int, float] = field(default_factory=dict)
     aside: Mapping[int, str] = field(default_factory=dict)
     first: Exception | None = None

@@ -26,7 +26,7 @@ def plan_trials(turn: Turn, acquired: m.Acquired) -> None:
     """Measure, where there is something to choose from and nothing of the run is there yet."""
     layouts, begun = turn.settings.layouts, acquired.head or acquired.kept or acquired.living
     if layouts is not None and len(layouts.plans) > 1 and not begun:
-        turn.change(trials=Trials(left=tuple(range(len(layouts.plans))), since_s=turn.now_s))
+        turn.change(trials=Trials(left=tuple(range(len(layouts.plans)))))
 
 
 def candidate(turn: Turn) -> Plan | None:
@@ -36,9 +36,9 @@ def candidate(turn: Turn) -> Plan | None:
         return None
     plan = layouts.plans[trials.left[0]]
     if plan.workers != len(turn.state.members):
-        turn.change(trials=None)
+        _end(turn)
         return None
-    turn.change(trials=replace(trials, trying=True))
+    turn.change(trials=replace(trials, trying=True, since_s=trials.since_s or turn.now_s))
     return plan
 
 
@@ -91,10 +91,16 @@ def settled(turn: Turn) -> bool:
         return False
     assert layouts is not None, "plans were tried"
     chosen, event = layouts.measured(trials.step_s, trials.aside)
-    members = tuple(replace(member, told=False) for member in turn.state.members)  # all begin anew
-    turn.change(trials=None, plan=None, members=members, settings=replace(turn.settings, layouts=chosen))
+    _end(turn)
+    turn.change(settings=replace(turn.settings, layouts=chosen))
     turn.emit(replace(event, seconds=turn.now_s - trials.since_s))
     return True
+
+
+def _end(turn: Turn) -> None:
+    """No plan is tried any more: all begin anew."""
+    members = tuple(replace(member, told=False) for member in turn.state.members)
+    turn.change(trials=None, plan=None, members=members)
 
 
 def _trials(state: State) -> Trials:

@@ -17,7 +17,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
 from trainwright.driver.staffing import place, ready_to_form, spare_died
-from trainwright.driver.state import RECOVERING, Blame, Phase
+from trainwright.driver.state import RECOVERING, Blame, Phase, State
 from trainwright.driver.turn import Turn
 
 SHOWN_RANKS, HOUR_S = 8, 3600.0
@@ -79,7 +79,9 @@ def raised(turn: Turn, event: m.Raised) -> None:
 
 def _try_another(turn: Turn, blame: Blame, *, kill: bool) -> None:
     """A rank cannot work under the plan on trial: the others let go. No failure of the run."""
-    worker = frozenset({blame.event.worker})
+    worker, state = frozenset({blame.event.worker}), turn.state
+    if _only_peers_told(state):
+        turn.change(failures=state.failures - 1, failed_s=state.failed_s[:-1], suspect=None)
     probing.set_aside(turn, blame.error)
     turn.change(awaiting=turn.state.awaiting - worker)
     if turn.state.phase is not Phase.GATHERING:
@@ -87,6 +89,13 @@ def _try_another(turn: Turn, blame: Blame, *, kill: bool) -> None:
     turn.change(blame=blame)
     if kill:
         _replace(turn, worker, kill=True)
+
+
+def _only_peers_told(state: State) -> bool:
+    """Whether a failure was counted, of the first plan on trial, by none but those who lost a peer."""
+    if state.blame is None or state.phase is not Phase.GATHERING or probing.is_spare_try(state):
+        return False
+    return state.blame.peer and not leaving.was_expected(state, state.blame)
 
 
 def silent(turn: Turn, deadline_s: float) -> None:

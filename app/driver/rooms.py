@@ -35,15 +35,13 @@ class Rooms:
         self._moved: dict[int, PlacementGroup] = {}  # by tensor group
         self._homes: dict[int, str] = {}  # Ray's id of the node, by tensor group
         self._shunned: set[str] = set()
-        self._full_until_s = 0.0
+        self._torn_until_s = self._full_until_s = 0.0  # no room for all of the one group, for one more tensor group
 
     def of(self, slot: int) -> PlacementGroupSchedulingStrategy:
         """Where a slot's process is to run: not on a node that is shunned, where there is room elsewhere."""
         number = slot // self._together
-        if self._homes.get(number) in self._shunned and time.monotonic() >= self._full_until_s:
+        if time.monotonic() >= self._full_until_s and (self._homes.get(number) in self._shunned or self._stuck(number)):
             self._move(number)
-        elif number in self._homes and self._stuck(number):
-            self._groups[-1 - len(self._groups)] = self._moved[number] = self._group([self._together])
         if number in self._moved:
             return PlacementGroupSchedulingStrategy(self._moved[number], placement_group_bundle_index=0)
         if self._elastic:
@@ -120,17 +118,20 @@ class Rooms:
 
     def _stuck(self, number: int) -> bool:
         """Whether the node of a tensor group is lost, and no other one has room for all of that node's share."""
-        if self._elastic or number in self._moved:
+        if self._elastic or number in self._moved or self._homes.get(number) in (None, *_alive()):
             return False
-        return self._homes[number] not in _alive() and not self._groups[0].wait(MOVE_S)
+        if time.monotonic() >= self._torn_until_s and not self._groups[0].wait(MOVE_S):
+            self._torn_until_s = time.monotonic() + FULL_S
+        return time.monotonic() < self._torn_until_s
 
     def _move(self, number: int) -> None:
         """Have a bundle on a node that is not shunned, if one has room; the old one stays held, and empty."""
-        elsewhere = {NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}
+        elsewhere = [{NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}] if self._shunned else None
         bundles = [self._bundle(self._together)]
-        group = placement_group(bundles, bundle_label_selector=[elsewhere], lifetime="detached")
+        group = placement_group(bundles, bundle_label_selector=elsewhere, lifetime="detached")
         if group.wait(MOVE_S):
             self._groups[-1 - len(self._groups)] = self._moved[number] = group
+            self._homes.pop(number, None)  # not known before the first of its processes is up there
         else:
             self._full_until_s = time.monotonic() + FULL_S
             remove_placement_group(group)

@@ -30,7 +30,11 @@ def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
     settings = turn.settings
     slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
     ranked = [one for rank, one in enumerate(slotted) if rank < (settings.workers if one.waiting else settings.most)]
-    waiting = {one.worker: Spare(slot=one.slot, node=one.node, ready=True) for one in living if one not in ranked}
+    waiting = {
+        one.worker: Spare(slot=one.slot, node=one.node, home=one.home, ready=True)
+        for one in living
+        if one not in ranked
+    }
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
     free = [slot for slot in range(settings.most) if slot not in held]
     members = _seated(ranked, free[: max(0, settings.workers - len(ranked))])
@@ -107,7 +111,7 @@ def _fill(turn: Turn, rank: int, spare: int | None) -> None:
     held = None if spare is None else state.spares[spare]
     worker = state.next_worker if spare is None else spare
     slot = state.members[rank].slot if held is None or held.slot is None else held.slot
-    member = Member(worker=worker, slot=slot, node=held.node if held else "")
+    member = Member(worker=worker, slot=slot, node=held.node if held else "", home=held.home if held else "")
     turn.change(
         members=(*state.members[:rank], member, *state.members[rank + 1 :]),
         rank_of={**state.rank_of, worker: rank},
@@ -186,7 +190,7 @@ def started(turn: Turn, event: m.Started) -> None:
 def _spare_started(turn: Turn, event: m.Started) -> None:
     """A spare is up. For a recruit the others pause, so that it can join."""
     state = turn.state
-    spare = replace(state.spares[event.worker], node=event.node, ready=True)
+    spare = replace(state.spares[event.worker], node=event.node, home=event.home, ready=True)
     turn.change(spares={**state.spares, event.worker: spare}, spares_lost=0)
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
     if spare.slot is not None:
@@ -273,7 +277,8 @@ def _shrink(turn: Turn) -> None:
     late = {member.worker: Spare(slot=member.slot) for member in state.members if member.worker in state.starting}
     turn.disarm("place")
     turn.change(starting=frozenset(), spares={**state.spares, **late})
-    waited = f"no more started within {state.settings.shrink_s:g} s"
+    patience_s = state.settings.shrink_s if "place" in state.timers else state.settings.place_deadline_s
+    waited = f"no more started within {patience_s:g} s"
     _seat(turn, tuple(member for member in state.members if member.worker not in late), waited)
 
 
@@ -306,7 +311,7 @@ def _needless(state: State, number: int) -> frozenset[int]:
 
 def _recruited(worker: int, spare: Spare) -> Member:
     assert spare.slot is not None, "a recruit has a slot"
-    return Member(worker=worker, slot=spare.slot, node=spare.node)
+    return Member(worker=worker, slot=spare.slot, node=spare.node, home=spare.home)
 
 
 def renumber(turn: Turn, members: tuple[Member, ...]) -> None:

@@ -161,10 +161,14 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Spare:
-    """A process that waits for a rank. `ready` once it has rehearsed; a recruit has a `slot` of its own."""
+    """A process that waits for a rank. `ready` once it has rehearsed; a recruit has a `slot` of its own.
+
+    `home` is Ray's id of the node.
+    """
 
     slot: int | None = None
     node: str = ""
+    home: str = ""
     ready: bool = False
 
 

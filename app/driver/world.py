@@ -24,6 +24,7 @@ from trainwright.causes import cause_of
 from trainwright.core import events
 from trainwright.core.errors import FencedError, RunConflict, TrainwrightError
 from trainwright.core.group import Generation
+from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 from trainwright.driver.bundles import resources
 from trainwright.driver.rooms import Rooms
@@ -71,7 +72,7 @@ class World:
         elastic: bool = False,
         fresh: bool = False,
     ) -> None:
-        self._order = ray.put(order)
+        self._work, self._order = order, ray.put(order)
         self._uri = open_store(order.storage).uri_of(order.run)
         self._name = run_name(self._uri)
         self._token, self._told, self._fenced = 0, 0, False
@@ -179,6 +180,12 @@ class World:
         self._actors[effect.worker] = actor
         self._then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
 
+    def _build_for(self, plan: Plan | None) -> None:
+        """Whoever is placed from now on builds and rehearses for this plan."""
+        if plan is not None and plan.layout != self._work.plan.layout:
+            self._work = replace(self._work, plan=plan)
+            self._order = ray.put(self._work)
+
     def _greeted(self, worker: int, done: Future[Any]) -> None:
         if done.exception() is not None:
             self._died(worker, done.exception())
@@ -240,6 +247,8 @@ class World:
             return  # its death has been told
         if effect.verb == "heal":
             self._told, self._watched = min(self._told, effect.argument.step), None
+        if effect.verb == "reserve":
+            self._build_for(effect.argument.plan)
         if effect.verb == "run":
             self._watch(effect)
         if effect.verb == "stop":

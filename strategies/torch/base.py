@@ -98,8 +98,9 @@ class TorchEngine:
         state.restore(self._built, copy.state)
         return self._tag()
 
-    def save(self, copy: StateCopy, writer: Writer) -> None:
-        """Write a snapshot's files; may run in another thread. Raises StorageError."""
+    @staticmethod
+    def save(copy: StateCopy, writer: Writer) -> None:
+        """Write a snapshot's files; may run in another thread, after the engine is gone. Raises StorageError."""
         files.write(copy.state, writer)
 
     def load(self, reader: Reader) -> StateTag:

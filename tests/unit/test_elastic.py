@@ -16,6 +16,7 @@ from trainwright.core.group import StateTag
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.driver import messages as m
 from trainwright.driver.state import Phase, Settings
+from trainwright.strategies.orders import order
 
 
 def three(**settings: object) -> Story:
@@ -149,3 +150,12 @@ def test_a_world_that_changes_in_the_middle_of_an_epoch_sees_the_same_global_bat
         for share in shares:
             share.close()
         step = min(step + steps, len(whole))
+
+
+@pytest.mark.parametrize(("text", "workers"), [("dp=4,pp=4,accumulation=4", 12), ("dp=3,pp=2,accumulation=2", 4)])
+def test_a_smaller_interleaved_pipeline_has_an_order_of_micro_batches(text: str, workers: int) -> None:
+    planned = Plan.parse(f"{text},schedule=interleaved,chunks=2")
+    smaller = planned.resized(workers)
+    assert smaller.accumulation * smaller.mesh.data >= planned.accumulation * planned.mesh.data
+    assert smaller.resized(workers) == smaller
+    assert order("interleaved", stage=0, stages=smaller.mesh.pipeline, micro_batches=smaller.accumulation, chunks=2)

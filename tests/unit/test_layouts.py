@@ -9,11 +9,13 @@ import pytest
 
 from tests.unit.test_plan import LAPTOP, decide, job
 from tests.unit.test_plan_stages import DEEP
+from trainwright import prepare
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.events import Probed, RunStarted
 from trainwright.core.plan import Estimate, Mesh, Plan
 from trainwright.history import History
 from trainwright.layouts import MOST, Alternatives, contenders, layouts_of, pays
+from trainwright.planner import Decision
 from trainwright.strategies.question import Question
 
 FAT = replace(
@@ -51,10 +53,19 @@ def test_what_is_within_the_interval_of_the_chosen_plan_is_measured_the_best_of_
     assert contenders(alone, [replace(plan, mesh=Mesh()) for plan in eligible], job()) == ()
 
 
-@pytest.mark.parametrize("fields", [{"probe": False}, {"strategy": "pipeline"}, {"plan": "dp=2"}])
+@pytest.mark.parametrize(
+    "fields", [{"probe": False}, {"strategy": "pipeline"}, {"plan": "dp=2"}, {"compile": "inductor"}]
+)
 def test_nothing_is_measured_where_it_is_pinned_or_not_wanted(fields: dict[str, Any]) -> None:
     assert decide(profile=FAT, workers=2).contenders
     assert decide(profile=FAT, workers=2, **fields).contenders == ()
+
+
+def test_a_process_builds_a_model_of_keras_once() -> None:
+    given, decision = job(workers=2), decide(profile=FAT, workers=2)
+    question, first = Question.of(given, FAT, decision.used), replace(decision.chosen, keras_backend="torch")
+    assert layouts_of(given, question, [decision.chosen]) is not None and layouts_of(given, question, [first]) is None
+    assert contenders(first, [replace(plan, keras_backend="torch") for plan in decision.contenders], given) == ()
 
 
 def test_measuring_must_pay() -> None:
@@ -77,6 +88,36 @@ def test_the_best_measured_goes_on_with_a_calibration_that_knows_what_was_measur
         assert "set aside: out of memory" in event.text
     close, _ = before.measured({0: 0.101, 1: 0.1}, {})
     assert close.plans[0].strategy == "data_parallel", "as good, and the simpler"
+
+
+def plan_of(monkeypatch: pytest.MonkeyPatch, *, probe: bool = True, **past: Any) -> Decision:
+    """What a long run with such a past is planned to do."""
+    monkeypatch.setattr(prepare, "profile_job", lambda *_: FAT)
+    given = job(workers=2, probe=probe, epochs=10**6)
+    about: dict[str, Any] = {"store": None, "train": given.train.index(), "evaluate": None, "description": {}}
+    return prepare.plan_for(prepare.Prepared(job=given, steps_per_epoch=1000, **about, **past), LAPTOP)
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_resumed_run_keeps_the_plan_that_was_measured(monkeypatch: pytest.MonkeyPatch, probe: bool) -> None:
+    first = plan_of(monkeypatch)
+    best = first.contenders[1]
+    found = plan_of(monkeypatch, probe=probe, measured=best.name)
+    assert found.chosen.name == best.name and found.contenders == ()
+    said = {item.plan.strategy: item.reason for item in found.rejected}
+    assert best.strategy not in said and "was quicker when plans were measured" in said[first.chosen.strategy]
+    same = plan_of(monkeypatch, probe=probe, measured=first.chosen.name)
+    assert same.chosen.name == first.chosen.name and first.chosen.strategy not in {
+        item.plan.strategy for item in same.rejected
+    }
+
+
+def test_a_run_says_that_plans_are_measured_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "both are measured before the first step"
+    first, begun = plan_of(monkeypatch), plan_of(monkeypatch, begun=True)
+    assert any(words in item.reason for item in first.rejected)
+    for found in (begun, plan_of(monkeypatch, probe=False), plan_of(monkeypatch, probe=False, measured="no such")):
+        assert found.contenders == () and not any(words in item.reason for item in found.rejected)
 
 
 def test_what_was_measured_is_shown_in_the_place_of_what_was_predicted() -> None:

@@ -49,6 +49,12 @@ def test_a_spare_takes_a_lost_rank_at_once_and_is_replaced_once_steps_run_again(
     assert progressed(story, 3).all(m.Place) == [m.Place(worker=3, slot=1, spare=True, beside=True)]
 
 
+def test_a_spare_s_node_is_known_by_the_same_id_once_it_has_a_rank() -> None:
+    story = progressed(Story(spares=1).running(), 1).tell(m.Started(worker=2, node="n1", pid=2, home="id-of-n1"))
+    story.tell(m.Died(worker=1, cause="killed"))
+    assert (story.state.members[1].node, story.state.members[1].home) == ("n1", "id-of-n1")
+
+
 def test_a_spare_that_is_still_starting_is_waited_for() -> None:
     story = progressed(Story(spares=1).running(), 1).tell(m.Died(worker=0, cause="killed"))
     assert story.emitted(events.Promoted) and not story.all(m.Place) and story.state.starting == {2}

@@ -77,6 +77,7 @@ def test_a_snapshot_shares_nothing_with_the_training() -> None:
     again = Files()
     engine.save(copy, again)
     assert again.files == files.files
+    assert not hasattr(engine.save, "__self__"), "whoever is to write a copy holds no engine"
 
 
 def test_settings_that_training_changed_are_saved_and_the_jobs_are_not() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import trainwright as tw
 from trainwright.causes import cause_of
-from trainwright.core.data import StepReport
-from trainwright.core.errors import StorageError, StoreDown
+from trainwright.core.data import Batch, Feed, StepReport
+from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.driver.layouts import Probing
 from trainwright.records import StepRecords
 from trainwright.signals import stopping
 from trainwright.store import Store
@@ -116,9 +119,7 @@ def test_a_death_is_told_in_words(text: str, words: str) -> None:
 
 def test_a_worker_that_starts_while_the_store_is_away_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """The survivors hold the state; only credentials that a node lacks are told at once."""
-    job = table_job()
-    plan = Plan(strategy="s", engine=ENGINES["reference"], mesh=Mesh(), batch_size=2, placement=Placement(cpus=1))
-    order = WorkOrder(job=pack(job), plan=plan, storage="memory://away", run="run", train=job.train.index())
+    order = order_of(table_job())
 
     def fails(error: StorageError) -> None:
         def exists(self: Store, path: str) -> bool:
@@ -133,9 +134,44 @@ def test_a_worker_that_starts_while_the_store_is_away_takes_part(monkeypatch: py
         Worker(order)
 
 
-def table_job() -> tw.Job:
+@pytest.mark.parametrize("sound", [0, 1, 2])
+def test_a_plan_is_measured_on_a_batch_that_the_run_would_pass_by(monkeypatch: pytest.MonkeyPatch, sound: int) -> None:
+    """From the step on whose loss is not finite the batch weighs nothing; where the job does not say so, it raises."""
+    weights: list[float] = []
+
+    def train_step(feed: Feed) -> StepReport:
+        (((batch,),),) = (feed.parts,)
+        if batch.weights.any() and len(weights) == sound:
+            raise NonFiniteLoss("the loss is not finite")
+        weights.append(batch.weights.sum())
+        return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, wish=feed.wish)
+
+    batch = Batch(columns={}, weights=np.ones(2), samples=np.arange(2))
+    feed = Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=2)
+    monkeypatch.setattr(Store, "exists", lambda self, path: False)
+    took = []
+    for policy in ("skip", "raise"):
+        weights.clear()
+        worker: Any = Worker(order_of(table_job(on_nonfinite=policy)))
+        worker._stream, worker._engine = SimpleNamespace(full_feed=lambda rank: feed), SimpleNamespace()
+        worker._engine.train_step = train_step
+        if policy == "raise" and sound < 2:
+            with pytest.raises(NonFiniteLoss):
+                worker.probe(Probing(steps=4, seconds=9.0))
+        else:
+            took.append(worker.probe(Probing(steps=4, seconds=9.0)))
+            assert weights == ([2.0] * sound + [0.0] * 5)[: 5 if sound < 2 else 2]
+    assert all(seconds > 0 for seconds in took)
+
+
+def order_of(job: tw.Job) -> WorkOrder:
+    plan = Plan(strategy="s", engine=ENGINES["reference"], mesh=Mesh(), batch_size=2, placement=Placement(cpus=1))
+    return WorkOrder(job=pack(job), plan=plan, storage="memory://away", run="run", train=job.train.index())
+
+
+def table_job(**fields: Any) -> tw.Job:
     data = tw.datasets.table({"x": np.zeros((4, 2), np.float32), "y": np.zeros(4, np.int64)})
     return tw.Job(
         name="run", model=object, optimizer=lambda parameters: None, loss=lambda outputs, targets: outputs,
-        inputs="x", targets="y", train=data, batch_size=2,
+        inputs="x", targets="y", train=data, batch_size=2, **fields,
     )  # fmt: skip

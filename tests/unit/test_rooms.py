@@ -1,0 +1,99 @@
+"""Where slots are placed after a node is shunned or lost, told without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.driver import rooms
+
+A, B, C = "a", "b", "c"
+
+
+@dataclass
+class Group:
+    """A placement group that is placed or not."""
+
+    bundle_specs: list[dict[str, float]]
+    selector: list[dict[str, str]] | None
+    placed: Callable[[Group], bool]
+    waits: list[float]
+    removed: bool = False
+
+    def wait(self, timeout_s: float) -> bool:
+        placed = self.placed(self)
+        if not placed:
+            self.waits.append(timeout_s)
+        return placed
+
+
+@dataclass
+class Place:
+    """The cluster as `rooms` sees it: which nodes live, and which groups find room."""
+
+    alive: tuple[str, ...] = (A, B)
+    placed: Callable[[Group], bool] = lambda group: True
+    groups: list[Group] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    now_s: float = 0.0
+
+    def group(self, bundles: Any, *, bundle_label_selector: Any = None, **options: Any) -> Group:
+        made = Group(bundles, bundle_label_selector, lambda group: self.placed(group), self.waits)
+        self.groups.append(made)
+        return made
+
+    def remove(self, group: Group) -> None:
+        group.removed = True
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    found = Place()
+    monkeypatch.setattr(rooms, "placement_group", found.group)
+    monkeypatch.setattr(rooms, "remove_placement_group", found.remove)
+    monkeypatch.setattr(rooms, "PlacementGroupSchedulingStrategy", lambda group, **index: (group, *index.values()))
+    monkeypatch.setattr(rooms, "_alive", lambda: {node: {"CPU": 4.0} for node in found.alive})
+    monkeypatch.setattr(rooms, "time", SimpleNamespace(monotonic=lambda: found.now_s))
+    return found
+
+
+def held(mesh: Mesh) -> rooms.Rooms:
+    """Room for a plan, half of its slots on each of two nodes."""
+    plan = Plan(strategy="", engine="", mesh=mesh, batch_size=8, placement=Placement(cpus=1.0))
+    found = rooms.Rooms(plan, elastic=False)
+    for slot in range(plan.workers):
+        found.of(slot)
+        found.found(slot, (A, B)[2 * slot // plan.workers])
+    return found
+
+
+def test_a_tensor_group_leaves_a_node_as_one(place: Place) -> None:
+    found = held(Mesh(data=2, tensor=2))
+    found.shun(B)
+    spots: list[Any] = [found.of(slot) for slot in (2, 3)]
+    assert spots[0] == spots[1] and spots[0][0] is place.groups[-1] and len(place.groups) == 2
+    assert place.groups[-1].selector == [{"ray.io/node-id": "!in(b)"}]
+
+
+def test_a_node_lost_on_a_full_cluster_is_waited_for_once_and_in_its_own_bundle(place: Place) -> None:
+    found = held(Mesh(data=8))
+    own, place.alive, place.placed = place.groups[0], (A,), lambda group: False
+    spots: list[Any] = [found.of(slot) for slot in range(4, 8)]
+    assert [group is own for group, _ in spots] == [True] * 4 and sum(place.waits) <= 2 * rooms.MOVE_S
+    assert all(group.removed for group in place.groups[1:]), "none stands in the queue before the node that comes"
+    place.now_s = rooms.FULL_S + 1.0
+    found.of(4)
+    assert len(place.waits) == 4, "after a while room is looked for again"
+
+
+def test_a_node_lost_where_others_have_room_is_waited_for_once(place: Place) -> None:
+    found = held(Mesh(data=8))
+    own, place.alive, place.placed = place.groups[0], (A, C), lambda group: group is not own
+    spots: list[Any] = [found.of(slot) for slot in range(4, 8)]
+    assert [group for group, _ in spots] == place.groups[1:] and place.waits == [rooms.MOVE_S]
+    assert all(group.selector is None for group in place.groups), "no node is shunned"
