@@ -38,6 +38,21 @@ class Pair(nn.Module):
         return outputs
 
 
+class Normed(Attention):
+    """Attention whose queries have a norm for each head."""
+
+    def __init__(self, learned: bool) -> None:
+        super().__init__(HEADS, False)
+        self.norm = nn.RMSNorm(self.size, elementwise_affine=learned)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made = (each(hidden).unflatten(-1, (self.heads, -1)) for each in (self.query, self.key, self.value))
+        query, key, value = (each.transpose(1, 2) for each in made)
+        mixed = nn.functional.scaled_dot_product_attention(self.norm(query), key, value)
+        outputs: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return outputs
+
+
 class Turned(nn.Module):
     """A linear layer whose weight lies the other way round."""
 
@@ -117,6 +132,88 @@ def test_what_needs_the_whole_is_refused(between: Any) -> None:
         assert "up" not in split(Pair(between)).roles
     with pytest.raises(JobError, match="tensor_plan cannot be followed"):
         split(Pair(between), plan={"up": "column", "down": "row"})
+
+
+class Ends(nn.Module):
+    """A table, and a last layer that may be used without calling it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.norm = kind, nn.Embedding(8, 6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.double()
+
+    def forward(self, given: Tensor) -> Tensor:
+        hidden = self.norm(self.table(given.long()))
+        if self.kind == "called":
+            outputs: Tensor = self.head(hidden)
+            return outputs
+        if self.kind == "product":
+            return hidden @ self.table.weight.T
+        return nn.functional.linear(hidden, (self.head if self.kind == "head" else self.table).weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "roles"),
+    [
+        ("called", {"table": "vocabulary", "head": "gathered"}),
+        ("head", {"table": "vocabulary"}),
+        ("table", None),
+        ("product", None),
+    ],
+)
+def test_tables_and_last_layers_are_divided_where_they_are_called(kind: str, roles: Mapping[str, str] | None) -> None:
+    if roles is None:
+        with pytest.raises(JobError, match="a parameter of module 'table' is used without calling it"):
+            split(Ends(kind))
+    else:
+        assert split(Ends(kind)).roles == roles
+
+
+class Beside(Pair):
+    """Something learned beside what is divided."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.gate, self.act = kind, nn.Linear(6, 1), nn.PReLU()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, given: Tensor) -> Tensor:
+        made, given = self.up(given), given * self.temperature
+        by = {
+            "temperature": lambda: made * self.temperature,
+            "activation": lambda: self.act(made),
+            "gate": lambda: made * self.gate(given).sigmoid(),
+            "input": lambda: made * given.mean(-1, keepdim=True),
+            "scale": lambda: made * given.detach().mean(-1, keepdim=True),
+        }
+        outputs: Tensor = self.down(by[self.kind]())
+        return outputs
+
+
+@pytest.mark.parametrize("kind", ["temperature", "activation", "gate", "input"])
+def test_what_is_learned_and_whole_keeps_a_block_whole(kind: str) -> None:
+    with suppress(JobError):  # or its last layer alone is divided
+        assert "up" not in split(Beside(kind)).roles
+    with pytest.raises(JobError, match="meets what is learned and whole: each rank would have a part of its gradient"):
+        split(Beside(kind), plan={"up": "column", "down": "row"})
+
+
+def test_what_is_whole_and_not_learned_may_be_inside_a_block() -> None:
+    assert split(Beside("scale"), plan={"up": "column", "down": "row"}).roles
+    model = Beside("temperature")
+    model.temperature.requires_grad_(False)
+    assert split(model, plan={"up": "column", "down": "row"}).roles
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_learned_norms_of_heads_keep_attention_whole(learned: bool) -> None:
+    model = Language(groups=HEADS)
+    for block in model.blocks:
+        block.attention = Normed(learned)
+    found = split(model.double())
+    assert any("attention" in name for name in found.roles) is not learned
+    assert found.roles["blocks.0.down"] == "row"
 
 
 @pytest.mark.parametrize(
