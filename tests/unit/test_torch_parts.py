@@ -82,6 +82,20 @@ def test_a_part_says_what_it_holds() -> None:
     assert facts["tensors"]["optimizer"]["w0/step"] == {"dtype": "float32", "shape": [], "held": []}
 
 
+def test_what_is_whole_is_no_part_though_another_ones_part_is_as_large() -> None:
+    """Of a bias of one number the first shard has all; a buffer of one number is not divided."""
+    box = Box.share((1,), 0, 0, 2)
+    model, slots = {"bias": torch.ones(1), "count": torch.ones(1)}, {"bias": {"momentum": torch.ones(1)}}
+    state = HostState(step=7, model=model, slots=slots, options=[{}], optimizer="X")
+    boxes = {"bias": box, "bias/momentum": box}
+    written, own = Files(), Part(shards=2)
+    files.write(replace(state, part=own, boxes=boxes), written)
+    empty = Box.share((1,), 0, 1, 2)
+    second = replace(state, model=model | {"bias": torch.ones(0)}, slots={"bias": {"momentum": torch.ones(0)}})
+    files.write(replace(second, part=Part(shard=1, shards=2), boxes=dict.fromkeys(boxes, empty)), written)
+    assert files.read(written, {"bias": box, "count": None}, own).boxes == boxes
+
+
 def test_a_lost_part_and_parts_of_two_states_are_named() -> None:
     written = written_in(state_of([(4, 2)], False), Part(shards=2))
     lost = Files({name: data for name, data in written.files.items() if "shard-1" not in name})
