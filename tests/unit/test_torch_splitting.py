@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.conformance.test_products import HEADS, WIDTH, Attention, Language
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.comparing import Event, Sized, parted
 from trainwright.strategies.torch.profile import plainly, profile_model, traced
 from trainwright.strategies.torch.splitting import Splitter
 from trainwright.strategies.torch.tensors import Split
@@ -125,6 +126,9 @@ def test_weights_may_lie_either_way() -> None:
         lambda made: made.cumsum(-1),
         lambda made: nn.functional.layer_norm(made, made.shape[-1:]),
         lambda made: made + torch.arange(made.shape[-1], device=made.device),
+        lambda made: made - made.mean(),
+        lambda made: made / made.abs().amax(),
+        lambda made: made * torch.linalg.vector_norm(made),
     ],
 )
 def test_what_needs_the_whole_is_refused(between: Any) -> None:
@@ -214,6 +218,34 @@ def test_learned_norms_of_heads_keep_attention_whole(learned: bool) -> None:
     found = split(model.double())
     assert any("attention" in name for name in found.roles) is not learned
     assert found.roles["blocks.0.down"] == "row"
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_products_of_heads_scaled_by_a_count_of_them_are_refused(scaled: bool) -> None:
+    def between(made: Tensor) -> Tensor:
+        heads = made.view(-1, 1, 2)
+        return torch.baddbmm(heads, heads, heads.mT @ heads, alpha=1 / len(heads) if scaled else 0.5).reshape(1, -1)
+
+    plan = {"up": "column", "down": "row"}
+    if scaled:
+        with pytest.raises(JobError, match="baddbmm computes with the size of a part"):
+            split(Pair(between), plan=plan)
+    else:
+        assert split(Pair(between), plan=plan).roles == plan
+
+
+@pytest.mark.parametrize(("scale", "why"), [(0.5, ""), (0.25, "computes with the size of a part")])
+def test_attention_in_one_kernel_is_scaled_alike(scale: float, why: str) -> None:
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def event(heads: int, scale: float) -> Event:
+        heads_of = Sized((1, heads, 3, 2), True)
+        return Event(
+            func=attend, given=(*[heads_of] * 3, 0.0, False, scale), made=((1, heads, 3, 2), (1, heads, 3), ())
+        )
+
+    found = parted([event(4, 0.5)], [event(2, scale)], 2)
+    assert found == (f"{attend._overloadpacket} {why}" if why else "")
 
 
 @pytest.mark.parametrize(
