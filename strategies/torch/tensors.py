@@ -201,7 +201,8 @@ def _vocabulary(ring: Ring, module: Any, _turned: bool, given: Tensor) -> Tensor
     first = Box.share((module.num_embeddings,), 0, ring.index, ring.of).start[0]
     count = len(module.weight)
     places = given - first
-    elsewhere = (places < 0) | (places >= count)
+    # What no rank has the first or the last one looks up, which raises as on one device.
+    elsewhere = (places < 0) & (first > 0) | (places >= count) & (first + count < module.num_embeddings)
     padding = None if module.padding_idx is None else module.padding_idx - first
     if count:
         inside = padding is not None and 0 <= padding < count

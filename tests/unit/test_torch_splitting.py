@@ -15,7 +15,7 @@ from trainwright.core.errors import JobError
 from trainwright.strategies.torch.comparing import Event, Sized, parted
 from trainwright.strategies.torch.profile import plainly, profile_model, traced
 from trainwright.strategies.torch.splitting import Splitter
-from trainwright.strategies.torch.tensors import Split
+from trainwright.strategies.torch.tensors import Ring, Split, divide
 
 GIVEN = torch.zeros(1, 6)
 
@@ -172,6 +172,14 @@ def test_tables_and_last_layers_are_divided_where_they_are_called(kind: str, rol
             split(Ends(kind))
     else:
         assert split(Ends(kind)).roles == roles
+
+
+@pytest.mark.parametrize(("index", "wrong"), [(0, -1), (1, 5)])
+def test_what_is_not_in_the_vocabulary_is_refused_as_on_one_device(index: int, wrong: int) -> None:
+    model = nn.Sequential(nn.Embedding(5, 2))
+    divide(model, Split(roles={"0": "vocabulary"}), Ring(index=index, of=2))
+    with pytest.raises(IndexError):
+        model(torch.tensor([wrong]))
 
 
 class Beside(Pair):
