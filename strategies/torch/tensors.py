@@ -8,7 +8,8 @@ optimizer see nothing of the division.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -138,17 +139,23 @@ def flipped(module: nn.Module) -> bool | None:
         return False
     if isinstance(module, nn.Embedding) or module._buffers or (weight.is_meta and weight.shape[0] == weight.shape[1]):
         return None
-    bias = module._parameters.get("bias")
+    numbers = {key: _rising(held.shape, held) for key, held in module._parameters.items() if held is not None}
     for turned, width in ((False, weight.shape[1]), (True, weight.shape[0])):
-        given = torch.linspace(-1.0, 1.0, 2 * width, dtype=weight.dtype, device=weight.device).view(2, width)
+        given = _rising((2, width), weight)
         try:
             with torch.no_grad():
-                made, meant = module(given), nn.functional.linear(given, weight.T if turned else weight, bias)
+                made = torch.func.functional_call(module, numbers, (given,))
+                meant = _linear(given, numbers["weight"], numbers.get("bias"), turned)
                 if made.shape == meant.shape if weight.is_meta else torch.allclose(made, meant):
                     return turned
         except (RuntimeError, TypeError):
             continue
     return None
+
+
+def _rising(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Other numbers than a module's own, which may be zero or symmetric; all above zero, so that sums are precise."""
+    return torch.linspace(0.5, 1.0, math.prod(shape), dtype=like.dtype, device=like.device).view(*shape)
 
 
 def dimensions(module: nn.Module, role: str) -> dict[str, int]:

@@ -15,7 +15,7 @@ from trainwright.core.errors import JobError
 from trainwright.strategies.torch.comparing import Event, Sized, parted
 from trainwright.strategies.torch.profile import plainly, profile_model, traced
 from trainwright.strategies.torch.splitting import Splitter
-from trainwright.strategies.torch.tensors import Ring, Split, divide
+from trainwright.strategies.torch.tensors import Ring, Split, divide, flipped
 
 GIVEN = torch.zeros(1, 6)
 
@@ -52,6 +52,10 @@ class Normed(Attention):
         mixed = nn.functional.scaled_dot_product_attention(self.norm(query), key, value)
         outputs: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return outputs
+
+
+class Straight(nn.Linear):
+    """A linear layer of another class."""
 
 
 class Turned(nn.Module):
@@ -112,6 +116,13 @@ def test_weights_may_lie_either_way() -> None:
     model = Pair()
     model.up, model.down = Turned(6, 8), Turned(8, 6)
     assert split(model).roles == {"up": "column", "down": "row"}
+
+
+def test_how_a_square_weight_of_zeros_lies_is_found() -> None:
+    turned, plain = Turned(8, 8), Straight(8, 8)
+    for module in (turned, plain):
+        nn.init.zeros_(module.weight)
+    assert flipped(turned) is True and flipped(plain) is False
 
 
 @pytest.mark.parametrize(
