@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from trainwright.core.data import fold
-from trainwright.strategies.torch.parts import Box
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.parts import Box, unhooked
 
 ROLES = ("column", "row", "gathered", "vocabulary")
 
@@ -96,15 +97,19 @@ class Ring:
         self._shared = None
 
 
-def divide(model: nn.Module, split: Split, ring: Ring) -> dict[str, Box]:
+def divide(model: nn.Module, split: Split, ring: Ring, where: str) -> dict[str, Box]:
     """Keep this rank's part of each layer that is divided, and let their forwards communicate.
 
     Args:
         model: in host memory; what of it another stage holds may be gone.
         split: of the whole model.
+        where: the rank, for errors.
 
     Returns:
         What is kept of each parameter that was divided, by all of its names.
+
+    Raises:
+        JobError: a parameter has hooks.
     """
     for name, attributes in split.attributes.items():
         for key, value in attributes.items():
@@ -118,9 +123,13 @@ def divide(model: nn.Module, split: Split, ring: Ring) -> dict[str, Box]:
         for key, dimension in dimensions(module, role).items():
             whole = module._parameters[key]
             if whole is not None and whole not in parts:
+                if problem := unhooked(f"{name}.{key}", whole):
+                    raise JobError([problem], where=where)
                 box = Box.share(whole.shape, dimension, ring.index, ring.of)
                 held = whole.detach()[box.inside(Box.all_of(whole.shape))].clone(memory_format=torch.contiguous_format)
-                parts[whole] = nn.Parameter(held, requires_grad=whole.requires_grad), box
+                part = nn.Parameter(held, requires_grad=whole.requires_grad)
+                part.__dict__.update(whole.__dict__)  # what an optimizer may ask for
+                parts[whole] = part, box
         forward: Callable[..., Tensor] = partial(_FORWARDS[role], ring, module, flipped(module))
         module.forward = partial(forward, opens=name in split.random) if role == "column" else forward
     boxes = {}

@@ -156,6 +156,8 @@ class Odd(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.turned = nn.Parameter(torch.ones(2, 3).t())
+        self.watched = nn.Parameter(torch.ones(2))
+        self.watched.register_hook(lambda slope: slope)
         self.short = nn.Parameter(torch.ones(2, dtype=torch.float16))
 
 
@@ -163,6 +165,7 @@ def test_a_model_that_cannot_be_divided_is_refused_by_parameter() -> None:
     with pytest.raises(JobError) as caught:
         divide(Odd(), None, zero=3, offload=False, where="rank 0")  # type: ignore[arg-type]
     said = str(caught.value)
+    assert "'watched' has a hook" in said
     assert "'scale' is a single number" in said and "'turned' is not contiguous" in said
     assert "the parameters of Odd are gathered together, but of the types float16 and float32" in said
 
