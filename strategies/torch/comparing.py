@@ -53,10 +53,11 @@ class Event:
 
 
 @dataclass(frozen=True)
-class _Sized:
-    """In the place of a tensor."""
+class Sized:
+    """In the place of a tensor; `learns` where it has a gradient."""
 
     shape: Shape
+    learns: bool
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,8 +74,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = names
         self._deaf = False
 
-    def stand_in(self, name: str, role: str, takes: int, gives: int) -> Callable[[Tensor], Tensor]:
-        """A forward of a layer that is given, and gives, so many numbers of each token."""
+    def stand_in(self, name: str, role: str, takes: int, gives: int, kind: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """A forward of a layer that is given, and gives, so many numbers of each token; `kind` is its weight's type."""
 
         def forward(given: Tensor) -> Tensor:
             self._deaf = True
@@ -82,8 +83,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if takes and given.shape[-1] != takes:
                     raise ValueError(f"module {name!r} is given {given.shape[-1]} numbers where it takes {takes}")
                 shape = (*given.shape[:-1], gives) if takes else (*given.shape, gives)
-                kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
-                made = given.new_empty(shape, dtype=kind)
+                made = given.new_empty(shape, dtype=given.dtype if given.is_floating_point() else kind)
+                made = made.requires_grad_().clone()  # no leaf: a forward may write to it
             finally:
                 self._deaf = False
             self.called.add(name)
@@ -99,7 +100,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(each, Tensor) and (name := self._names.get(storage(each))) is not None:
                     raise ValueError(f"a parameter of module {name!r} is used without calling it")
             given = tuple(
-                _Sized(tuple(each.shape)) if isinstance(each, Tensor) else each for each in _flat(args, kwargs)
+                Sized(tuple(each.shape), each.requires_grad) if isinstance(each, Tensor) else each
+                for each in _flat(args, kwargs)
             )
             made = tuple(tuple(each.shape) for each in tree_leaves(outputs) if isinstance(each, Tensor))
             self.events.append(Event(func=func, given=given, made=made))
@@ -145,7 +147,11 @@ def _unlike(whole: Event, part: Event, degree: int, inside: bool) -> str:
         if any(each is not None for each in made) or _plain(whole) != _plain(part):
             return "makes something that depends on the size of a part"
         return "draws random numbers for all ranks beside those of each one" if random and inside else ""
-    if any(each is None for one, each in zip(whole.made, made, strict=True) if one and max(one) > 0):
+    learned = [one.learns for one in whole.given if isinstance(one, Sized)]
+    if any(learns and each is None for learns, each in zip(learned, given, strict=True)):
+        return "meets what is learned and whole: each rank would have a part of its gradient"
+    made = [each for one, each in zip(whole.made, made, strict=True) if not _fused(packet) or any(one)]
+    if any(each is None for each in made):  # of a fused kernel's outputs some are states of its random numbers
         return "needs the whole"
     return _carried(packet, whole, part, degree, [*zip((one for one, _ in _sizes(whole, part)), given, strict=True)])
 
@@ -163,10 +169,12 @@ def _carried(packet: Any, whole: Event, part: Event, degree: int, given: list[tu
         if along % max(len(shape), 1) != dimension:
             return ""
         return "" if packet in _SLICES and whole.made == (shape,) else "picks from what is divided"
+    if (packet in _PRODUCTS or _fused(packet)) and _plain(whole) != _plain(part):
+        return "computes with the size of a part"
     if packet in _PRODUCTS:
         factors = given[_PRODUCTS[packet] :][:2]
         return "" if [each for _, each in factors] == [0, 0] else "adds up over what is divided"
-    if "scaled_dot_product" in str(packet):
+    if _fused(packet):
         return "" if {each for _, each in given[:3]} == {1} else "attends over what is divided"
     if packet in _OVER_LAST:
         over = len(whole.given[_OVER_LAST[packet]])
@@ -179,6 +187,11 @@ def _carried(packet: Any, whole: Event, part: Event, degree: int, given: list[tu
         if _plain(whole) != _plain(part):
             return "computes with the size of a part"
     return ""
+
+
+def _fused(packet: Any) -> bool:
+    """Whether an operation is attention in one kernel."""
+    return "scaled_dot_product" in str(packet)
 
 
 _JOINS = (_aten.cat, _aten.stack)
@@ -198,12 +211,12 @@ def _divided(whole: Shape, part: Shape, degree: int) -> int | None:
 def _sizes(whole: Event, part: Event) -> list[tuple[Shape, Shape]]:
     """Shapes of the tensors that are given."""
     pairs = zip(whole.given, part.given, strict=True)
-    return [(one.shape, other.shape) for one, other in pairs if isinstance(one, _Sized) and isinstance(other, _Sized)]
+    return [(one.shape, other.shape) for one, other in pairs if isinstance(one, Sized) and isinstance(other, Sized)]
 
 
 def _plain(event: Event) -> list[Any]:
     """What is given beside tensors."""
-    return [each for each in event.given if not isinstance(each, _Sized)]
+    return [each for each in event.given if not isinstance(each, Sized)]
 
 
 def _flat(args: Any, kwargs: Any) -> Iterator[Any]:

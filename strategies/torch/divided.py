@@ -187,12 +187,12 @@ class Divided(Member):
         return Caller(spec=spec, device=torch.device("cpu"), autocast=AUTOCAST.get(plan.precision), where=self._where)
 
     def _divide(self, model: nn.Module, split: Split) -> dict[str, Box]:
-        """Keep this rank's part of each layer that is divided."""
+        """Keep this rank's part of each layer that is divided. Raises JobError where it has hooks."""
         place = self._placed
         if place.tensors is None:
             return {}
         self._ring = Ring(index=self._part.tensor, of=place.mesh.tensor, group=place.tensors)
-        return divide(model, split, self._ring)
+        return divide(model, split, self._ring, self._where)
 
     def _same_start(self) -> None:
         """Raise JobError, on every rank, where the ranks' first parameters differ."""

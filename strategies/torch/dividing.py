@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.blocks import blocks
-from trainwright.strategies.torch.parts import divided
+from trainwright.strategies.torch.parts import divided, unhooked
 
 _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
 
@@ -41,12 +41,15 @@ def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, wher
     problems = [*_problems(model, chosen)]
     if problems:
         raise JobError(problems, where=where)
+    fields = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     try:
         for module in (*chosen, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, offload_policy=policy)
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise JobError([f'the model cannot be divided: {error}: use strategy="data_parallel"'], where=where) from error
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(fields[name])  # what an optimizer may ask for
     for each in gathered(model):
         each.set_reduce_scatter_unused_params(True)
 
@@ -121,6 +124,8 @@ def _problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[str]:
             yield f"parameter {name!r} is a single number, which cannot be divided: give it the shape (1,)"
         elif not parameter.is_contiguous():
             yield f"parameter {name!r} is not contiguous: call contiguous() on it in model()"
+        elif problem := unhooked(name, parameter):
+            yield problem
     inside: set[nn.Parameter] = set()
     for module in (*chosen, model):
         trained = {each for each in module.parameters() if each.requires_grad} - inside

@@ -106,7 +106,7 @@ def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> Ho
     for name, value in _joined(reader, OPTIMIZER, known, boxes[OPTIMIZER]).items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
-    given = {box for box in (wanted or {}).values() if box}
+    own = {name: box for name, box in (wanted or {}).items() if box}
     facts = next(iter(known.values()))
     return HostState(
         step=facts["step"],
@@ -116,7 +116,12 @@ def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> Ho
         optimizer=facts["optimizer"],
         scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
         part=part,
-        boxes={name: box for kind in boxes.values() for name, box in kind.items() if box in given},
+        boxes={
+            name: box
+            for kind, named in boxes.items()
+            for name, box in named.items()
+            if own.get(name if kind == MODEL else name.rpartition("/")[0]) == box
+        },
     )
 
 

@@ -132,6 +132,16 @@ class Box:
         return Box(shape=outer.shape, start=start, stop=stop)
 
 
+def unhooked(name: str, parameter: Tensor) -> str:
+    """Why a parameter cannot be divided that has hooks; empty where it has none."""
+    if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        return ""
+    return (
+        f"parameter {name!r} has a hook, which would be given a part of its gradient: do it in the optimizer, or use "
+        'strategy="data_parallel"'
+    )
+
+
 def divided(tensor: Tensor) -> bool:
     """Whether a tensor is one of which this rank holds a part."""
     return hasattr(tensor, "to_local")  # a DTensor, without importing what one-device jobs never need

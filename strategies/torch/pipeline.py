@@ -235,7 +235,8 @@ class Pipeline(Divided):
         devices = [self._device] if self._device.type == "cuda" else []
         with self._built.attempt(), torch.random.fork_rng(devices=devices):
             if runner.objective.caller.autocast:
-                runner.pipe.rehearse(given[0][1])
+                with self._gathering():
+                    runner.pipe.rehearse(given[0][1])
             runner.run(given, feed)
         runner.objective.begin()
 

@@ -73,7 +73,12 @@ class Splitter:
         last, table = trace.division.ends_of_model()
         ends = {others[key]: "gathered" for key in last & others.keys()}
         ends |= {tables[key]: "vocabulary" for key in table & tables.keys()}
-        split = split.joined(Split(roles=self._ends(ends, split.roles)))
+        for kinds in (("vocabulary", "gathered"), ("vocabulary",), ("gathered",)):
+            good = self._ends({name: role for name, role in ends.items() if role in kinds}, split.roles)
+            proved = self._proved(good, []) if good else None
+            if proved is not None:
+                split = split.joined(proved)
+                break
         if not split.roles:
             why = self._reasons[0] if self._reasons else "none is a linear layer whose outputs go to another one alone"
             raise JobError(
@@ -238,13 +243,14 @@ class Splitter:
     def _events(
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
     ) -> list[list[Event]] | str:
-        """What a forward does in training, and in evaluation; or what it raised."""
+        """What a forward does in training, with gradients, and in evaluation; or what it raised."""
         modes = [(module, module.training) for module in self._bones.modules()]
         found = []
         try:
             for training in (True, False):
                 self._bones.train(training)
-                with self._standing_in(roles, degree, attributes) as recorder, torch.no_grad(), recorder:
+                standing_in = self._standing_in(roles, degree, attributes)
+                with standing_in as recorder, torch.set_grad_enabled(training), recorder:
                     self._run(self._bones)
                 if recorder.called != roles.keys():
                     return f"module {next(iter(roles.keys() - recorder.called))!r} is not called by the forward"
@@ -256,15 +262,16 @@ class Splitter:
                 module.training = training
         return found
 
-    def _widths(self, name: str, role: str, degree: int) -> tuple[int, int]:
-        """What a module is given on each of so many ranks, and what it gives."""
+    def _widths(self, name: str, role: str, degree: int) -> tuple[int, int, torch.dtype]:
+        """What a module is given on each of so many ranks, what it gives, and the type of its weight."""
         module = self._model.get_submodule(name)
         weight = module._parameters["weight"]
         assert weight is not None, "a layer that is divided has one"
         if role == "vocabulary":
-            return 0, weight.shape[1]
+            return 0, weight.shape[1], weight.dtype
         given, made = weight.shape if flipped(module) else weight.shape[::-1]
-        return (given // degree if role == "row" else given), (made // degree if role == "column" else made)
+        given, made = given // degree if role == "row" else given, made // degree if role == "column" else made
+        return given, made, weight.dtype
 
     @contextmanager
     def _standing_in(

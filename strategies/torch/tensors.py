@@ -8,7 +8,8 @@ optimizer see nothing of the division.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from trainwright.core.data import fold
-from trainwright.strategies.torch.parts import Box
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.parts import Box, unhooked
 
 ROLES = ("column", "row", "gathered", "vocabulary")
 
@@ -95,15 +97,19 @@ class Ring:
         self._shared = None
 
 
-def divide(model: nn.Module, split: Split, ring: Ring) -> dict[str, Box]:
+def divide(model: nn.Module, split: Split, ring: Ring, where: str) -> dict[str, Box]:
     """Keep this rank's part of each layer that is divided, and let their forwards communicate.
 
     Args:
         model: in host memory; what of it another stage holds may be gone.
         split: of the whole model.
+        where: the rank, for errors.
 
     Returns:
         What is kept of each parameter that was divided, by all of its names.
+
+    Raises:
+        JobError: a parameter has hooks.
     """
     for name, attributes in split.attributes.items():
         for key, value in attributes.items():
@@ -117,9 +123,13 @@ def divide(model: nn.Module, split: Split, ring: Ring) -> dict[str, Box]:
         for key, dimension in dimensions(module, role).items():
             whole = module._parameters[key]
             if whole is not None and whole not in parts:
+                if problem := unhooked(f"{name}.{key}", whole):
+                    raise JobError([problem], where=where)
                 box = Box.share(whole.shape, dimension, ring.index, ring.of)
                 held = whole.detach()[box.inside(Box.all_of(whole.shape))].clone(memory_format=torch.contiguous_format)
-                parts[whole] = nn.Parameter(held, requires_grad=whole.requires_grad), box
+                part = nn.Parameter(held, requires_grad=whole.requires_grad)
+                part.__dict__.update(whole.__dict__)  # what an optimizer may ask for
+                parts[whole] = part, box
         forward: Callable[..., Tensor] = partial(_FORWARDS[role], ring, module, flipped(module))
         module.forward = partial(forward, opens=name in split.random) if role == "column" else forward
     boxes = {}
@@ -138,17 +148,23 @@ def flipped(module: nn.Module) -> bool | None:
         return False
     if isinstance(module, nn.Embedding) or module._buffers or (weight.is_meta and weight.shape[0] == weight.shape[1]):
         return None
-    bias = module._parameters.get("bias")
+    numbers = {key: _rising(held.shape, held) for key, held in module._parameters.items() if held is not None}
     for turned, width in ((False, weight.shape[1]), (True, weight.shape[0])):
-        given = torch.linspace(-1.0, 1.0, 2 * width, dtype=weight.dtype, device=weight.device).view(2, width)
+        given = _rising((2, width), weight)
         try:
             with torch.no_grad():
-                made, meant = module(given), nn.functional.linear(given, weight.T if turned else weight, bias)
+                made = torch.func.functional_call(module, numbers, (given,))
+                meant = _linear(given, numbers["weight"], numbers.get("bias"), turned)
                 if made.shape == meant.shape if weight.is_meta else torch.allclose(made, meant):
                     return turned
         except (RuntimeError, TypeError):
             continue
     return None
+
+
+def _rising(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Other numbers than a module's own, which may be zero or symmetric; all above zero, so that sums are precise."""
+    return torch.linspace(0.5, 1.0, math.prod(shape), dtype=like.dtype, device=like.device).view(*shape)
 
 
 def dimensions(module: nn.Module, role: str) -> dict[str, int]:
@@ -201,7 +217,8 @@ def _vocabulary(ring: Ring, module: Any, _turned: bool, given: Tensor) -> Tensor
     first = Box.share((module.num_embeddings,), 0, ring.index, ring.of).start[0]
     count = len(module.weight)
     places = given - first
-    elsewhere = (places < 0) | (places >= count)
+    # What no rank has the first or the last one looks up, which raises as on one device.
+    elsewhere = (places < 0) & (first > 0) | (places >= count) & (first + count < module.num_embeddings)
     padding = None if module.padding_idx is None else module.padding_idx - first
     if count:
         inside = padding is not None and 0 <= padding < count

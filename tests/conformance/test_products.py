@@ -124,16 +124,19 @@ def spec(model: Any, **fields: Any) -> ModelSpec:
     return ModelSpec(**{**given, **fields})
 
 
-def world_of(pool: Pool, name: str, job: ModelSpec, steps: int = 3) -> tuple[World, list[Any]]:
+def world_of(
+    pool: Pool, name: str, job: ModelSpec, steps: int = 3, dtype: str = "float64", precision: str = "fp32"
+) -> tuple[World, list[Any]]:
     """Processes of a layout, and feeds of a batch that does not divide, in two micro-batches."""
     mesh, schedule, zero, _ = PRODUCTS.get(name, (Mesh(), "", 0, 1.0))
     engine = f"{ENGINE}.one_device:OneDevice" if name == "one" else engine_of(mesh)
-    problem = replace(PROBLEMS["ragged"], steps=steps)
+    problem = replace(PROBLEMS["ragged"], steps=steps, dtype=dtype)
     plan = problems.plan_of(problem, engine, mesh.size, 1, "collective")
     cuts = ("blocks.1",) if mesh.pipeline > 1 else ()
     if schedule == "interleaved":
         cuts = ("blocks.0", "blocks.1", "norm")
     plan = replace(plan, mesh=mesh, schedule=schedule, zero=zero, cuts=cuts, chunks=2 if len(cuts) > 1 else 1)
+    plan = replace(plan, precision=precision)
     data, ids = problems.columns(problem), problems.batches(problem)
     feeds = [problems.feeds(problem, plan, step, ids[step], data) for step in range(steps)]
     return World(pool, "torch", plan, job), feeds
@@ -165,3 +168,19 @@ def test_a_language_model_is_that_of_one_device(pool: Pool, name: str) -> None:
     assert state.keys() == whole.keys(), "an unused parameter has optimizer state"
     for key in state.keys() - {"state.json"}:
         assert np.allclose(state[key], whole[key], rtol=1e-9, atol=1e-9), key
+
+
+def test_shards_of_stages_train_in_half_precision(pool: Pool) -> None:
+    losses = []
+    sample = functools.partial(torch_case.sample, replace(PROBLEMS["ragged"], dtype="float32"))
+    for name in ("one", "fsdp x pp"):
+        world, feeds = world_of(pool, name, spec(single, sample=sample), steps=2, dtype="float32", precision="bf16")
+        with world:
+            world.start(feeds[0])
+            losses.append([report.loss for report in world.train(feeds)[0]])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def single() -> Language:
+    """In single precision."""
+    return Language().float()

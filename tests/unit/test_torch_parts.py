@@ -82,6 +82,20 @@ def test_a_part_says_what_it_holds() -> None:
     assert facts["tensors"]["optimizer"]["w0/step"] == {"dtype": "float32", "shape": [], "held": []}
 
 
+def test_what_is_whole_is_no_part_though_another_ones_part_is_as_large() -> None:
+    """Of a bias of one number the first shard has all; a buffer of one number is not divided."""
+    box = Box.share((1,), 0, 0, 2)
+    model, slots = {"bias": torch.ones(1), "count": torch.ones(1)}, {"bias": {"momentum": torch.ones(1)}}
+    state = HostState(step=7, model=model, slots=slots, options=[{}], optimizer="X")
+    boxes = {"bias": box, "bias/momentum": box}
+    written, own = Files(), Part(shards=2)
+    files.write(replace(state, part=own, boxes=boxes), written)
+    empty = Box.share((1,), 0, 1, 2)
+    second = replace(state, model=model | {"bias": torch.ones(0)}, slots={"bias": {"momentum": torch.ones(0)}})
+    files.write(replace(second, part=Part(shard=1, shards=2), boxes=dict.fromkeys(boxes, empty)), written)
+    assert files.read(written, {"bias": box, "count": None}, own).boxes == boxes
+
+
 def test_a_lost_part_and_parts_of_two_states_are_named() -> None:
     written = written_in(state_of([(4, 2)], False), Part(shards=2))
     lost = Files({name: data for name, data in written.files.items() if "shard-1" not in name})
@@ -142,6 +156,8 @@ class Odd(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.turned = nn.Parameter(torch.ones(2, 3).t())
+        self.watched = nn.Parameter(torch.ones(2))
+        self.watched.register_hook(lambda slope: slope)
         self.short = nn.Parameter(torch.ones(2, dtype=torch.float16))
 
 
@@ -149,6 +165,7 @@ def test_a_model_that_cannot_be_divided_is_refused_by_parameter() -> None:
     with pytest.raises(JobError) as caught:
         divide(Odd(), None, zero=3, offload=False, where="rank 0")  # type: ignore[arg-type]
     said = str(caught.value)
+    assert "'watched' has a hook" in said
     assert "'scale' is a single number" in said and "'turned' is not contiguous" in said
     assert "the parameters of Odd are gathered together, but of the types float16 and float32" in said
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from tests.conformance.test_products import HEADS, WIDTH, Attention, Language
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.comparing import Event, Sized, parted
 from trainwright.strategies.torch.profile import plainly, profile_model, traced
 from trainwright.strategies.torch.splitting import Splitter
-from trainwright.strategies.torch.tensors import Split
+from trainwright.strategies.torch.tensors import Ring, Split, divide, flipped
 
 GIVEN = torch.zeros(1, 6)
 
@@ -36,6 +37,25 @@ class Pair(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         outputs: Tensor = self.down(self.between(self.up(given)))
         return outputs
+
+
+class Normed(Attention):
+    """Attention whose queries have a norm for each head."""
+
+    def __init__(self, learned: bool) -> None:
+        super().__init__(HEADS, False)
+        self.norm = nn.RMSNorm(self.size, elementwise_affine=learned)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made = (each(hidden).unflatten(-1, (self.heads, -1)) for each in (self.query, self.key, self.value))
+        query, key, value = (each.transpose(1, 2) for each in made)
+        mixed = nn.functional.scaled_dot_product_attention(self.norm(query), key, value)
+        outputs: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return outputs
+
+
+class Straight(nn.Linear):
+    """A linear layer of another class."""
 
 
 class Turned(nn.Module):
@@ -98,6 +118,13 @@ def test_weights_may_lie_either_way() -> None:
     assert split(model).roles == {"up": "column", "down": "row"}
 
 
+def test_how_a_square_weight_of_zeros_lies_is_found() -> None:
+    turned, plain = Turned(8, 8), Straight(8, 8)
+    for module in (turned, plain):
+        nn.init.zeros_(module.weight)
+    assert flipped(turned) is True and flipped(plain) is False
+
+
 @pytest.mark.parametrize(
     "between",
     [
@@ -110,6 +137,9 @@ def test_weights_may_lie_either_way() -> None:
         lambda made: made.cumsum(-1),
         lambda made: nn.functional.layer_norm(made, made.shape[-1:]),
         lambda made: made + torch.arange(made.shape[-1], device=made.device),
+        lambda made: made - made.mean(),
+        lambda made: made / made.abs().amax(),
+        lambda made: made * torch.linalg.vector_norm(made),
     ],
 )
 def test_what_needs_the_whole_is_refused(between: Any) -> None:
@@ -117,6 +147,135 @@ def test_what_needs_the_whole_is_refused(between: Any) -> None:
         assert "up" not in split(Pair(between)).roles
     with pytest.raises(JobError, match="tensor_plan cannot be followed"):
         split(Pair(between), plan={"up": "column", "down": "row"})
+
+
+class Ends(nn.Module):
+    """A table, and a last layer that may be used without calling it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.norm = kind, nn.Embedding(8, 6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.double()
+
+    def forward(self, given: Tensor) -> Tensor:
+        hidden = self.norm(self.table(given.long()))
+        if self.kind == "called":
+            outputs: Tensor = self.head(hidden)
+            return outputs
+        if self.kind == "product":
+            return hidden @ self.table.weight.T
+        return nn.functional.linear(hidden, (self.head if self.kind == "head" else self.table).weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "roles"),
+    [
+        ("called", {"table": "vocabulary", "head": "gathered"}),
+        ("head", {"table": "vocabulary"}),
+        ("table", None),
+        ("product", None),
+    ],
+)
+def test_tables_and_last_layers_are_divided_where_they_are_called(kind: str, roles: Mapping[str, str] | None) -> None:
+    if roles is None:
+        with pytest.raises(JobError, match="a parameter of module 'table' is used without calling it"):
+            split(Ends(kind))
+    else:
+        assert split(Ends(kind)).roles == roles
+
+
+@pytest.mark.parametrize(("index", "wrong"), [(0, -1), (1, 5)])
+def test_what_is_not_in_the_vocabulary_is_refused_as_on_one_device(index: int, wrong: int) -> None:
+    model = nn.Sequential(nn.Embedding(5, 2))
+    divide(model, Split(roles={"0": "vocabulary"}), Ring(index=index, of=2), "rank 0")
+    with pytest.raises(IndexError):
+        model(torch.tensor([wrong]))
+
+
+def test_a_part_keeps_what_a_parameter_is_marked_with_and_its_hooks_are_refused() -> None:
+    roles, ring, model = Split(roles={"up": "column", "down": "row"}), Ring(index=1, of=2), Pair()
+    model.up.weight.plain = True  # type: ignore[assignment]
+    divide(model, roles, ring, "rank 0")
+    assert model.up.weight.shape == (4, 6) and model.up.weight.plain is True
+    model = Pair()
+    model.down.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(JobError, match=r"'down\.weight' has a hook"):
+        divide(model, roles, ring, "rank 0")
+
+
+class Beside(Pair):
+    """Something learned beside what is divided."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.gate, self.act = kind, nn.Linear(6, 1), nn.PReLU()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, given: Tensor) -> Tensor:
+        made, given = self.up(given), given * self.temperature
+        by = {
+            "temperature": lambda: made * self.temperature,
+            "activation": lambda: self.act(made),
+            "gate": lambda: made * self.gate(given).sigmoid(),
+            "input": lambda: made * given.mean(-1, keepdim=True),
+            "scale": lambda: made * given.detach().mean(-1, keepdim=True),
+        }
+        outputs: Tensor = self.down(by[self.kind]())
+        return outputs
+
+
+@pytest.mark.parametrize("kind", ["temperature", "activation", "gate", "input"])
+def test_what_is_learned_and_whole_keeps_a_block_whole(kind: str) -> None:
+    with suppress(JobError):  # or its last layer alone is divided
+        assert "up" not in split(Beside(kind)).roles
+    with pytest.raises(JobError, match="meets what is learned and whole: each rank would have a part of its gradient"):
+        split(Beside(kind), plan={"up": "column", "down": "row"})
+
+
+def test_what_is_whole_and_not_learned_may_be_inside_a_block() -> None:
+    assert split(Beside("scale"), plan={"up": "column", "down": "row"}).roles
+    model = Beside("temperature")
+    model.temperature.requires_grad_(False)
+    assert split(model, plan={"up": "column", "down": "row"}).roles
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_learned_norms_of_heads_keep_attention_whole(learned: bool) -> None:
+    model = Language(groups=HEADS)
+    for block in model.blocks:
+        block.attention = Normed(learned)
+    found = split(model.double())
+    assert any("attention" in name for name in found.roles) is not learned
+    assert found.roles["blocks.0.down"] == "row"
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_products_of_heads_scaled_by_a_count_of_them_are_refused(scaled: bool) -> None:
+    def between(made: Tensor) -> Tensor:
+        heads = made.view(-1, 1, 2)
+        return torch.baddbmm(heads, heads, heads.mT @ heads, alpha=1 / len(heads) if scaled else 0.5).reshape(1, -1)
+
+    plan = {"up": "column", "down": "row"}
+    if scaled:
+        with pytest.raises(JobError, match="baddbmm computes with the size of a part"):
+            split(Pair(between), plan=plan)
+    else:
+        assert split(Pair(between), plan=plan).roles == plan
+
+
+@pytest.mark.parametrize(("scale", "why"), [(0.5, ""), (0.25, "computes with the size of a part")])
+def test_attention_in_one_kernel_is_scaled_alike(scale: float, why: str) -> None:
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def event(heads: int, scale: float) -> Event:
+        heads_of = Sized((1, heads, 3, 2), True)
+        return Event(
+            func=attend, given=(*[heads_of] * 3, 0.0, False, scale), made=((1, heads, 3, 2), (1, heads, 3), ())
+        )
+
+    found = parted([event(4, 0.5)], [event(2, scale)], 2)
+    assert found == (f"{attend._overloadpacket} {why}" if why else "")
 
 
 @pytest.mark.parametrize(
