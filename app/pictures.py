@@ -18,8 +18,9 @@ from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.planview import name_of
 from trainwright.strategies.calibration import DEFAULT, Calibration
+from trainwright.strategies.machine import Machine
 from trainwright.strategies.timeline import Span, SpanKind, Timeline, timeline
-from trainwright.strategies.work import Machine, work_of
+from trainwright.strategies.work import work_of
 
 KINDS: Mapping[SpanKind, tuple[str, str]] = {
     "forward": ("forward", "var(--series-1,#3f7fdd)"),

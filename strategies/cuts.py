@@ -11,10 +11,11 @@ import numpy as np
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import Vector
+from trainwright.strategies.machine import Machine, leaves_node
 from trainwright.strategies.memory import LayerMemory, layer_memory
 from trainwright.strategies.partition import Room, fitted
 from trainwright.strategies.timing import layer_seconds, send_seconds
-from trainwright.strategies.work import NUMBER_BYTES, Indices, Machine, counted, gathered, leaves_node, work_of
+from trainwright.strategies.work import NUMBER_BYTES, Indices, counted, gathered, work_of
 
 Sizes = tuple[int, ...]
 FORBIDDEN_S = 1e6  # over a cut that must not be

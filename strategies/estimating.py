@@ -10,9 +10,10 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Estimate, Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import DEFAULT, NAMES, Calibration, Vector, efficiencies
+from trainwright.strategies.machine import Machine
 from trainwright.strategies.memory import stage_memory
 from trainwright.strategies.timing import terms
-from trainwright.strategies.work import Machine, Work, work_of
+from trainwright.strategies.work import Work, work_of
 
 SURE = 1.645  # standard deviations to either side: nine of ten steps
 _STEP = 1e-3  # of a logarithm, for slopes

@@ -11,8 +11,9 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import EFFICIENCIES, NAMES, NOISE, Calibration, Vector, alike, efficiencies
+from trainwright.strategies.machine import Machine
 from trainwright.strategies.timing import terms
-from trainwright.strategies.work import Machine, Work, work_of
+from trainwright.strategies.work import Work, work_of
 
 ROUNDS, ENOUGH = 40, 1e-4
 _TAILS = 3.0  # degrees of freedom of Student's distribution: a step that went wrong must not bend the others

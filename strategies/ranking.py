@@ -15,9 +15,10 @@ from trainwright.strategies.calibration import DEFAULT, Calibration
 from trainwright.strategies.combinations import combination
 from trainwright.strategies.cuts import cuts, entries, severed
 from trainwright.strategies.estimating import estimate, expected
+from trainwright.strategies.machine import Machine
 from trainwright.strategies.memory import host_bytes, stage_memory
 from trainwright.strategies.question import Question
-from trainwright.strategies.work import Machine, refusal, work_of
+from trainwright.strategies.work import refusal, work_of
 
 USABLE = 0.92  # of a device's memory: the rest is the framework's, and lost between blocks
 SURE = 20  # plans that get an interval, beside the best of each strategy

@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from trainwright.strategies.calibration import DEFAULT, Vector
+from trainwright.strategies.machine import Group
 from trainwright.strategies.orders import HALVED
-from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Group, Work
+from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Work
 
 Rates = Mapping[str, float]
 SOFT = 4.0  # how sharply the longer of two overlapping times wins

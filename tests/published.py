@@ -15,7 +15,8 @@ import numpy as np
 
 import trainwright as tw
 from trainwright.strategies.estimating import expected
-from trainwright.strategies.work import Machine, Work, work_of
+from trainwright.strategies.machine import Machine
+from trainwright.strategies.work import Work, work_of
 
 FOLDER = Path(__file__).parent / "reference" / "planner"
 VTRAIN_SMALL, VTRAIN_LARGE = "vtrain_a100_up_to_4_gpus", "vtrain_a100_up_to_512_gpus"

@@ -10,7 +10,7 @@ import torch
 
 from trainwright.core.accelerators import Accelerator
 from trainwright.strategies.calibration import EFFICIENCIES
-from trainwright.strategies.work import CPU, THREAD_EXPONENT
+from trainwright.strategies.machine import CPU, THREAD_EXPONENT
 
 _SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices
 _NUMBERS = {"cpu": 2**24, "cuda": 2**28}  # of a copy

@@ -14,9 +14,9 @@ import trainwright as tw
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.strategies.cuts import cuts
 from trainwright.strategies.estimating import estimate
+from trainwright.strategies.machine import Machine
 from trainwright.strategies.memory import stage_memory
 from trainwright.strategies.partition import Room, divided, fitted
-from trainwright.strategies.work import Machine
 
 Sizes = tuple[int, ...]
 NODE = tw.Cluster.parse("8xA100-80GB")

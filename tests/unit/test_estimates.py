@@ -18,11 +18,12 @@ from trainwright.core.plan import Infeasible, Mesh
 from trainwright.core.plantext import Pins
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.strategies import STRATEGIES, tensor_parallel
+from trainwright.strategies.machine import Group, Machine, group
 from trainwright.strategies.memory import in_flight, layer_memory, stage_memory
 from trainwright.strategies.partition import replicated
 from trainwright.strategies.question import Question
 from trainwright.strategies.ranking import answer, ranking
-from trainwright.strategies.work import Group, Machine, Work, even, gathered, group, work_of
+from trainwright.strategies.work import Work, even, gathered, work_of
 
 GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
 NODE, NODES = tw.Cluster.parse("8xA100-80GB"), tw.Cluster.parse("4x8xA100-80GB@800Gb")

@@ -21,11 +21,12 @@ from trainwright.core.sections import FOLDED, loss_stage, place_of, section_of
 from trainwright.strategies import orders
 from trainwright.strategies.calibration import DEFAULT, NAMES, Calibration
 from trainwright.strategies.estimating import expected
+from trainwright.strategies.machine import Machine
 from trainwright.strategies.memory import in_flight
 from trainwright.strategies.orders import HALVED, Operation, needs, order
 from trainwright.strategies.staging import by_stage
 from trainwright.strategies.timeline import BUCKETS, Span, Timeline, timeline
-from trainwright.strategies.work import Machine, Work, work_of
+from trainwright.strategies.work import Work, work_of
 
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # Nothing costs time but what grows with the work: no messages, no launches, nothing else in a step.

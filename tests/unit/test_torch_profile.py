@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import trainwright as tw
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.strategies.cuts import cuts
+from trainwright.strategies.machine import Machine
 from trainwright.strategies.torch.profile import profile_model
-from trainwright.strategies.work import Machine
 
 WIDTH, LAYERS, HEADS, TOKENS, WORDS = 2048, 24, 16, 512, 50_257
 

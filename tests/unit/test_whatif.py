@@ -32,9 +32,10 @@ from trainwright.core.errors import PlanError, ResourceError
 from trainwright.options import batch_sizes_of, hours_of, price_of
 from trainwright.pictures import RECTANGLES, curve_svg, timeline_svg
 from trainwright.planview import name_of
+from trainwright.strategies.machine import Machine
 from trainwright.strategies.ranking import estimate_of, ranking
 from trainwright.strategies.timeline import timeline
-from trainwright.strategies.work import Machine, work_of
+from trainwright.strategies.work import work_of
 from trainwright.whatif import WhatIf, what_if
 from trainwright.whatifpage import page
 
