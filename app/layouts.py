@@ -60,15 +60,20 @@ def layouts_of(job: Job, question: Question, plans: Sequence[Plan]) -> Alternati
         question: of the job on its cluster.
         plans: the chosen one, then those that it is measured against.
     """
-    return Alternatives(job=job, question=question, plans=tuple(plans)) if _movable(plans[0]) else None
+    return Alternatives(job=job, question=question, plans=tuple(plans)) if _resizable(plans[0]) else None
 
 
 def _movable(plan: Plan) -> bool:
-    """Whether a process that works under this plan can go on under others: one of torch, with one device.
+    """Whether a process that works under this plan can go on under others, for which it builds the model again.
 
-    Not with a model of Keras, which names its variables by how many a process has made: another build's have others.
+    Not one of Keras, which names variables by how many a process has made: another build's would have other names.
     """
-    torch = plan.strategy in strategies_for("torch") and ".torch." in plan.engine and not plan.keras_backend
+    return _resizable(plan) and not plan.keras_backend
+
+
+def _resizable(plan: Plan) -> bool:
+    """Whether a process that works under this plan can be given another number of replicas: torch, with one device."""
+    torch = plan.strategy in strategies_for("torch") and ".torch." in plan.engine
     return torch and plan.topology == "collective" and plan.devices_per_worker == 1
 
 
@@ -139,6 +144,8 @@ class Alternatives:
 
     def _other(self, workers: int) -> tuple[Plan | None, str]:
         """What the planner says for so many workers: with what is pinned where that can hold, else without."""
+        if self.plans[0].keras_backend:
+            return None, "a model of Keras keeps its layout: a process cannot build it twice with the same names"
         if workers not in self._others:
             first, reason = self.plans[0], ""
             for pins, names in self._demands():

@@ -64,7 +64,10 @@ def test_nothing_is_measured_where_it_is_pinned_or_not_wanted(fields: dict[str, 
 def test_a_process_builds_a_model_of_keras_once() -> None:
     given, decision = job(workers=2), decide(profile=FAT, workers=2)
     question, first = Question.of(given, FAT, decision.used), replace(decision.chosen, keras_backend="torch")
-    assert layouts_of(given, question, [decision.chosen]) is not None and layouts_of(given, question, [first]) is None
+    found = layouts_of(given, question, [first])
+    assert found is not None and found.on(3, 1) == first.resized(3), "more or fewer replicas are no other build"
+    divided = layouts_of(given, question, [replace(first, mesh=Mesh(pipeline=2))])
+    assert divided is not None and divided.on(1, 1) is None and "Keras" in divided.lacking(1)
     assert contenders(first, [replace(plan, keras_backend="torch") for plan in decision.contenders], given) == ()
 
 
