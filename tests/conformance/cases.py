@@ -266,7 +266,13 @@ CASES = (
         schedule="gpipe",
         tensor_plan={"first": "gathered", "second": "gathered"},  # a block of two would be cut apart
     ),
-    Case(name="tf-one-device", engine=f"{TENSORFLOW}.one_device:OneDevice", workers=(1,), **KERAS),
+    Case(
+        name="tf-one-device",
+        engine=f"{TENSORFLOW}.one_device:OneDevice",
+        workers=(1,),
+        problems=("ragged", "schedule", "tokens", "silent_step"),  # mirrored has the others too
+        **KERAS,
+    ),
     Case(name="tf-mirrored", engine=f"{TENSORFLOW}.mirrored:Mirrored", workers=(1,), devices=2, **KERAS),
     Case(
         name="tf-central-storage",
