@@ -131,11 +131,12 @@ def test_scores_that_are_written_are_told_from_the_rest() -> None:
     assert attention.kept_numbers < scores / 2 < attention.traffic_numbers
     plan = tw.Plan.parse("recompute=selective")
     node = tw.Cluster.parse("1xA100-80GB")
+    deep = replace(profile, layers=profile.layers * 5)  # the scores of the one that is made again are there
     none, selective = (
-        tw.estimate(profile, node, replace(plan, recompute=name), batch_size=64, precision="bf16").stage_memory_bytes[0]
+        tw.estimate(deep, node, replace(plan, recompute=name), batch_size=64, precision="bf16").stage_memory_bytes[0]
         for name in ("none", "selective")
     )
-    assert none - selective == pytest.approx(64 * 2 * scores, rel=0.01)
+    assert 4 < (none - selective) / (64 * 2 * scores) < 5
 
 
 def test_probabilities_of_classes_are_no_scores() -> None:
