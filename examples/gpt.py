@@ -61,7 +61,7 @@ SIZES = {
         context=32, width=32, depth=2, heads=4, groups=2, hidden=64, batch_size=64, epochs=4, rate=6e-3, vocabulary=512
     ),
     "laptop": Size(
-        context=128, width=192, depth=5, heads=6, groups=2, hidden=512, batch_size=32, epochs=8, rate=6e-3
+        context=128, width=192, depth=5, heads=6, groups=2, hidden=512, batch_size=32, epochs=6, rate=6e-3
     ),
     "cluster": Size(
         context=1024, width=1024, depth=24, heads=16, groups=4, hidden=2816, batch_size=256, epochs=6, rate=1e-3
