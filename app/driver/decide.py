@@ -200,6 +200,8 @@ def _expired(turn: Turn, event: m.Expired) -> None:
             checkpointing.snapshot(turn, "upload")
         case "upload" if state.phase is Phase.CLOSING:
             checkpointing.abandon(turn, f"not written within {settings.upload_deadline_s:g} s")
+        case "upload" if not state.ending:
+            training.put_off_growing(turn)
         case _:
             recovering.upload_silent(turn)
 
