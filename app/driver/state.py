@@ -276,15 +276,12 @@ class State:
         kept: the newest that is whole there.
         versions: number of the last one begun.
         keep_off: a node had no room for one.
-        kept_s: when one was begun last, or the ranks got their state.
-        copied_s: what the steps lost to it.
+        kept_s, copied_s: when one was begun last, or the ranks got their state, and what the steps lost to it.
         saved_s: when a checkpoint was begun last, or the run.
-        saving_s: what the steps lost to the last one.
-        upload_s: what its upload took.
+        saving_s, upload_s: what the steps lost to the last one, and what its upload took.
         considered: step whose checkpoint was taken or skipped last; -1 for none.
         evaluated: last evaluated step; -1 for none.
-        uploads: number begun, for names that are never used twice.
-        named: highest step that a path was named after.
+        uploads, named: number begun, for names that are never used twice, and highest step that one was named after.
         attempts: uploads of the last step that failed.
         failing_s: when the first of them did.
         stopping: the run is to end.
@@ -391,6 +388,11 @@ class State:
     def committed(self) -> int:
         """Step of the newest committed checkpoint; 0 without one, where every run begins."""
         return self.head.step if self.head else 0
+
+    @property
+    def copied(self) -> int:
+        """Step of the newest copy of the state that outlives the workers: a checkpoint, or what is kept in memory."""
+        return max(self.committed, self.kept.step if self.kept else 0)
 
     @property
     def ending(self) -> bool:
