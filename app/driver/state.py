@@ -70,6 +70,7 @@ class Settings:
         pass_limit: batches that may be passed by, where their step fails again and again.
         samples_of: rows of the training set, by step (from 1), rank, number of workers and plan: what errors name.
         layouts: plans by number of workers; None where one is for any number.
+        probe_share: of the run's time, that measuring plans may take; None for any.
         place_deadline_s: for all missing processes to start.
         preemption_s: from a preemption notice to the end of the process.
         replace_stragglers: workers whose part of a step takes so many times that of the others; None replaces none.
@@ -109,6 +110,7 @@ class Settings:
     pass_limit: int = 0
     samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None
     layouts: Layouts | None = None
+    probe_share: float | None = None
     place_deadline_s: float = 300.0
     shrink_s: float = 30.0
     preemption_s: float = 25.0
@@ -266,8 +268,7 @@ class State:
         moved_s: when steps were last known to be running or complete.
         longest_s: longest time so far between news of steps.
         stacks: by rank, where its threads stood when the group did not move.
-        since_s: when the recovery, or the run, began.
-        phase_s: when the phase began.
+        since_s, phase_s: when the recovery, or the run, began, and when the phase did.
         head: newest committed checkpoint.
         writers: ranks that together hold each piece once, the lowest ones.
         copying: what the snapshot under way is for.
@@ -282,8 +283,7 @@ class State:
         considered: step whose checkpoint was taken or skipped last; -1 for none.
         evaluated: last evaluated step; -1 for none.
         uploads, named: number begun, for names that are never used twice, and highest step that one was named after.
-        attempts: uploads of the last step that failed.
-        failing_s: when the first of them did.
+        attempts, failing_s: uploads of the last step that failed, and when the first of them did.
         stopping: the run is to end.
         pausing: the ranks were asked to pause, since a recruit is up.
         leaving: when those who were told to go will be gone, by worker; some may be dead by now (see `leaving`).
