@@ -228,7 +228,7 @@ class Worker:
         assert self._stream is not None, "heal comes before probe"
         self._close_feeds()  # they would read ahead meanwhile
         self._tried = True
-        feed, begun, took = self._stream.full_feed(0), time.perf_counter(), list[float]()
+        feed, begun, took = self._stream.full_feed(0, self._passing), time.perf_counter(), list[float]()
         over = blank = False
         while not over:
             before = time.perf_counter()

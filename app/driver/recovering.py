@@ -22,7 +22,7 @@ from trainwright.driver.turn import Turn
 
 SHOWN_RANKS, HOUR_S = 8, 3600.0
 SOON_S = 1e-3  # a wait that is as good as over
-_STEPPING = frozenset({Phase.RUNNING, Phase.HEALING})  # which begins with a throwaway step
+_STEPPING = frozenset({Phase.RUNNING, Phase.HEALING, Phase.PROBING})  # throwaway steps are the first one's
 
 
 def died(turn: Turn, event: m.Died) -> None:

@@ -215,6 +215,9 @@ class Labour:
         """All have formed the group, or are healed."""
         if team.ticket != ticket:
             return
+        if team.verb == "probe" and self.crash_step == 1 and 1 not in team.passing:
+            self._crash(team)
+            return
         arrived, team.arrived = team.arrived, []
         if team.verb == "heal" and team.argument.source == "checkpoint" and self.clock.now_s < self.outage_until_s:
             for process in arrived:
@@ -284,8 +287,7 @@ class Labour:
         if team.ticket != ticket:
             return
         if self.crash_step == team.step + 1 and self.crash_step not in team.passing:
-            team.early = True
-            self.die(next(process for process in team.arrived if process.rank == self.crash_rank % team.size))
+            self._crash(team)
             return
         team.lineage = apply(team.lineage, team.step)
         team.step += 1
@@ -302,6 +304,11 @@ class Labour:
             process.take(team.step, team.lineage)
             tag = self.tag(process)
             self.answer(process, m.SegmentReport(step=team.step, stopped=stopped, tag=tag), 0.0, 0.4)
+
+    def _crash(self, team: Team) -> None:
+        """A batch ends the rank that it always ends."""
+        team.early = True
+        self.die(next(process for process in team.arrived if process.rank == self.crash_rank % team.size))
 
     # --- breaking -----------------------------------------------------------------------------------------
 

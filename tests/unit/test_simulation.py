@@ -156,16 +156,21 @@ def test_a_schedule_repeats() -> None:
     assert first.emitted == second.emitted
 
 
+@pytest.mark.parametrize("tried", [False, True], ids=["", "plans are tried"])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("step", [1, 4, 7, 8])
-def test_a_step_that_ends_its_worker_each_time_is_passed_by_or_ends_the_run(step: int, workers: int) -> None:
+def test_a_step_that_ends_its_worker_each_time_is_passed_by_or_ends_the_run(
+    step: int, workers: int, tried: bool
+) -> None:
     """Whether survivors know where they stand or all begin again from a checkpoint, the right step is found."""
-    settings = Settings(workers=workers, total_steps=8, steps_per_epoch=3, failures=5)
+    plans = Plans(plans=(staged(1, workers, "first"), staged(workers, workers, "second"))) if tried else None
+    settings = Settings(workers=workers, total_steps=8, steps_per_epoch=3, failures=5, layouts=plans)
     loop = Fault(kind="crash loop", amount=(step - 0.5) / settings.total_steps)
-    ended = simulate(Scenario(seed=step, settings=settings, faults=(loop,)))
+    layout = "planned" if tried else "replicated"
+    ended = simulate(Scenario(seed=step, settings=settings, faults=(loop,), layout=layout))
     assert ended.outcomes == ["failed"]
     assert f"step {step} failed" in next(event.error for event in ended.emitted if isinstance(event, events.RunEnded))
-    skips = simulate(Scenario(seed=step, settings=replace(settings, pass_limit=1), faults=(loop,)))
+    skips = simulate(Scenario(seed=step, settings=replace(settings, pass_limit=1), faults=(loop,), layout=layout))
     assert skips.outcomes == ["done"]
     notes = [event.text for event in skips.emitted if isinstance(event, events.Noted)]
     assert len(notes) == 1 and f"step {step} failed 3 times" in notes[0]
