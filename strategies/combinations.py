@@ -1,4 +1,4 @@
-"""Which ways of dividing a model do not go together, for planner and engines alike."""
+"""Which ways of dividing and computing a model do not go together, for planner and engines alike."""
 
 from __future__ import annotations
 
@@ -18,4 +18,20 @@ def combination(plan: Plan) -> tuple[str, str] | None:
     if plan.zero != 2:
         reason = f"a pipeline gathers a stage's parameters once a step, which is ZeRO-2 and not ZeRO-{plan.zero}"
         return reason, "use zero=2"
+    return None
+
+
+def compiled(recompute: str, buffer: str) -> tuple[str, str] | None:
+    """Why a model that torch compiles cannot be computed again so, and what can be; None where it can.
+
+    Args:
+        buffer: of the model's state, inside of what `full` computes again; empty where there is none.
+    """
+    if recompute == "selective":
+        reason = 'compile="inductor" chooses by itself what it computes again of attention'
+        return reason, "leave recompute=selective out, or use recompute=full"
+    if recompute == "full" and buffer:
+        reason = f"buffer {buffer!r} is in the model's state, and recompute=full would change it twice where the model "
+        hint = "leave compile= or recompute= out, or register what never changes with persistent=False"
+        return f"{reason}is compiled", hint
     return None

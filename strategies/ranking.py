@@ -12,7 +12,7 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Estimate, Infeasible, Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import DEFAULT, Calibration
-from trainwright.strategies.combinations import combination
+from trainwright.strategies.combinations import combination, compiled
 from trainwright.strategies.cuts import cuts, entries, severed
 from trainwright.strategies.estimating import estimate, expected
 from trainwright.strategies.machine import Machine
@@ -183,6 +183,8 @@ class _Sized:
         """The plan with its estimate, or why it cannot be."""
         profile, machine = self.question.profile, self.machine(plan)
         reason = refusal(profile, machine, plan, self.question.batch_size) or (plan.engine and combination(plan))
+        if self.question.compile == "inductor":
+            reason = reason or compiled(plan.recompute, profile.recounted)
         if reason:
             return Infeasible(strategy=plan.strategy, reason=reason[0], hint=reason[1], plan=plan)
         room = USABLE * machine.device.memory_bytes or math.inf

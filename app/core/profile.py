@@ -64,6 +64,7 @@ class ModelProfile:
         heads: attention heads, which tensor parallelism divides; 0 where there are none.
         tokens: of one sample; 1 where a sample is one thing.
         indivisible: why no tensor-parallel rank can do its part of any layer as the model is written.
+        recounted: a buffer of the state inside of what recompute=full computes again; empty where there is none.
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
     """
 
@@ -74,6 +75,7 @@ class ModelProfile:
     heads: int = 0
     tokens: int = 1
     indivisible: str = ""
+    recounted: str = ""
     untraced: str = ""
 
     def __hash__(self) -> int:

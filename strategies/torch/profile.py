@@ -16,6 +16,7 @@ from trainwright.core.profile import LayerCost, ModelProfile, folded, with_loss
 from trainwright.strategies.torch import batches, dynamo
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
+from trainwright.strategies.torch.recomputing import recomputed_buffers
 from trainwright.strategies.torch.replica import batch_norms
 from trainwright.strategies.torch.splitting import Splitter
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
@@ -62,8 +63,10 @@ def profile_model(
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
     backend = "torch" if any(kind.__module__.startswith("keras.") for kind in type(built).__mro__) else ""
-    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=backend)
-    trace = _first_traced(built.to("meta"), tensors, (inputs, keywords), step)
+    counted = next(iter(recomputed_buffers(built)), "")
+    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=backend, recounted=counted)
+    call = inputs, keywords
+    trace = _first_traced(built.to("meta"), tensors, call, step)
     if isinstance(trace, str):
         _log.info("operations are estimated from parameters: tracing raised %s", trace)
         return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)

@@ -17,6 +17,7 @@ from trainwright.core.data import fold
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
+from trainwright.strategies.combinations import compiled
 from trainwright.strategies.torch.compiling import compile_whole
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.laps import Laps
@@ -266,17 +267,10 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
             f"parameter {half[0]!r} is of float16, in which small updates are lost: return the model in float32; "
             'precision="fp16" computes in half precision where that is safe'
         )
-    if spec.compile == "inductor" and plan.recompute == "selective":
-        problems.append(
-            'compile="inductor" chooses by itself what it computes again of attention: leave recompute=selective out, '
-            "or use recompute=full"
-        )
-    twice = recomputed_buffers(model, plan.cuts) if spec.compile == "inductor" and plan.recompute == "full" else []
-    if twice:
-        problems.append(
-            f"buffer {twice[0]!r} is in the model's state, and recompute=full would change it twice where the model is "
-            "compiled: leave compile= or recompute= out, or register what never changes with persistent=False"
-        )
+    if spec.compile == "inductor":
+        again = recomputed_buffers(model, plan.cuts) if plan.recompute == "full" else []
+        refused = compiled(plan.recompute, again[0] if again else "")
+        problems += [": ".join(refused)] if refused else []
     norms = batch_norms(model)
     if norms and (plan.mesh.data_ranks > 1 or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
         problems.append(

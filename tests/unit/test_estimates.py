@@ -18,6 +18,7 @@ from trainwright.core.plan import Infeasible, Mesh
 from trainwright.core.plantext import Pins
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.strategies import STRATEGIES, tensor_parallel
+from trainwright.strategies.combinations import compiled
 from trainwright.strategies.machine import Group, Machine, group
 from trainwright.strategies.memory import in_flight, layer_memory, stage_memory
 from trainwright.strategies.partition import replicated
@@ -328,14 +329,23 @@ def test_a_tensor_group_that_is_larger_than_a_node_is_refused_with_the_reason() 
 def test_what_no_engine_does_with_a_compiled_model_is_not_proposed() -> None:
     profile = replace(GPT, framework="torch")
     question = Question(profile=profile, cluster=tw.Cluster.parse("4xA100-80GB"), batch_size=64, precision="bf16")
-    for compiled in (False, True):
-        asked = replace(question, compile="inductor") if compiled else question
+    for wanted in (False, True):
+        asked = replace(question, compile="inductor") if wanted else question
         found = answer(asked)
         plans = [*found.plans, *(one.plan for one in found.misfits if one.plan)]
-        assert ("selective" in {plan.recompute for plan in plans}) is not compiled
-        assert ({plan.mesh.tensor for plan in plans} == {1}) is compiled
+        assert ("selective" in {plan.recompute for plan in plans}) is not wanted
+        assert ({plan.mesh.tensor for plan in plans} == {1}) is wanted
     (told,) = tensor_parallel.propose(asked.free)
     assert isinstance(told, Infeasible) and told.reason == 'compile="inductor" was not tried with it'
+
+
+def test_what_the_engine_refuses_to_compute_again_compiled_is_refused_in_its_words() -> None:
+    profile = replace(GPT, framework="torch", recounted="blocks.0.seen")
+    pins, four = Pins.parse("recompute=full"), tw.Cluster.parse("4xA100-80GB")
+    question = Question(profile=profile, cluster=four, batch_size=64, precision="bf16", pins=pins)
+    assert answer(question).plans
+    found = answer(replace(question, compile="inductor"))
+    assert not found.plans and compiled("full", "blocks.0.seen") in {(one.reason, one.hint) for one in found.misfits}
 
 
 def test_replica_after_replica_fills_the_nodes() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from torch import nn
 
 from tests.unit.torch_jobs import one_device, plan, spec
 from trainwright.core.errors import JobError
 from trainwright.core.group import Capabilities
+from trainwright.strategies.combinations import compiled
 from trainwright.strategies.torch.failures import user_code
+from trainwright.strategies.torch.profile import profile_model
 
 
 class InductorError(RuntimeError):
@@ -37,7 +40,10 @@ def test_what_a_compiled_model_cannot_be_is_refused_before_a_step() -> None:
     job = spec(compile="inductor")
     with pytest.raises(JobError, match="leave recompute=selective out"):
         one_device(job, plan(recompute="selective"))
-    with pytest.raises(JobError, match=r"buffer '1\.running_mean' is in the model's state"):
+    known = profile_model(normed, {"x": np.zeros((2, 4), np.float32)}, ("x",)).recounted
+    with pytest.raises(JobError, match=r"buffer '1\.running_mean' is in the model's state") as caught:
         one_device(spec(model=normed, compile="inductor"), plan(recompute="full"))
+    told = compiled("full", known)
+    assert told and caught.value.problems == (": ".join(told),), "the planner says the same"
     with pytest.raises(JobError, match="is for torch models"):
         job.check(Capabilities())
