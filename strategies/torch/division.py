@@ -55,10 +55,11 @@ class Division:
 
     Args:
         parameters: storages of the model's.
+        whole: storages of the weights that are not divided, whatever is found.
     """
 
-    def __init__(self, parameters: set[int]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: set[int], whole: frozenset[int] = frozenset()) -> None:
+        self._parameters, self._kept = parameters, whole
         self._tags: dict[int, tuple[Tensor, Tags]] = {}  # kept alive, so that no other takes a storage's place
         self._widths: list[int] = []  # outputs of each linear layer that may be divided by them
         self._columns: list[int] = []  # storage of its weight
@@ -86,8 +87,10 @@ class Division:
             first = _BATCHES[packet]
             self.attended((args[first], args[first + 1]), made[0], share)
         elif packet is _aten.embedding and self._held(args[0]):
-            share.table = max(share.table, args[0].numel())
-            self._tables[args[0].untyped_storage()._cdata] = args[0].numel()
+            table = args[0].untyped_storage()._cdata
+            if table not in self._kept:
+                share.table = max(share.table, args[0].numel())
+                self._tables[table] = args[0].numel()
         elif tags and self._keeps(func, given, made, scores):
             self._mark(made, tags)
         else:
@@ -130,6 +133,12 @@ class Division:
             blocks.append((tags, inputs))
         return [(frozenset(self._columns[one] for one in tags), inputs) for tags, inputs in blocks]
 
+    def weights(self, heads: int) -> frozenset[int]:
+        """Storages of all weights that count as divided."""
+        good = self.settled(heads)
+        inputs = {weight for tags, weight in zip(self._rows, self._inputs, strict=True) if tags <= good}
+        return frozenset({*inputs, *(self._columns[one] for one in good)}) | self.ends_of_model()[1]
+
     def ends_of_model(self) -> tuple[frozenset[int], frozenset[int]]:
         """Storages of the weights whose outputs are the model's, and of its largest table."""
         last = frozenset(self._columns[one] for one in self._last - _NONE.union(*self._rows))
@@ -141,9 +150,11 @@ class Division:
         if tags:
             self._rows.append(tags)
             self._inputs.append(weight)
+            self._failed |= tags if weight in self._kept else _NONE
             share.reductions.append(tags)
         else:
             tags = frozenset([len(self._widths)])
+            self._failed |= tags if weight in self._kept else _NONE
             self._widths.append(made.shape[-1])
             self._columns.append(weight)
             self._mark([made], tags)

@@ -19,6 +19,7 @@ from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.recomputing import recomputed_buffers
 from trainwright.strategies.torch.replica import batch_norms
 from trainwright.strategies.torch.splitting import Splitter
+from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
 from trainwright.strategies.torch.values import Values
 
@@ -71,9 +72,13 @@ def profile_model(
         _log.info("operations are estimated from parameters: tracing raised %s", trace)
         return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
-    costs, indivisible = _costs(built, held, trace, rows), ""
+    split, indivisible = Split(), ""
     if trace.division.blocks(trace.heads):
-        costs, indivisible = _proved(costs, built, tensors, (inputs, keywords), step)
+        split, indivisible = _proved(built, tensors, call, step)
+        whole = trace.division.weights(trace.heads) - _divided(built, split)
+        again = _first_traced(built, tensors, call, step, whole) if whole and split.roles else trace
+        trace = trace if isinstance(again, str) else again
+    costs = _leading(_costs(built, held, trace, rows), split)
     layers = folded(costs)
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
@@ -94,13 +99,15 @@ def _built(build: Callable[[], Any]) -> nn.Module:
     return model
 
 
-def _first_traced(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> Trace | str:
+def _first_traced(
+    model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, whole: frozenset[int] = frozenset()
+) -> Trace | str:
     """A trace in the model's own types, or in bfloat16 where a kernel takes nothing else; or what stopped the first."""
     stopped = []
     for dtype in (None, torch.bfloat16):
         given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
         try:
-            return traced(model.to(dtype), given, call, step)
+            return traced(model.to(dtype), given, call, step, whole)
         except Exception as error:
             stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
     return stopped[0]
@@ -116,13 +123,21 @@ def _tokens(tensors: batches.Tensors) -> int:
     return max((value[0].numel() for value in named), default=1)
 
 
-def traced(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> Trace:
-    """One forward pass of a model on the meta device; `call` is (inputs, keywords). Raises whatever that raises."""
+def traced(
+    model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, whole: frozenset[int] = frozenset()
+) -> Trace:
+    """One forward pass of a model on the meta device. Raises whatever that raises.
+
+    Args:
+        call: inputs and keywords.
+        whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
+    """
     on = {name: value.to("meta") for name, value in tensors.items()}
     rows = max((len(value) for value in tensors.values()), default=1)
     held = {storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
     parameters = {storage(each) for each in model.parameters()}
-    tracer = Tracer(held, parameters, Values([(on[name], value) for name, value in tensors.items()]), rows)
+    values = Values([(on[name], value) for name, value in tensors.items()])
+    tracer = Tracer(held, parameters, values, rows, whole)
     with tracer.watching(model):
         called(model, on, call, step)
     return tracer.found()
@@ -149,21 +164,29 @@ def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[[nn.Mo
     return run
 
 
-def _proved(
-    layers: Sequence[LayerCost], model: nn.Module, tensors: batches.Tensors, call: Names, step: Any
-) -> tuple[list[LayerCost], str]:
-    """The same with what leads from one layer to another; and why tensor parallelism cannot divide them as written."""
+def _proved(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> tuple[Split, str]:
+    """What tensor parallelism divides of a model as it is written; why nothing, where that is so."""
     splitter = Splitter(model, plainly(tensors, call, step), None, "profile")
     try:
-        split = splitter.found(lambda bones: traced(bones, tensors, call, step))
+        return splitter.found(lambda bones: traced(bones, tensors, call, step)), ""
     except JobError as error:
-        return [*layers], error.problems[0]
+        return Split(), error.problems[0]
+
+
+def _divided(model: nn.Module, split: Split) -> set[int]:
+    """Storages of the weights that are divided."""
+    weights = (model.get_submodule(name)._parameters["weight"] for name in split.roles)
+    return {storage(weight) for weight in weights if weight is not None}
+
+
+def _leading(layers: Sequence[LayerCost], split: Split) -> list[LayerCost]:
+    """The same with what leads from one layer to another where they are divided."""
     places = {layer.name: number for number, layer in enumerate(layers)}
     leading: set[int] = set()
     for group in split.groups:
         found = sorted(places[name] for name in group if name in places)
         leading |= {*range(found[0], found[-1])}
-    return [replace(layer, leads=number in leading) for number, layer in enumerate(layers)], ""
+    return [replace(layer, leads=number in leading) for number, layer in enumerate(layers)]
 
 
 def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[LayerCost]:

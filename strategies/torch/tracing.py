@@ -80,9 +80,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters: storages of these.
         values: of the inputs.
         rows: samples of the batch.
+        whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
     """
 
-    def __init__(self, held: set[int], parameters: set[int], values: Values, rows: int) -> None:
+    def __init__(
+        self, held: set[int], parameters: set[int], values: Values, rows: int, whole: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: dict[nn.Module, Call] = {}
         self._open: list[nn.Module] = []
@@ -91,7 +94,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._spans: dict[int, tuple[Tensor, int, int]] = {}  # first and last place of all that make or read each
         self._values = values
         self._scores = Scores(rows)
-        self._division = Division(parameters)
+        self._division = Division(parameters, whole)
         self._paused = False
 
     @contextmanager

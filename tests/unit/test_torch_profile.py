@@ -43,13 +43,32 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-class Transformer(nn.Module):
-    """An embedding, blocks, and logits tied to it."""
+class Apart(Block):
+    """One whose queries, keys and values tensor parallelism can divide, and whose heads it counts itself."""
 
     def __init__(self) -> None:
         super().__init__()
+        del self.qkv
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.heads = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norms[0](x)
+        queries, keys, values = (
+            each(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        seen = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Transformer(nn.Module):
+    """An embedding, blocks, and logits tied to it."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(block() for _ in range(LAYERS))
         self.norm, self.logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.logits.weight = self.embedding.weight
 
@@ -217,29 +236,45 @@ def split_layers(module: nn.Module, name: str = "x") -> tuple[ModelProfile, set[
     return profile, {layer.name for layer in profile.layers if layer.splits}
 
 
+class Heads(Attention):
+    """With values of their own, and all heads put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.out = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (each(x).unflatten(-1, (self.heads, 32)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        seen: Tensor = self.out(nn.functional.scaled_dot_product_attention(*made).transpose(1, 2).flatten(-2))
+        return seen
+
+
+ATTENTION = {"attention", *(f"attention.{name}" for name in ("query", "key", "value", "out"))}
+
+
 class Stack(nn.Module):
     """Attention and an MLP with something in the middle of it."""
 
     def __init__(self, middle: nn.Module, *, norm: bool = False) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(256, 8, batch_first=True)
+        self.attention = Heads()
         self.up, self.middle, self.down = nn.Linear(256, 1024), middle, nn.Linear(1024, 256)
         self.norm = nn.LayerNorm(1024) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.attention(x)
         return x + self.down(self.norm(self.middle(self.up(x))))
 
 
 def test_tensor_parallelism_divides_what_goes_from_one_linear_layer_to_another_number_by_number() -> None:
     profile, split = split_layers(Stack(nn.GELU()))
-    assert split == {"attention", "up", "down"} and profile.heads == 8
+    assert split == ATTENTION | {"up", "down"} and profile.heads == 8
     named = {layer.name: layer for layer in profile.layers}
-    assert [named[name].reductions for name in ("attention", "up", "down")] == [1, 0, 1]
+    assert [named[name].reductions for name in ("attention.query", "attention.out", "up", "down")] == [0, 1, 0, 1]
     assert named["up"].shared_kept == pytest.approx(1 / 5), (
         "its input is whole, and its output, four times as wide, not"
     )
-    assert split_layers(Stack(nn.GELU(), norm=True))[1] == {"attention"}, "a norm looks at all numbers of a token"
+    assert split_layers(Stack(nn.GELU(), norm=True))[1] == ATTENTION, "a norm looks at all numbers of a token"
 
 
 def test_and_not_what_is_used_whole() -> None:
@@ -248,14 +283,14 @@ def test_and_not_what_is_used_whole() -> None:
             wide = self.up(x)
             return super().forward(x) + self.down(wide.relu()) + wide.mean(-1, keepdim=True)
 
-    assert split_layers(Kept(nn.GELU()))[1] == {"attention"}
+    assert split_layers(Kept(nn.GELU()))[1] == ATTENTION
     plain = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
     profile = profile_model(plain, {"x": np.zeros((2, 256), np.float32)}, ("x",))
     assert not profile.heads and not any(layer.splits for layer in profile.layers), "only beside attention"
 
 
 def test_a_traced_transformer_is_divided_as_one_from_numbers() -> None:
-    profile = profile_model(Transformer, {"tokens": np.zeros((1, TOKENS), np.int64)}, ("tokens",))
+    profile = profile_model(lambda: Transformer(Apart), {"tokens": np.zeros((1, TOKENS), np.int64)}, ("tokens",))
     known = tw.transformer_profile(
         hidden=WIDTH, layers=LAYERS, heads=HEADS, sequence=TOKENS, vocabulary=WORDS, fused_attention=True
     )

@@ -105,6 +105,28 @@ def test_a_profile_says_why_nothing_of_a_model_can_be_divided() -> None:
     assert not profile_model(Language, {"x": GIVEN.numpy()}, ("x",)).indivisible
 
 
+def test_a_block_whose_division_does_not_come_out_counts_as_whole() -> None:
+    class Rigid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+        def forward(self, given: Tensor) -> Tensor:
+            outputs: Tensor = self.down(self.up(given).view(*given.shape[:-1], 3, 4).relu().flatten(-2))
+            return outputs
+
+    def build() -> nn.Module:
+        return nn.Sequential(Attention(HEADS, False), Rigid())
+
+    profile = profile_model(build, {"x": torch.zeros(1, 3, WIDTH).numpy()}, ("x",))
+    assert split(build(), given=torch.zeros(1, 3, WIDTH)).roles.keys() == {
+        f"0.{n}" for n in ("query", "key", "value", "out")
+    }
+    found = {layer.name: (layer.splits, layer.reductions) for layer in profile.layers}
+    assert found["0.query"] == (True, 0) and found["0.out"] == (True, 1)
+    assert found["1.up"] == found["1.down"] == (False, 0)
+
+
 def test_no_cut_may_follow_what_is_divided() -> None:
     profile = profile_model(Language, {"x": GIVEN.numpy()}, ("x",))
     leads = {layer.name for layer in profile.layers if layer.leads}
