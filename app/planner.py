@@ -32,7 +32,7 @@ class Decision:
         chosen: the plan.
         rejected: the best of each other strategy.
         infeasible: what makes the rest impossible.
-        profile: of the model.
+        profile: of the model, divided by layers as the job says.
         cluster: what there is.
         used: the part of it that the job may use.
         contenders: plans that are measured before the first step, the chosen one first; empty where none are.
@@ -83,7 +83,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         chosen=replace(chosen, notes=(*chosen.notes, *notes)),
         rejected=rejected,
         infeasible=tuple(_nearest(found.misfits, planned)),
-        profile=profile,
+        profile=question.profile,
         cluster=cluster,
         used=allowed,
         contenders=contenders(chosen, eligible, job),

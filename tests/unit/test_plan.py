@@ -241,3 +241,8 @@ def test_a_batch_that_is_too_large_for_two_fits_more() -> None:
     wide = replace(wide, layers=(replace(PROFILE.layers[0], flops=1e9, output_numbers=1e8, kept_numbers=1e8),))
     with pytest.raises(PlanError, match=r"-> use batch_size=64, or use 2 T4-16GB more$"):
         decide(tw.Cluster.parse("2xT4"), profile=wide, batch_size=128, inexact=("batch_norm",), plan="accumulation=1")
+
+
+def test_one_step_of_a_model_that_is_divided_as_the_job_says_is_drawn() -> None:
+    roles = {PROFILE.layers[0].name: "gathered"}
+    assert "<svg" in decide(plan="tp=2", workers=2, tensor_plan=roles).timeline
