@@ -1,4 +1,4 @@
-"""Pipelines under the driver: a stage that died comes from memory or from storage, and the run is the unbroken one."""
+"""Models in parts under the driver: what died comes from memory or from storage, and the run is the unbroken one."""
 
 from __future__ import annotations
 
@@ -75,6 +75,20 @@ def test_a_stage_that_died_comes_from_memory(rank: int, folder: Path, whole: Sta
     assert [event.source for event in formed] == ["initial", "keeper"] and formed[-1].survivors == 1
     failed: Any = told(folder, "faulty", events.Failed)
     assert [event.rank for event in failed] == [rank]
+
+
+@pytest.mark.parametrize(("plan", "workers", "source"), [("tp=2", 2, "keeper"), ("dp=2,tp=2", 4, "replica")])
+def test_a_part_of_each_layer_that_died_comes_from_memory_or_its_replica(
+    plan: str, workers: int, source: str, folder: Path, ray_cluster: None
+) -> None:
+    given: dict[str, Any] = {"plan": plan, "workers": workers, "tensor_plan": {"1.0": "column", "2.0": "row"}}
+    kill = jobs.Kill(rank=workers - 1, step=KILLED_STEP, folder=str(folder.parent))
+    tw.fit(job(folder, (kill,), keeper_s=0.05, **given))
+    tw.fit(job(folder.parent / "unbroken", **given))
+    assert kill.mark.exists()
+    assert final_state(folder, "faulty") == final_state(folder.parent / "unbroken", "faulty")
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [event.source for event in formed] == ["initial", source] and formed[-1].survivors == workers - 1
 
 
 def test_a_stage_that_died_comes_from_storage_and_the_run_goes_on_undivided(folder: Path, whole: State) -> None:
