@@ -171,10 +171,11 @@ class WorkerProcess:
             self._turn.notify_all()
         self._order = order
         self._worker.renew(order)
-        here, berth = ray.get_runtime_context(), self._berth
+        here, berth, (plan, step) = ray.get_runtime_context(), self._berth, self._worker.held
         living = Living(
             worker=berth.worker, node=socket.gethostname(), pid=os.getpid(), slot=berth.slot,
             waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(), home=here.get_node_id(),
+            plan=plan, step=step,
         )  # fmt: skip
         return Adopted(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
 

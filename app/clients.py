@@ -105,7 +105,7 @@ def _client_options(patience: Patience, *, allow_http: bool) -> ClientConfig:
 
 def _retries(tries_s: float) -> RetryConfig:
     """Time is the only limit: any number of tries would be used up by short pauses long before."""
-    first_s = FIRST_S * random.uniform(0.5, 1.5)
+    first_s = FIRST_S * random.SystemRandom().uniform(0.5, 1.5)  # a step seeds the global generator
     return {
         "max_retries": _ANY if tries_s else 0,
         "retry_timeout": timedelta(seconds=tries_s),

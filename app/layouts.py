@@ -25,7 +25,7 @@ from trainwright.strategies.ranking import TIE, answer, estimate_of, simplest, u
 
 MOST = 3
 SHARE = 0.02
-FORM_S = 4.0  # to form a group, build a model and warm it up
+FORM_S = 4.0  # to form a group, build a model and warm it up, before any was: the driver goes on as that turns out
 
 
 def contenders(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[Plan, ...]:

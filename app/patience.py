@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_S, LONGEST_S = 0.2, 4.0
+_drawn = random.SystemRandom().random  # a step seeds the global generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Pauses:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        jitter: Callable[[], float] = random.random,
+        jitter: Callable[[], float] = _drawn,
     ) -> None:
         self._clock, self._sleep, self._jitter = clock, sleep, jitter
         self._until_s, self._bound_s = clock() + total_s, FIRST_S

@@ -23,7 +23,7 @@ from trainwright.driver.layouts import Layouts
 from trainwright.driver.state import Settings
 from trainwright.driver.world import World
 from trainwright.journal import Journal, Listener
-from trainwright.layouts import layouts_of
+from trainwright.layouts import SHARE, layouts_of
 from trainwright.ledger import RunLedger
 from trainwright.planfile import with_plan
 from trainwright.planner import Decision
@@ -134,6 +134,7 @@ class Session:
             pass_limit=job.skip_limit if job.on_crash_loop == "skip" else 0,
             samples_of=partial(_samples_of, _schedule(self._prepared), plan),
             layouts=self._layouts,
+            probe_share=SHARE,
             place_deadline_s=job.place_deadline_s,
             shrink_s=job.shrink_s,
             replace_stragglers=job.replace_stragglers,

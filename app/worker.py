@@ -141,7 +141,7 @@ class Worker:
         with self._turnover:
             self._engine.leave()
             self._engine = engine_class(plan)()
-        self._built = self._tried = False
+        self._built, self._tried, self._step = False, False, 0
         gc.unfreeze()
         gc.collect()  # a model's modules and hooks hold each other
 
@@ -349,6 +349,11 @@ class Worker:
             if generation == self._generation:
                 self._engine.interrupt(INTERRUPT_DEADLINE_S)
         return found
+
+    @property
+    def held(self) -> tuple[Plan | None, int]:
+        """The plan whose part of the state is held here, and its completed steps; None and 0 where none is."""
+        return (self._plan, self._step) if self._step and not self._tried else (None, 0)
 
     def renew(self, order: WorkOrder) -> None:
         """Another driver: let go of the group of the one before. Its streams are opened anew."""

@@ -15,6 +15,7 @@ Value = TypeVar("Value")
 
 DEADLINE_S = 60.0
 _FIRST_S, _LONGEST_S = 0.1, 5.0
+_drawn = random.SystemRandom().random  # a step seeds the global generator
 _PASSING = {
     errno.EAGAIN,
     errno.EINTR,
@@ -57,7 +58,7 @@ def retrying(
     deadline_s: float = DEADLINE_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    jitter: Callable[[], float] = random.random,
+    jitter: Callable[[], float] = _drawn,
 ) -> Value:
     """read(), again after growing pauses while it raises transient errors; other errors are raised as they come.
 

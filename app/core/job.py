@@ -43,7 +43,8 @@ class Job(BaseModel):
         epochs: passes over the data, unless `epoch_samples` is given.
         epoch_samples: samples of a virtual epoch: checkpoints, evaluations, schedules and `epochs` count these instead
             of passes, and mean the same when the data grows.
-        seed: of everything random.
+        seed: of everything random: each step seeds the global generators of torch, NumPy and Python, which a
+            transform must leave alone (it is given one of its own), since it runs beside steps.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
         workers: number of worker actors; by default what the planner finds best.
         min_workers: fewest with which the run goes on, or starts, where there is no room for more; by default all of

@@ -10,7 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainwright.core.group import Generation
-from trainwright.driver import checkpointing, ending, forming, keeping, leaving, probing, recovering, staffing, training
+from trainwright.driver import (
+    checkpointing,
+    ending,
+    forming,
+    heirs,
+    keeping,
+    leaving,
+    probing,
+    recovering,
+    staffing,
+    training,
+)  # fmt: skip
 from trainwright.driver import messages as m
 from trainwright.driver.milestones import hang_deadline_s
 from trainwright.driver.state import Phase, Settings, State
@@ -138,7 +149,7 @@ def _acquired(turn: Turn, event: m.Acquired) -> None:
     else:
         turn.change(kept=event.kept, versions=event.kept.version if event.kept else 0)
         probing.plan_trials(turn, event)
-        staffing.begin(turn, event.living)
+        heirs.begin(turn, event.living)
 
 
 def _returned(turn: Turn, event: m.Returned) -> None:
@@ -200,6 +211,8 @@ def _expired(turn: Turn, event: m.Expired) -> None:
             checkpointing.snapshot(turn, "upload")
         case "upload" if state.phase is Phase.CLOSING:
             checkpointing.abandon(turn, f"not written within {settings.upload_deadline_s:g} s")
+        case "upload" if not state.ending:
+            training.put_off_growing(turn)
         case _:
             recovering.upload_silent(turn)
 

@@ -46,8 +46,7 @@ def wants_keep(state: State, now_s: float) -> bool:
     interval_s = keep_interval_s(state)
     if interval_s is None or state.keeping is not None or state.ending:
         return False
-    newest = max(state.kept.step if state.kept else 0, state.committed)
-    return state.step > newest and now_s - state.kept_s >= interval_s
+    return state.step > state.copied and now_s - state.kept_s >= interval_s
 
 
 def begin(turn: Turn, copies: Mapping[int, m.Snapshot]) -> None:

@@ -32,6 +32,7 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Generation, Move, StateTag
 from trainwright.core.noise import Noise
 from trainwright.core.phases import Phases
+from trainwright.core.plan import Plan
 
 Verb = Literal[
     "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
@@ -85,8 +86,7 @@ class Passed:
 class Heal:
     """How a formed group gets its state: by moves between ranks, from a keeper, a checkpoint, or rank 0's build.
 
-    Attributes:
-        passing: all steps of the run whose batch is not to be touched.
+    `passing` are all steps of the run whose batch is not to be touched.
     """
 
     step: int
@@ -156,6 +156,7 @@ class Living:
         waiting: it has never held a rank.
         rank: that it held last; -1 for none.
         home: Ray's id of the node.
+        plan: whose part of the state it holds, after `step` steps; None where it holds none.
     """
 
     worker: int
@@ -166,6 +167,8 @@ class Living:
     rank: int = -1
     accelerators: tuple[str, ...] = ()
     home: str = ""
+    plan: Plan | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +198,7 @@ class Lost:
 class Started:
     """A placed worker process is up and answers; a spare has rehearsed.
 
-    Attributes:
-        accelerators: ids of those that Ray gave it; none for a spare beside others.
-        home: Ray's id of the node.
+    `accelerators` are ids of those that Ray gave it, none for a spare beside others; `home` is Ray's id of the node.
     """
 
     worker: int
@@ -304,9 +305,7 @@ class Acquire:
 class Place:
     """Start a worker process in bundle `slot`. Answers Started, or Died.
 
-    Attributes:
-        spare: it rehearses before it answers.
-        beside: it takes none of the bundle's resources.
+    A `spare` rehearses before it answers; one `beside` takes none of the bundle's resources.
     """
 
     worker: int

@@ -53,11 +53,25 @@ def probed(turn: Turn) -> None:
     """All ranks have told what a step took them: the next plan's turn."""
     trials = _trials(turn.state)
     step_s = {**trials.step_s, trials.left[0]: max(turn.state.answers.values())}
-    turn.change(trials=replace(trials, left=trials.left[1:], step_s=step_s, trying=False))
+    trials = replace(trials, left=trials.left[1:], step_s=step_s, trying=False)
+    turn.change(trials=trials if _pays(turn, trials) else _cut_short(trials))
     turn.disarm()
     turn.enter(Phase.GATHERING, blame=None)
     turn.call_all("leave")
     turn.arm("leave", turn.settings.leave_deadline_s)
+
+
+def _pays(turn: Turn, trials: Trials) -> bool:
+    """Whether there is time for another plan, by what those so far took; the one that goes on is formed once more."""
+    share, tried = turn.settings.probe_share, len(trials.step_s) + len(trials.aside)
+    run_s = turn.settings.total_steps * min(trials.step_s.values())
+    return share is None or (turn.now_s - trials.since_s) * (tried + 2) / tried <= share * run_s
+
+
+def _cut_short(trials: Trials) -> Trials:
+    """The rest is not measured."""
+    why = "forming groups takes too long beside the run for it to be measured"
+    return replace(trials, left=(), aside={**trials.aside, **dict.fromkeys(trials.left, why)})
 
 
 def is_spare_try(state: State) -> bool:

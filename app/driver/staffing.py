@@ -7,7 +7,7 @@ recruit holds a slot of its own and waits to join. Ranks are given anew in each 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from trainwright.core.arranging import seats
@@ -23,59 +23,6 @@ from trainwright.driver.turn import Turn
 
 NOBODY = -1  # holds a rank for which a process is about to be placed
 SPARES_TRIED = 3  # that ended by themselves, one after another
-
-
-def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
-    """Take over what lives of the driver before us, and start what is missing."""
-    settings = turn.settings
-    slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
-    ranked = [one for rank, one in enumerate(slotted) if rank < (settings.workers if one.waiting else settings.most)]
-    waiting = {
-        one.worker: Spare(slot=one.slot, node=one.node, home=one.home, ready=True)
-        for one in living
-        if one not in ranked
-    }
-    held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
-    free = [slot for slot in range(settings.most) if slot not in held]
-    members = _seated(ranked, free[: max(0, settings.workers - len(ranked))])
-    rank_of = {member.worker: rank for rank, member in enumerate(members) if member.worker != NOBODY}
-    turn.enter(
-        Phase.GATHERING,
-        members=members,
-        rank_of=rank_of,
-        next_worker=max((one.worker for one in living), default=-1) + 1,
-        spares=waiting,
-        accelerators={_slot(one): one.accelerators for one in living if one.accelerators},
-        awaiting=frozenset(rank_of),
-    )
-    for one in living:
-        turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
-    if rank_of:
-        turn.emit(Noted(text=f"took over {_count(len(living))} that outlived the driver before"))
-        turn.call(list(rank_of), "leave")
-        turn.arm("leave", settings.leave_deadline_s)
-    place(turn, [rank for rank, member in enumerate(members) if member.worker == NOBODY])
-
-
-def _seated(living: Sequence[m.Living], free: Sequence[int]) -> tuple[Member, ...]:
-    """Those who live at the ranks that they held, whose part of the model they have; nobody yet in the free slots."""
-    size = len(living) + len(free)
-    found: dict[int, Member] = {}
-    rest: list[Member] = []
-    for one in living:
-        member = Member(
-            worker=one.worker, slot=_slot(one), node=one.node, home=one.home, told=not one.waiting, fresh=one.waiting
-        )
-        if 0 <= one.rank < size and one.rank not in found:
-            found[one.rank] = member
-        else:
-            rest.append(member)
-    others = iter((*rest, *(Member(worker=NOBODY, slot=slot) for slot in free)))
-    return tuple(found.get(rank) or next(others) for rank in range(size))
-
-
-def _slot(living: m.Living) -> int:
-    return -1 if living.slot is None else living.slot
 
 
 def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
@@ -99,7 +46,7 @@ def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
     if turn.state.starting - starting:
         deadline_s = turn.settings.place_deadline_s
         if not starting:
-            turn.emit(Waiting(what=_count(len(turn.state.starting)) + " to start", deadline_s=deadline_s))
+            turn.emit(Waiting(what=count(len(turn.state.starting)) + " to start", deadline_s=deadline_s))
         turn.arm("place", deadline_s)
         if turn.settings.fewest < len(state.members):
             turn.arm("shrink", turn.settings.shrink_s)
@@ -286,7 +233,8 @@ def _join(turn: Turn) -> None:
     """Recruits that are up get ranks, as far as there is room; members that the plan has no rank for go."""
     state, count = turn.state, len(turn.state.members)
     total = wanted(state)
-    if state.loses_state(total) and state.progress > max(state.committed, state.kept.step if state.kept else 0):
+    unknown = state.heal is None  # how far those are who outlived another driver
+    if state.loses_state(total) and (unknown or state.progress > state.copied):
         total = state.seats(count)  # what the members hold is newer than any copy: they grow when there is one
     change = total - count
     if change > 0:
@@ -364,12 +312,13 @@ def place_expired(turn: Turn) -> None:
     total, missing, layouts = len(state.members), len(state.starting), state.settings.layouts
     lacking = layouts.lacking(total - missing) if layouts is not None and missing < total else ""
     error = ResourceError(
-        f"{total - missing} of {_count(total)} started within {state.settings.place_deadline_s:g} s",
+        f"{total - missing} of {count(total)} started within {state.settings.place_deadline_s:g} s",
         where=lacking,
         remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
     )
     close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
 
 
-def _count(workers: int) -> str:
+def count(workers: int) -> str:
+    """`2 workers`."""
     return f"{workers} worker{'s' if workers != 1 else ''}"

@@ -70,6 +70,7 @@ class Settings:
         pass_limit: batches that may be passed by, where their step fails again and again.
         samples_of: rows of the training set, by step (from 1), rank, number of workers and plan: what errors name.
         layouts: plans by number of workers; None where one is for any number.
+        probe_share: of the run's time, that measuring plans may take; None for any.
         place_deadline_s: for all missing processes to start.
         preemption_s: from a preemption notice to the end of the process.
         replace_stragglers: workers whose part of a step takes so many times that of the others; None replaces none.
@@ -109,6 +110,7 @@ class Settings:
     pass_limit: int = 0
     samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None
     layouts: Layouts | None = None
+    probe_share: float | None = None
     place_deadline_s: float = 300.0
     shrink_s: float = 30.0
     preemption_s: float = 25.0
@@ -266,8 +268,7 @@ class State:
         moved_s: when steps were last known to be running or complete.
         longest_s: longest time so far between news of steps.
         stacks: by rank, where its threads stood when the group did not move.
-        since_s: when the recovery, or the run, began.
-        phase_s: when the phase began.
+        since_s, phase_s: when the recovery, or the run, began, and when the phase did.
         head: newest committed checkpoint.
         writers: ranks that together hold each piece once, the lowest ones.
         copying: what the snapshot under way is for.
@@ -276,17 +277,13 @@ class State:
         kept: the newest that is whole there.
         versions: number of the last one begun.
         keep_off: a node had no room for one.
-        kept_s: when one was begun last, or the ranks got their state.
-        copied_s: what the steps lost to it.
+        kept_s, copied_s: when one was begun last, or the ranks got their state, and what the steps lost to it.
         saved_s: when a checkpoint was begun last, or the run.
-        saving_s: what the steps lost to the last one.
-        upload_s: what its upload took.
+        saving_s, upload_s: what the steps lost to the last one, and what its upload took.
         considered: step whose checkpoint was taken or skipped last; -1 for none.
         evaluated: last evaluated step; -1 for none.
-        uploads: number begun, for names that are never used twice.
-        named: highest step that a path was named after.
-        attempts: uploads of the last step that failed.
-        failing_s: when the first of them did.
+        uploads, named: number begun, for names that are never used twice, and highest step that one was named after.
+        attempts, failing_s: uploads of the last step that failed, and when the first of them did.
         stopping: the run is to end.
         pausing: the ranks were asked to pause, since a recruit is up.
         leaving: when those who were told to go will be gone, by worker; some may be dead by now (see `leaving`).
@@ -391,6 +388,11 @@ class State:
     def committed(self) -> int:
         """Step of the newest committed checkpoint; 0 without one, where every run begins."""
         return self.head.step if self.head else 0
+
+    @property
+    def copied(self) -> int:
+        """Step of the newest copy of the state that outlives the workers: a checkpoint, or what is kept in memory."""
+        return max(self.committed, self.kept.step if self.kept else 0)
 
     @property
     def ending(self) -> bool:

@@ -63,12 +63,25 @@ def _grow(turn: Turn) -> None:
     state, upload = turn.state, turn.state.upload
     if not state.loses_state(wanted(state)) or state.committed >= state.step:
         regroup(turn)
-    elif upload is None and state.considered != state.step:
+    elif upload is None and state.considered != state.step and state.upload_s < turn.settings.upload_deadline_s:
         snapshot(turn, "upload")
     elif upload is not None and upload.step == state.step:
         _await_upload(turn)
     else:
-        _run(turn)  # an older one is on its way, or this one failed: at the next pause
+        _run(turn)  # an older one is on its way, this one failed, or the last one took too long: at the next pause
+
+
+def put_off_growing(turn: Turn) -> None:
+    """The store does not take the checkpoint that more workers would begin from: go on, since its writers hold it."""
+    upload, waited_s = turn.state.upload, turn.settings.upload_deadline_s
+    assert upload is not None, "it is waited for"
+    turn.emit(
+        Noted(
+            text=f"going on with {len(turn.state.members)} of {wanted(turn.state)} workers for now: more would begin "
+            f"from the checkpoint of step {upload.step}, which was not written within {waited_s:g} s"
+        )
+    )
+    _run(turn)
 
 
 def _await_upload(turn: Turn) -> None:

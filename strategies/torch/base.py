@@ -20,7 +20,7 @@ from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.failures import let_go, user_code
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Caller, Objective, Share
-from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.replica import Replica, random_kept
 from trainwright.strategies.torch.step import Runner
 
 Result = TypeVar("Result")
@@ -189,8 +189,7 @@ class TorchEngine:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
         replica = self._built
         share = Share(batch=copied(feed.parts[0][0]), data_rank=feed.data_ranks[0], rows=feed.rows, muted=True)
-        devices = [self._device] if self._device.type == "cuda" else []
-        with replica.attempt(), torch.random.fork_rng(devices=devices):
+        with replica.attempt(), random_kept(self._device):
             replica.reseed(0)
             with replica.finding_last() if runner.tells_own else nullcontext():
                 step.run(runner, share)

@@ -21,6 +21,8 @@ from trainwright.strategies.torch.evaluation import evaluating
 from trainwright.strategies.torch.following import Follower, Forward, Key, Route, Watched
 from trainwright.strategies.torch.survey import Surveyor, bare, skeleton
 
+Held = tuple[nn.Module, str, int]  # a number, and where a module holds it
+
 
 def as_it_is(model: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
     """What modules run is left alone."""
@@ -37,7 +39,8 @@ class Cut:
         forward: calls a model with its inputs.
         where: the rank, for errors.
         prepare: changes what modules run and divides what is left of them, and not what the model is made of; it is
-            told the sections that use each parameter.
+            told the sections that use each parameter. Numbers that a module holds, such as its heads, may be others
+            afterwards.
 
     Attributes:
         sections: of the whole model.
@@ -71,7 +74,11 @@ class Cut:
         self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
         _strip(model, users, frozenset(own))
         self._counters = [(module, key) for name, module, key in _places(model) if name in counting]
+        before = _numbers(model, entries)
         prepare(model, users)
+        now = _numbers(model, entries)
+        self._shares = [(*place, each) for place, each in now.items() if 0 < each < before.get(place, 0)]
+        self._wholes = [(module, key, before[module, key]) for module, key, _ in self._shares]
         self._watched = Watched(model, sorted(self._surveyor.names))
 
     def look(self) -> None:
@@ -102,8 +109,9 @@ class Cut:
         route = self._route(rows)
         wanted = route.taken[section + 1] if section + 1 < self.sections else ()
         counters = [(module, key, module._buffers[key]) for module, key in self._counters]
-        passage = _Passage(route, section, given, wanted, self._where, counters)
+        passage = _Passage(route, section, given, wanted, self._where, counters, self._shares)
         entered = [route.values[Key("input", number)].detach() for number in range(len(self._inputs))]
+        _set(self._wholes if section else self._shares)
         passage.enter(inputs if inputs is not None else entered)
         try:
             with self._watched.followed(passage):
@@ -165,9 +173,11 @@ class _Passage(Follower):
         wanted: Sequence[Key],
         where: str,
         counters: Sequence[tuple[nn.Module, str, Tensor | None]],
+        shares: Sequence[Held],
     ) -> None:
         super().__init__()
         self._route, self._section, self._where, self._counters = route, section, where, counters
+        self._shares = shares
         self._given = dict(zip(route.taken[section], given, strict=True))
         self._wanted = frozenset(wanted)
         self._number, self._glued = 0, 0
@@ -231,6 +241,7 @@ class _Passage(Follower):
     def _begin(self) -> None:
         """From here on values have data, and what was done before to this rank's own buffers was another section's."""
         self._begun = True
+        _set(self._shares)
         for module, name, buffer in self._counters:
             module._buffers[name] = buffer
         for key, tensor in self._given.items():
@@ -295,6 +306,22 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Each buffer's name, and where it is held."""
     for path, module in model.named_modules():
         yield from ((f"{path}.{key}" if path else key, module, key) for key in module._buffers)
+
+
+def _numbers(model: nn.Module, entries: Sequence[str]) -> dict[tuple[nn.Module, str], int]:
+    """What modules hold that a cut lies inside of; before their section begins nothing in them is divided."""
+    inside = {".".join(path[:depth]) for path in (name.split(".") for name in entries) for depth in range(len(path))}
+    return {
+        (module, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if name in inside and type(value) is int
+    }
+
+
+def _set(numbers: Sequence[Held]) -> None:
+    for module, key, value in numbers:
+        setattr(module, key, value)
 
 
 def _copied(model: nn.Module, where: str) -> nn.Module:

@@ -213,16 +213,21 @@ class Divided(Member):
         if self._ring is not None:
             self._ring.group = None
         if self._bound:
+            self._keep()
             self._let_go()
 
-    def _let_go(self) -> None:
-        """Keep the tensors of this rank's part and let go of all that knows the group."""
-        replica, self._replica, self._runner = self._replica, None, None
+    def _keep(self) -> None:
+        """Keep the tensors of this rank's part, which outlive all that knows the group."""
+        replica = self._replica
         if replica is not None:
             self._held = None
             with suppress(CheckpointError):  # an optimizer's state that cannot be saved cannot be carried over either
                 self._held = _Held(state=state.held(replica), buffers=tuple(replica.buffers()), sound=replica.sound)
-            gc.unfreeze()  # what the worker froze after its first build: FSDP2's modules are cycles
+
+    def _let_go(self) -> None:
+        """Hold no model any more."""
+        self._replica = self._runner = None
+        gc.unfreeze()  # what the worker froze after its first build: modules and their hooks are cycles
 
     def _again(self, spec: ModelSpec, plan: Plan) -> None:
         """Stay with what is held where it is still this rank's part; otherwise build as at first."""
@@ -232,9 +237,13 @@ class Divided(Member):
             if self._ring is not None:
                 self._ring.group = self._placed.tensors
             return
-        self._replica = self._made(spec, plan)
         held, self._held = self._held, None
-        if held is not None and held.state.step is not None and held.state.part == self._part:
+        if held is not None and (held.state.step is None or held.state.part != self._part):
+            held = None
+        self._let_go()
+        gc.collect()  # there may be no room for the model of another part beside the next one
+        self._replica = self._made(spec, plan)
+        if held is not None:
             state.restore(self._replica, held.state)
             self._replica.sound = held.sound
             with torch.no_grad():

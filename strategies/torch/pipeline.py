@@ -32,7 +32,7 @@ from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective, Share
 from trainwright.strategies.torch.parts import WHOLE, Box, local
 from trainwright.strategies.torch.pipe import Pipe
-from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.replica import Replica, random_kept
 from trainwright.strategies.torch.shards import Shards
 from trainwright.strategies.torch.step import Runner, shares
 from trainwright.strategies.torch.tensor_parallel import MeshRunner
@@ -232,8 +232,7 @@ class Pipeline(Divided):
     def _rehearse(self, runner: PipelineRunner, feed: Feed) -> None:
         """A step of weight 0 of which nothing is kept."""
         given = [(micro, replace(share, batch=copied(share.batch))) for micro, share in shares(feed, muted=True)]
-        devices = [self._device] if self._device.type == "cuda" else []
-        with self._built.attempt(), torch.random.fork_rng(devices=devices):
+        with self._built.attempt(), random_kept(self._device):
             if runner.objective.caller.autocast:
                 with self._gathering():
                     runner.pipe.rehearse(given[0][1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -129,8 +131,10 @@ class Replica:
         return {}
 
     def reseed(self, seed: int) -> None:
-        """Make what torch draws next a function of `seed` alone, on the CPU and on the replica's device."""
+        """Make what torch, NumPy and Python draw next a function of `seed` alone, also on the replica's device."""
         torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
@@ -198,6 +202,18 @@ class Replica:
             self.optimizer.step()
         self.step = step + 1
         self.sound = True
+
+
+@contextmanager
+def random_kept(device: torch.device) -> Iterator[None]:
+    """Afterwards torch, NumPy and Python draw what they would have drawn."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def hooked(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:

@@ -14,8 +14,8 @@ from typing import Any
 import trainwright.driver.decide as decide
 
 MODULES = (
-    "turn", "agree", "milestones", "keeping", "checkpointing", "ending", "probing", "loops", "staffing", "leaving",
-    "spikes", "straggling", "recovering", "forming", "measuring", "training", "decide",
+    "turn", "agree", "milestones", "keeping", "checkpointing", "ending", "probing", "loops", "staffing", "heirs",
+    "leaving", "spikes", "straggling", "recovering", "forming", "measuring", "training", "decide",
 )  # fmt: skip
 
 

@@ -218,9 +218,11 @@ class World:
         slot = None if process.spare and process.beside else process.slot
         node = f"node-{process.slot // 4}"
         rank = -1 if process.spare else process.rank
+        plan, step = (process.plan, process.step) if process.trained and not process.tried else (None, 0)
         return m.Living(
-            worker=process.worker, node=node, pid=1000 + process.worker, slot=slot, waiting=process.spare, rank=rank
-        )
+            worker=process.worker, node=node, pid=1000 + process.worker, slot=slot, waiting=process.spare, rank=rank,
+            plan=plan, step=step,
+        )  # fmt: skip
 
     def _seal(self, driver: Driver, effect: m.Seal) -> None:
         self.labour.memory.sealed[driver.token] = effect.kept

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.simulation.plans import Plans, staged
 from tests.simulation.scenario import Fault, Scenario
 from tests.simulation.world import simulate
 from tests.unit.story import Story
@@ -95,6 +96,37 @@ def test_nobody_joins_a_run_that_is_to_end() -> None:
     story.tell(m.Started(worker=2, node="n", pid=2))
     assert not story.calls("stop")
     assert story.segment(2, stopped=True).calls("snapshot")
+
+
+def relaid() -> Story:
+    """One worker is left of two stages; another is up, and the checkpoint that both would begin from is waited for."""
+    plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
+    story = progressed(Story(min_workers=1, layouts=plans, total_steps=40, steps_per_epoch=40).running(), 1)
+    story.tell(m.Died(worker=1, cause="its node is gone"))
+    story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
+    story.returns("leave", StateTag(step=2), workers=[0]).expires("shrink").formed(StateTag(step=None))
+    progressed(story.returns("heal", StateTag(step=0)), 3).tell(m.Started(worker=2, node="n", pid=2))
+    story.segment(4, stopped=True).snapshot(4)
+    assert story.calls("upload") and story.state.phase is Phase.WAITING
+    return story
+
+
+def test_a_store_that_is_slow_puts_growing_off_and_ends_nobody() -> None:
+    story = relaid().expires("upload")
+    assert not story.all(m.Kill) and story.state.failures == 0 and story.state.step == 4
+    assert [call.verb for call in story.all(m.Call)] == ["run"]
+    assert "1 of 2 workers" in story.emitted(events.Noted)[0].text
+    assert [call.verb for call in story.segment(9).all(m.Call)] == ["run"], "the upload is still on its way"
+    story.returns("upload", (), workers=[0]).now_s += story.state.settings.upload_deadline_s
+    story.committed(4).segment(12)
+    assert [call.verb for call in story.all(m.Call)] == ["run"], "the next one would take as long"
+
+
+def test_a_store_that_is_quick_lets_it_grow_from_a_checkpoint_of_that_step() -> None:
+    story = relaid().returns("upload", (), workers=[0]).committed(4).returns("leave", StateTag(step=4))
+    assert [call.worker for call in story.calls("reserve")] == [0, 2]
+    heal = story.formed(StateTag(step=None)).calls("heal")[0].argument
+    assert (heal.source, heal.step) == ("checkpoint", 4)
 
 
 def test_a_world_shrinks_and_grows_back_in_the_simulation() -> None:

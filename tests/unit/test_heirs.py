@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from tests.simulation.plans import Plans, staged
 from tests.unit.story import HEAD, Story
 from trainwright.core import events
 from trainwright.core.checkpoint import FileEntry
@@ -74,6 +77,51 @@ def test_versions_of_the_driver_before_are_held_and_never_used_again() -> None:
     story.expires("pause").segment(9, stopped=True)
     order = story.returns("snapshot", m.Snapshot(step=9, size_bytes=1, blocked_s=0.0)).calls("keep")[0].argument
     assert order.hold == (7,) and order.version > 3 << 32
+
+
+def alone(step: int = 7, *, kept: m.KeptState | None = None, **settings: object) -> Story:
+    """One worker outlived a driver that had gone on with it instead of two stages."""
+    plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
+    one = replace(living(4, 0), rank=0, plan=staged(1, 1, "other"), step=step)
+    return taken_over(one, kept=kept, **{"layouts": plans, "min_workers": 1, **settings})
+
+
+@pytest.mark.parametrize("bounds", [{}, {"min_workers": None, "last_resort": 1}])
+def test_a_state_in_the_layout_that_the_driver_before_had_changed_to_is_gone_on_with(bounds: dict[str, object]) -> None:
+    story = alone(**bounds)
+    assert not story.all(m.Place) and story.emitted(events.Replanned)[0].name == "other"
+    story.returns("leave", StateTag(step=7))
+    assert story.calls("reserve")[0].argument.plan.strategy == "other" and not story.emitted(events.Replanned)
+    story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
+    assert (story.emitted(events.Formed)[0].source, story.state.step) == ("replica", 7)
+    story.tell(m.Progressed(generation=story.state.generation, step=8))
+    story.tell(m.Started(worker=5, node="n", pid=5)).segment(9, stopped=True).snapshot(9, worker=4)
+    story.returns("upload", (), workers=[4]).committed(9).returns("leave", StateTag(step=9))
+    assert story.emitted(events.Replanned)[0].workers == 2 and [c.worker for c in story.calls("reserve")] == [4, 5]
+
+
+def test_a_recruit_that_lives_too_waits_until_that_state_is_safe() -> None:
+    plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
+    one = replace(living(4, 0), rank=0, plan=staged(1, 1, "other"), step=7)
+    story = taken_over(one, living(5, 1, waiting=True), layouts=plans, min_workers=1).returns("leave", StateTag(step=7))
+    assert [call.worker for call in story.calls("reserve")] == [4] and story.state.spares.keys() == {5}
+    story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
+    assert story.calls("snapshot"), "it is grown at once, from a checkpoint"
+
+
+@pytest.mark.parametrize(
+    "story",
+    [alone(step=4), alone(kept=replace(KEPT, step=7)), alone(layouts=Plans(plans=(staged(1, 2, "other"),)))],
+    ids=["a checkpoint is as new", "a copy is as new", "it is the run's own"],
+)
+def test_a_state_that_is_not_lost_in_the_run_s_own_layout_changes_nothing(story: Story) -> None:
+    assert len(story.state.members) == 2 and story.all(m.Place) and not story.emitted(events.Replanned)
+
+
+def test_a_part_of_a_state_is_no_reason_to_keep_its_layout() -> None:
+    plans = Plans(plans=(staged(1, 2),), others=frozenset())
+    one = replace(living(4, 0), rank=0, plan=staged(2, 2), step=7)
+    assert not taken_over(one, layouts=plans).emitted(events.Replanned)
 
 
 def test_a_run_that_is_done_takes_nobody_over() -> None:

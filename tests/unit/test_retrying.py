@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from trainwright.core.errors import DataError
 from trainwright.datasets.retrying import retrying, transient
+from trainwright.patience import Pauses
 
 SLOW = "AWS Error SLOW_DOWN during GetObject operation: Please reduce your request rate. (HTTP status 503)"
 
@@ -47,6 +49,13 @@ def test_a_read_that_works_is_done_once() -> None:
     time = Time()
     assert tried(failing(0, OSError()), time) == "content"
     assert time.slept == []
+
+
+def test_pauses_draw_nothing_from_the_generator_that_a_step_has_seeded() -> None:
+    before, time = random.getstate(), Time()
+    assert retrying(failing(3, TimeoutError()), "s3://b/x", sleep=time.sleep) == "content"
+    Pauses(9.0, sleep=time.sleep).wait()
+    assert len(set(time.slept)) == 4 and random.getstate() == before
 
 
 def test_pauses_grow_to_a_bound() -> None:

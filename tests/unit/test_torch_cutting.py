@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.conformance.test_pipeline import Deep
+from tests.unit.test_torch_splitting import split
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.cutting import Cut
+from trainwright.strategies.torch.tensors import Ring, divide
 
 NAMES = [
     "blocks.0", "blocks.0.lift", "blocks.0.back", "blocks.1", "blocks.1.norm", "blocks.1.back", "blocks.2",
@@ -94,6 +97,67 @@ def test_each_section_holds_what_it_uses() -> None:
     assert first | second == {*made().state_dict()}
     assert "unused.weight" in first and "seen" in second
     assert cuts[0][0].shared == cuts[1][0].shared == {"first.weight": frozenset({0, 1})}
+
+
+class Within(nn.Module):
+    """A block whose attention is written in it, and no module of its own; half of its heads and its numbers do all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.size, self.norm = 4, 2, nn.LayerNorm(8)
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        with torch.no_grad():
+            self.out.weight[:, 4:], self.down.weight[:, 6:] = 0.0, 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        query, key, value = (
+            each(normed).view(*hidden.shape[:2], self.heads, self.size).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        hidden = hidden + self.out(mixed.reshape(*hidden.shape[:2], self.heads * self.size))
+        outputs: Tensor = hidden + self.down(torch.relu(self.up(hidden)))
+        return outputs
+
+
+class Alone(Ring):
+    """The first of two ranks, of which the other one has nothing to add."""
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize(
+    ("entries", "owned"),
+    [(["1.up"], [{0}, {1}]), (["0.up", "1.query"], [{0, 2}, {1}, {0, 2}]), (["1", "1.up"], [{0}, {1}, {2}])],
+)
+def test_a_block_that_tensor_parallelism_divides_may_be_cut_beside_its_attention(
+    entries: list[str], owned: list[set[int]]
+) -> None:
+    class Blocks(nn.Sequential):
+        def forward(self, hidden: Tensor) -> Any:
+            return {"logits": super().forward(hidden)}
+
+    def blocks() -> nn.Module:
+        torch.manual_seed(3)
+        return Blocks(Within(), Within()).double()
+
+    inputs = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8)
+    whole = blocks()
+    found = split(whole, given=inputs[:1])
+    assert found.attributes["1"] == {"heads": 2}, "a cut beside it must not find them divided"
+    cuts = {}
+    for own in map(frozenset, owned):
+        model = blocks()
+        parted = partial(divide, split=found, ring=Alone(index=0, of=2), where="rank 0")
+        cuts[own] = (
+            Cut(model, entries, own, [inputs], called, "rank 0", lambda each, _, parted=parted: parted(each)),
+            model,
+        )
+    for _ in range(2):
+        assert torch.allclose(passed([cuts[frozenset(own)] for own in owned], inputs), whole(inputs)["logits"])
 
 
 def test_a_forward_that_goes_another_way_is_told() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import pickle
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -164,12 +165,23 @@ def test_warm_keeps_every_bit_and_the_batch() -> None:
         return loss(outputs, targets)
 
     engine = one_device(spec(model=batch_normed, loss=in_place))
-    given, random = feed(), torch.get_rng_state()
+    given, drawn, python = feed(), torch.get_rng_state(), random.getstate()
+    numpy = np.random.get_state(legacy=False)
     before, y = saved(engine).files, given.parts[0][0].columns["y"].copy()
     engine.warm(given)
     assert saved(engine).files == before
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), drawn) and random.getstate() == python
+    assert np.array_equal(np.random.get_state(legacy=False)["state"]["key"], numpy["state"]["key"])
     assert np.array_equal(given.parts[0][0].columns["y"], y)
+
+
+def test_what_numpy_and_python_draw_in_a_step_follows_from_its_seed() -> None:
+    drawn = []
+    for _ in range(2):
+        random.seed()
+        one_device(spec()).train_step(feed())
+        drawn.append((random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]
 
 
 def test_evaluation_sums_and_leaves_each_module_in_its_mode() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conformance.rank import Files
+from tests.unit.torch_jobs import plan, spec
+from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
+from trainwright.core.plan import Plan
 from trainwright.strategies.torch import files
+from trainwright.strategies.torch.divided import Divided
 from trainwright.strategies.torch.dividing import blocks, divide
 from trainwright.strategies.torch.parts import Box, Part
+from trainwright.strategies.torch.pipeline import Pipeline
+from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.sharded import Sharded
 from trainwright.strategies.torch.state import HostState
 
 layouts = st.builds(Part, stages=st.integers(1, 3), shards=st.integers(1, 4), tensors=st.integers(1, 3))
@@ -235,3 +245,34 @@ def assert_equal(found: HostState, expected: HostState) -> None:
         for key, value in entries.items():
             held = found.slots[name][key]
             assert torch.equal(held, value) if isinstance(value, Tensor) else held == value, (name, key)
+
+
+@pytest.mark.parametrize("engine", [Pipeline, Sharded])
+def test_of_two_parts_one_is_held_at_a_time(engine: type[Divided]) -> None:
+    held: list[Callable[[], nn.Module | None]] = []
+
+    class Moving(engine):  # type: ignore[misc, valid-type]
+        """Another part each time."""
+
+        def _settle(self, plan: Plan) -> None:
+            self._part = Part(shard=len(held), shards=2)
+
+        def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+            self._settle(plan)
+            assert not any(each() is not None for each in held)
+            replica = Replica(spec, plan, self._device, self._where)
+            model = replica.model
+            vars(self).update(dict.fromkeys(vars(self).keys() & {"_calls", "_shards", "_cut"}, model))
+            model.itself = [model]  # as modules and their hooks hold each other
+            held.append(weakref.ref(model))
+            return replica
+
+    moving: Any = Moving()
+    moving.build(spec(), plan())
+    gc.freeze()  # as the worker does
+    try:
+        moving._release()
+        moving._again(*moving._job)
+    finally:
+        gc.unfreeze()
+    assert [each() is None for each in held] == [True, False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.simulation.plans import Plans, staged
 from tests.unit.story import Story
 from trainwright.core import events
@@ -47,3 +49,11 @@ def test_trials_that_are_given_up_leave_nothing_of_the_plan_that_was_tried() -> 
     story.raises(0, "probe", "peer", PeerLost("gone")).raises(1, "probe", "peer", PeerLost("gone")).expires("shrink")
     assert tried(story) == ["first"] and story.emitted(events.Resized)[0].workers == 2
     assert not story.emitted(events.Replanned), "the run works under its own plan"
+
+
+@pytest.mark.parametrize(("total_steps", "then"), [(1300, "second"), (1100, "first")])
+def test_as_many_are_measured_as_the_time_allows_that_forming_groups_really_takes(total_steps: int, then: str) -> None:
+    """Each event takes a second here: eight until the first was measured."""
+    story = probing(total_steps=total_steps, probe_share=0.02).returns("probe", 1.0)
+    story.returns("leave", StateTag(step=0))
+    assert tried(story) == [then] and bool(story.emitted(events.Probed)) == (then == "first")

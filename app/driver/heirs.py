@@ -1,0 +1,103 @@
+"""What a new driver takes over from one that died: its workers, at the ranks and in the layout that they hold.
+
+Where those who live hold a whole state that is newer than any copy, in another layout than the run's plan has, the run
+goes on in theirs, and changes to its plan as room that returned does: from a checkpoint of the very step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from trainwright.core.events import Noted, Placed, Replanned
+from trainwright.core.plan import Plan
+from trainwright.driver import messages as m
+from trainwright.driver.staffing import NOBODY, count, place
+from trainwright.driver.state import Member, Phase, Spare
+from trainwright.driver.turn import Turn
+
+
+def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
+    """Take over what lives of the driver before us, and start what is missing."""
+    plan = _adopted(turn, living)
+    settings = turn.settings
+    workers, most = (plan.workers, plan.workers) if plan else (settings.workers, settings.most)
+    slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
+    ranked = [one for rank, one in enumerate(slotted) if rank < (workers if one.waiting else most)]
+    waiting = {
+        one.worker: Spare(slot=one.slot, node=one.node, home=one.home, ready=True)
+        for one in living
+        if one not in ranked
+    }
+    held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
+    free = [slot for slot in range(settings.most) if slot not in held]
+    members = _seated(ranked, free[: max(0, workers - len(ranked))])
+    rank_of = {member.worker: rank for rank, member in enumerate(members) if member.worker != NOBODY}
+    turn.enter(
+        Phase.GATHERING,
+        members=members,
+        rank_of=rank_of,
+        next_worker=max((one.worker for one in living), default=-1) + 1,
+        spares=waiting,
+        accelerators={_slot(one): one.accelerators for one in living if one.accelerators},
+        awaiting=frozenset(rank_of),
+    )
+    for one in living:
+        turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
+    if rank_of:
+        turn.emit(Noted(text=f"took over {count(len(living))} that outlived the driver before"))
+        turn.call(list(rank_of), "leave")
+        turn.arm("leave", settings.leave_deadline_s)
+    place(turn, [rank for rank, member in enumerate(members) if member.worker == NOBODY])
+
+
+def _adopted(turn: Turn, living: Sequence[m.Living]) -> Plan | None:
+    """The plan that those who live worked under, where their state would be lost under the run's own; it is told of."""
+    state, settings, layouts = turn.state, turn.settings, turn.settings.layouts
+    theirs = _held(living, state.copied)
+    if layouts is None or theirs is None:
+        return None
+    if theirs.workers < settings.fewest and settings.last_resort is not None:
+        settings = replace(settings, min_workers=settings.last_resort)  # as the driver before did
+    own, plan = layouts.on(settings.workers, settings.fewest), layouts.on(theirs.workers, settings.fewest)
+    if plan is None or (plan.layout, plan.workers) != (theirs.layout, theirs.workers):
+        return None  # the run's plans are others by now
+    if own is not None and own.layout == plan.layout:
+        return None
+    turn.change(settings=settings, plan=plan)
+    why = f"those who outlived the driver before hold {plan.name} of a step that no copy is of"
+    told = Replanned(plan=asdict(plan), name=plan.name, former=layouts.plans[0].name, workers=plan.workers, why=why)
+    turn.emit(told)
+    return plan
+
+
+def _held(living: Sequence[m.Living], copied: int) -> Plan | None:
+    """The plan whose newest state those who live hold all parts of; None where a copy is as new."""
+    newest = max(living, key=lambda one: one.step, default=None)
+    if newest is None or newest.plan is None or newest.step <= copied:
+        return None
+    plan = newest.plan
+    alike = [one for one in living if one.plan is not None and one.plan.layout == plan.layout]
+    parts = {one.plan.mesh.part_of(one.rank * plan.devices_per_worker) for one in alike if one.plan is not None}
+    return plan if len(parts) * plan.mesh.data == plan.mesh.size else None
+
+
+def _seated(living: Sequence[m.Living], free: Sequence[int]) -> tuple[Member, ...]:
+    """Those who live at the ranks that they held, whose part of the model they have; nobody yet in the free slots."""
+    size = len(living) + len(free)
+    found: dict[int, Member] = {}
+    rest: list[Member] = []
+    for one in living:
+        member = Member(
+            worker=one.worker, slot=_slot(one), node=one.node, home=one.home, told=not one.waiting, fresh=one.waiting
+        )
+        if 0 <= one.rank < size and one.rank not in found:
+            found[one.rank] = member
+        else:
+            rest.append(member)
+    others = iter((*rest, *(Member(worker=NOBODY, slot=slot) for slot in free)))
+    return tuple(found.get(rank) or next(others) for rank in range(size))
+
+
+def _slot(living: m.Living) -> int:
+    return -1 if living.slot is None else living.slot
