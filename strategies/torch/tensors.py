@@ -20,6 +20,7 @@ from torch import Tensor, distributed, nn
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.parts import Box, unhooked
+from trainwright.strategies.torch.vocabulary import parted
 
 ROLES = ("column", "row", "gathered", "vocabulary")
 
@@ -30,7 +31,7 @@ class Split:
 
     Attributes:
         roles: by module: `column` (some of the outputs of each rank), `row` (some of the inputs), `gathered` (some of
-            the outputs, which are then gathered) or `vocabulary` (some of a table's rows).
+            the outputs, which are gathered where they are needed whole) or `vocabulary` (some of a table's rows).
         groups: modules between which values are divided, so that no cut may lie there.
         attributes: of modules, that are another number on each rank.
         random: columns from which on each rank draws its own random numbers, until the next row.
@@ -73,6 +74,12 @@ class Ring:
         total = tensor.contiguous().clone()
         distributed.all_reduce(total, group=self.group)
         return total
+
+    def highest(self, tensor: Tensor) -> Tensor:
+        """The highest of all ranks, number by number."""
+        top = tensor.contiguous().clone()
+        distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.group)
+        return top
 
     def joined(self, tensor: Tensor, width: int) -> Tensor:
         """What the ranks hold along the last dimension, one after the other."""
@@ -206,10 +213,11 @@ def _row(ring: Ring, module: Any, turned: bool, given: Tensor) -> Tensor:
 
 
 def _gathered(ring: Ring, module: Any, turned: bool, given: Tensor) -> Tensor:
-    """A linear layer whose outputs are wanted whole, as a vocabulary's are by the loss."""
+    """A linear layer whose outputs are wanted whole; in training they are gathered by who needs them so."""
     part = _linear(_Copied.apply(given, ring), module.weight, module.bias, turned)  # type: ignore[no-untyped-call]
-    whole: Tensor = _Gathered.apply(part, ring, module.out_features)  # type: ignore[no-untyped-call]
-    return whole
+    if torch.is_grad_enabled():
+        return parted(part, ring, module.out_features)
+    return ring.joined(part, module.out_features)
 
 
 def _vocabulary(ring: Ring, module: Any, _turned: bool, given: Tensor) -> Tensor:
@@ -265,20 +273,6 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None
-
-
-class _Gathered(torch.autograd.Function):
-    """Each rank has some of the last dimension, and every one has the gradient of all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ring: Ring, width: int) -> Tensor:
-        ctx.ring, ctx.width = ring, width
-        return ring.joined(tensor, width)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        box = Box.share((ctx.width,), 0, ctx.ring.index, ctx.ring.of)
-        return gradients[0][..., box.start[0] : box.stop[0]].contiguous(), None, None
 
 
 def _generator(device: torch.device) -> torch.Generator:
