@@ -68,6 +68,25 @@ class Ring:
     of: int
     group: distributed.ProcessGroup | None = None
     _shared: list[tuple[torch.device, Tensor]] | None = None
+    _copies: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)  # by what was given, and its version
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """The tensor, whose gradient is the sum over the ranks.
+
+        Layers that are given the same tensor share it until a row ends their block: autograd adds up on each rank, and
+        the ranks once.
+        """
+        if not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        _, version, copy = self._copies.get(id(tensor), (None, -1, tensor))
+        if version != tensor._version:
+            copy = _Copied.apply(tensor, self)  # type: ignore[no-untyped-call]
+            self._copies[id(tensor)] = tensor, tensor._version, copy
+        return copy
+
+    def forget(self) -> None:
+        """What was shared is not asked for any more."""
+        self._copies.clear()
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks."""
@@ -202,12 +221,13 @@ def _column(ring: Ring, module: Any, turned: bool, given: Tensor, *, opens: bool
     """Some of the outputs of a linear layer."""
     if opens and module.training:
         ring.enter(given.device)
-    return _linear(_Copied.apply(given, ring), module.weight, module.bias, turned)  # type: ignore[no-untyped-call]
+    return _linear(ring.copied(given), module.weight, module.bias, turned)
 
 
 def _row(ring: Ring, module: Any, turned: bool, given: Tensor) -> Tensor:
     """A linear layer of which each rank is given some of the inputs."""
     ring.leave()
+    ring.forget()
     made: Tensor = _Summed.apply(_linear(given, module.weight, None, turned), ring)  # type: ignore[no-untyped-call]
     return made if module.bias is None else made + module.bias.to(made.dtype)
 
