@@ -35,7 +35,7 @@ from trainwright.predictions import (
     table_of,
     usual_rows,
 )
-from trainwright.predictor import PredictOrder, Predictor, PredictorProcess, Stored, lone_model
+from trainwright.predictor import Predictor, PredictOrder, PredictorProcess, Stored, lone_model
 from trainwright.rowmeter import Meter
 from trainwright.store import open_store
 from trainwright.travel import pack
