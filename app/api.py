@@ -152,18 +152,25 @@ def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: b
     return run
 
 
-def evaluate(job: Job | str, *, step: int | None = None) -> dict[str, float]:
-    """Loss and metrics of a checkpoint over the job's evaluation set, in this process on one device.
+def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
+    """Loss and metrics of a checkpoint over the job's evaluation set.
+
+    It runs on workers of the cluster under the plan that the run was trained under last, with fewer replicas where
+    there is less room; a lost worker begins it again, up to the job's `failures=` times. Where the plan has one worker,
+    it runs in this process on one device.
 
     Args:
         step: the checkpoint at this step; by default the newest.
+        here: in this process on one CPU in any case.
+        verbose: show Ray's own output.
 
     Raises:
-        TrainwrightError: there is no evaluation set, no checkpoint, or it does not fit the model.
+        TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
+            room for the plan; it took longer than `hang_deadline_s`, by default 15 minutes.
     """
     from trainwright import use
 
-    return use.evaluate(_job(job), step)
+    return use.evaluate(_job(job), step, here=here, verbose=verbose)
 
 
 def predict(
@@ -180,7 +187,11 @@ def predict(
     fresh: bool = False,
     verbose: bool = False,
 ) -> Prediction:
-    """The model's outputs for every row of a data set, computed by a pool of workers, as parquet parts in a folder.
+    """The model's outputs for every row of a data set, computed on the cluster, as parquet parts in a folder.
+
+    Where the run divided its model over workers, as many compute it together, in the layout that it was trained in;
+    this process reads the rows and stores the parts then. Otherwise, and with `workers`, it is a pool of workers that
+    each hold the whole model, read and store.
 
     The rows of all parts, in the order of their names, are the samples in order: `sample` (int64, the row number), the
     columns kept, then `output`, or one column for each of several outputs. Each part appears when it is whole; the same
@@ -192,8 +203,8 @@ def predict(
         columns: outputs wanted, such as ("logits",); by default all.
         keep: columns of the data set that go with them.
         step: the checkpoint at this step; by default the newest.
-        workers: by default one for each accelerator or CPU slot of the cluster.
-        batch_size: rows given to the model at once, on each worker; by default the job's, at most 1024.
+        workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
+        batch_size: rows computed at once, by each worker or by all together; by default the job's, at most 1024.
         range_rows: rows of a part, at most; by default by the size of a row.
         fresh: compute again what the folder holds.
         verbose: show Ray's own output.
@@ -220,10 +231,17 @@ def generate(
     seed: int = 0,
     output: str | None = None,
     step: int | None = None,
+    here: bool = False,
+    verbose: bool = False,
 ) -> npt.NDArray[np.int64]:
-    """Prompts continued by a run's language model, in this process on one device.
+    """Prompts continued by a run's language model.
 
-    The job's model must be causal, take one column of tokens, and give logits (rows, tokens, vocabulary).
+    The job's model must be causal, take one column of tokens, and give logits (rows, tokens, vocabulary). Each token
+    takes a forward over the whole context: keys and values are not kept.
+
+    Where the run divided its model over workers, it runs on as many of the cluster, in the layout that it was trained
+    in: one replica. A lost one is replaced, up to the job's `failures=` times in a row, and nothing of the text is
+    lost. Otherwise it runs in this process on one device.
 
     Args:
         prompts: (rows, tokens) integers.
@@ -233,18 +251,23 @@ def generate(
         seed: of the draws: the same gives the same tokens.
         output: name of the logits, where the model gives more, such as "logits".
         step: the checkpoint at this step; by default the newest.
+        here: in this process on one CPU in any case.
+        verbose: show Ray's own output.
 
     Returns:
         (rows, tokens + count).
 
     Raises:
-        TrainwrightError: the prompts or numbers are wrong, there is no checkpoint, or it does not fit the model.
+        TrainwrightError: the prompts or numbers are wrong, there is no checkpoint, it does not fit the model, or the
+            cluster has no room for the layout.
     """
     from trainwright.generating import Sampling
     from trainwright.generating import generate as continued
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
-    return continued(_job(job), prompts, count=count, sampling=sampling, output=output, step=step)
+    return continued(
+        _job(job), prompts, count=count, sampling=sampling, output=output, step=step, here=here, verbose=verbose
+    )
 
 
 def load_model(job: Job | str, *, step: int | None = None) -> Any:

@@ -142,12 +142,17 @@ def evaluate(
     file: JobFile,
     overrides: Overrides = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
+    here: Annotated[bool, typer.Option("--here", help="In this process on one CPU.")] = False,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Loss and metrics of a run's checkpoint over the job's evaluation set, on this machine."""
+    """Loss and metrics of a run's checkpoint over the job's evaluation set.
+
+    On workers of the cluster, under the plan that the run was trained under; in this process where it has one worker.
+    """
     from trainwright import api
 
-    metrics = api.evaluate(_job(file, overrides, None, None), step=step)
+    metrics = api.evaluate(_job(file, overrides, None, None), step=step, here=here, verbose=verbose)
     if as_json:
         _print_json(metrics)
     else:
@@ -182,7 +187,7 @@ def predict(
     overrides: Overrides = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Workers; by default what the cluster has room for.")
+        int | None, typer.Option(min=1, help="Workers of a pool; by default what the cluster has room for.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows given to the model at once.")] = None,
     range_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a part, at most.")] = None,
@@ -190,7 +195,11 @@ def predict(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model's outputs for every row of a data set. The same command goes on where it was stopped."""
+    """Write the model's outputs for every row of a data set. The same command goes on where it was stopped.
+
+    On workers of the cluster: those of the layout that the run was trained in where that divides the model, else, or
+    with --workers, a pool of which each holds all of it.
+    """
     from dataclasses import asdict
 
     from trainwright import api

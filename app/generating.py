@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,16 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.checkpoints import CheckpointReader, read_manifest
-from trainwright.core.data import Batch, Feed
+from trainwright.core.checkpoint import Reader
+from trainwright.core.data import Batch, Columns
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
-from trainwright.use import alone_here, find_checkpoint, lone_engine
+from trainwright.driver.layouts import Predicting
+from trainwright.trained import dealt, plan_here, replica_of, trained_plan
+from trainwright.use import alone_here, find_checkpoint, lone_engine, reader_of
 
 Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[Any]
-Predict = Callable[[Tokens], Logits]
-"""predict(tokens (rows, context)) -> logits (rows, context, vocabulary) of what follows on each."""
+Predict = Callable[[Tokens, int], Logits]
+"""predict(tokens (rows, context), place) -> logits (rows, vocabulary) of what follows on the token at that place."""
+Ask = Callable[[Columns, int], Sequence[Columns]]
+"""ask(columns of some rows, place) -> the model's outputs at that place, in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,41 +71,83 @@ def continued(predict: Predict, prompts: Tokens, context: int, count: int, sampl
         window = np.zeros((len(text), context), dtype=np.int64)
         seen = text[:, max(place - most, 0) : place]
         window[:, : seen.shape[1]] = seen
-        text[:, place] = sampling.draw(predict(window)[:, seen.shape[1] - 1], random)
+        text[:, place] = sampling.draw(predict(window, seen.shape[1] - 1), random)
     return text
 
 
 def generate(
-    job: Job, prompts: Any, *, count: int, sampling: Sampling, output: str | None = None, step: int | None = None
+    job: Job,
+    prompts: Any,
+    *,
+    count: int,
+    sampling: Sampling,
+    output: str | None = None,
+    step: int | None = None,
+    here: bool = False,
+    verbose: bool = False,
 ) -> Tokens:
     """See `trainwright.api.generate`."""
     given = np.asarray(prompts)
     problems = [*sampling.problems(), *_problems(job, given, count)]
     if problems:
         raise JobError(problems)
-    store, checkpoint = find_checkpoint(job, step)
+    index = job.train.index()
+    column = _column(job, job.train.row(index, job.columns))
+    outputs = () if output is None else (output,)
+    plan = None if here else trained_plan(job)
+    replica = replica_of(plan) if plan else None  # others would have nothing to do
+    with contextlib.ExitStack() as stack:
+        if replica is None or replica.workers == 1:
+            ask = _ask_here(job, reader_of(job, step), outputs)
+        else:
+            from trainwright.ranks import Ranks
+
+            store, checkpoint = find_checkpoint(job, step)
+            fitting, alone = plan_here(replica, job, verbose), job.replace(evaluate=None)
+            ranks = Ranks(alone, fitting, store, checkpoint, train=index, outputs=outputs)
+            ask = stack.enter_context(ranks).predict
+
+        def predict(tokens: Tokens, place: int) -> Logits:
+            return _logits(ask({job.arguments[0]: tokens.astype(column.dtype)}, place))
+
+        return continued(predict, given.astype(np.int64), column.shape[1], count, sampling)
+
+
+def _ask_here(job: Job, reader: Reader, outputs: tuple[str, ...]) -> Ask:
+    """The model in this process on one device."""
     alone, index, plan = alone_here(job, job.train)
-    first = partial(job.train.row, index, job.columns)
+    spec = alone.model_spec(1, partial(job.train.row, index, job.columns))
+    engine = lone_engine(replace(spec, outputs=outputs), plan)
+    engine.load(reader)
+
+    def ask(columns: Columns, place: int) -> list[Columns]:
+        (feeds,) = dealt(plan, columns)
+        wanted = Predicting(feeds=feeds, place=place)
+        return [wanted.chosen(engine.predict_step(feed)) for feed in feeds]
+
+    return ask
+
+
+def _column(job: Job, first: Batch) -> npt.NDArray[Any]:
+    """The column that the model is given, of one row. Raises JobError where it holds no tokens."""
     (name,) = job.arguments
-    column = first().columns[name]
+    column = first.columns[name]
     if column.ndim != 2 or column.dtype.kind not in "iu":
         raise JobError(
             [f"column {name!r} has {column.ndim - 1} dimensions of {column.dtype}: tokens are integers in a row"]
         )
-    spec = replace(alone.model_spec(1, first), outputs=() if output is None else (output,))
-    engine = lone_engine(spec, plan)
-    engine.load(CheckpointReader(store, job.name, checkpoint, read_manifest(store, job.name, checkpoint)))
+    return column
 
-    def predict(tokens: Tokens) -> Logits:
-        columns = {name: tokens.astype(column.dtype)}
-        batch = Batch(columns=columns, weights=np.ones(len(tokens)), samples=np.zeros(len(tokens), dtype=np.int64))
-        feed = Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=len(tokens))
-        outputs = engine.predict_step(feed)
-        if len(outputs) != 1:
-            raise JobError([f"the model has outputs {', '.join(outputs)}: name the logits: output=..."])
-        return next(iter(outputs.values()))
 
-    return continued(predict, given.astype(np.int64), column.shape[1], count, sampling)
+def _logits(pieces: Sequence[Columns]) -> Logits:
+    """Of one place in all rows: the model's only output."""
+    names = list(pieces[0])
+    if len(names) != 1:
+        raise JobError([f"the model has outputs {', '.join(names)}: name the logits: output=..."])
+    logits = np.concatenate([piece[names[0]] for piece in pieces])
+    if logits.ndim != 2:
+        raise JobError([f"the model's {names[0]} is no logits (rows, tokens, vocabulary): name the logits: output=..."])
+    return logits
 
 
 def _problems(job: Job, prompts: npt.NDArray[Any], count: int) -> list[str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
-import sys
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +17,25 @@ from trainwright.datasets.index import Index
 from trainwright.datasets.sources import Dataset, parquet
 from trainwright.describe import describe
 from trainwright.planner import choose, usable
-from trainwright.predictions import MANIFEST, SAMPLE, Manifest, Range, Work, cut, is_part, missing, usual_rows
+from trainwright.predictions import (
+    MANIFEST,
+    SAMPLE,
+    Manifest,
+    Range,
+    Work,
+    check_schema,
+    cut,
+    is_part,
+    missing,
+    usual_rows,
+)
+from trainwright.predictor import Predictor, PredictOrder, Stored
 from trainwright.profiling import profile_job
+from trainwright.rowmeter import Meter
 from trainwright.store import Store, open_store
 from trainwright.strategies.question import place
+from trainwright.trained import plan_here, replica_of, trained_plan
+from trainwright.travel import pack
 from trainwright.use import find_checkpoint
 
 ATTEMPTS = 3  # workers that may be lost with one range
@@ -108,12 +120,17 @@ def predict(
         job, data, to=to, columns=tuple(columns or ()), keep=tuple(keep), step=step, range_rows=range_rows, fresh=fresh
     )
     if question.waiting:
+        rows, trained = batch_size or min(job.batch_size, _BATCH_ROWS), None if workers else trained_plan(job)
+        divided = trained if trained is not None and replica_of(trained).workers > 1 else None
         connect(verbose)
-        plan, size = plan_pool(question, discover(), workers)
+        plan, size = (plan_here(divided, job), 0) if divided else plan_pool(question, discover(), workers)
         begin(question, fresh)
-        rows = batch_size or min(job.batch_size, _BATCH_ROWS)
         with Meter(question.index.rows, question.index.rows - sum(part.rows for part in question.waiting)) as meter:
-            _compute(question, plan, size, rows, meter)
+            order = _order(question, plan, rows)
+            if divided:
+                _compute_together(question, order, meter)
+            else:
+                _compute(question, order, size, meter)
     return _finished(question)
 
 
@@ -191,60 +208,6 @@ def begin(question: Question, fresh: bool) -> None:
         Manifest.decode(folder.get(MANIFEST), place).check(manifest, folder.uri)
 
 
-class Meter:
-    """Rows done on stderr: a bar in a terminal, elsewhere a line after each tenth of the rows and every ten seconds.
-
-    Args:
-        total: rows.
-        done: rows that were there at the start.
-    """
-
-    def __init__(self, total: int, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._console = Console(file=sys.stderr)
-        self._total, self._done, self._shown = total, done, done
-        self._shown_s = time.monotonic()
-        self._first: tuple[int, float] | None = None  # rows and time of the first news: starting up is no rate
-        self._bar: Progress | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=None))
-            self._bar = Progress(*columns, console=self._console, expand=True, transient=True)
-            self._task = self._bar.add_task(self._text(), total=total, completed=done)
-
-    def __enter__(self) -> Meter:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def add(self, rows: int) -> None:
-        """Rows were computed, or, where negative, lost again."""
-        self._done += rows
-        now = time.monotonic()
-        self._first = self._first or (self._done, now)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, description=self._text())
-        elif self._done - self._shown >= self._total / 10 or now - self._shown_s >= 10.0 or self._done == self._total:
-            self._shown, self._shown_s = self._done, now
-            self.note(self._text())
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _text(self) -> str:
-        rows, since_s = self._first or (self._done, 0.0)
-        spent_s = time.monotonic() - since_s
-        rate = (self._done - rows) / spent_s if self._done > rows and spent_s > 0 else math.nan
-        left_s = (self._total - self._done) / rate
-        return f"rows {self._done:,}/{self._total:,}, {words.rate(rate)}, {words.clock(left_s)} left"
-
-
 # --- inside -----------------------------------------------------------------------------------------------------------
 
 
@@ -313,15 +276,9 @@ def _waiting(ranges: tuple[Range, ...], folder: Store, *, known: bool, fresh: bo
     return open_ranges if known else ranges
 
 
-def _compute(question: Question, plan: Plan, size: int, batch_size: int, meter: Meter) -> None:
-    """Let a pool of workers compute what is missing."""
-    from trainwright.pool import Patience, Pool
-    from trainwright.predictor import PredictOrder
-    from trainwright.travel import pack
-
-    job = question.job
-    order = PredictOrder(
-        job=pack(job),
+def _order(question: Question, plan: Plan, batch_size: int) -> PredictOrder:
+    return PredictOrder(
+        job=pack(question.job),
         plan=plan,
         index=question.index,
         runs=question.runs,
@@ -331,8 +288,15 @@ def _compute(question: Question, plan: Plan, size: int, batch_size: int, meter: 
         keep=question.manifest.keep,
         batch_size=batch_size,
     )
+
+
+def _compute(question: Question, order: PredictOrder, size: int, meter: Meter) -> None:
+    """Let a pool of workers, each with the whole model, compute what is missing."""
+    from trainwright.pool import Patience, Pool
+
+    job, placement = question.job, order.plan.placement
     patience = Patience(place_s=job.place_deadline_s, hang_s=job.hang_deadline_s or _HANG_S)
-    device = plan.placement.accelerator or f"CPU, {words.count(plan.placement.threads, 'thread')} each"
+    device = placement.accelerator or f"CPU, {words.count(placement.threads, 'thread')} each"
     meter.note(
         f"{job.name} at step {question.checkpoint.step:,}: {words.count(len(question.waiting), 'part')} of "
         f"{len(question.ranges):,} to compute on {words.count(size, 'worker')} ({device})"
@@ -341,6 +305,25 @@ def _compute(question: Question, plan: Plan, size: int, batch_size: int, meter: 
     Pool(
         order, size, Work(question.waiting, ATTEMPTS), patience, schema=schema, on_rows=meter.add, on_note=meter.note
     ).run()
+
+
+def _compute_together(question: Question, order: PredictOrder, meter: Meter) -> None:
+    """Read what is missing here, have the ranks of the trained layout predict it, and store it."""
+    from trainwright.ranks import Ranks
+
+    schema = _schema(question)
+    with Ranks(
+        question.job, order.plan, question.runs, question.checkpoint, train=question.index, outputs=order.outputs,
+        note=meter.note,
+    ) as ranks:  # fmt: skip
+        predictor = Predictor(order, lambda batch: ranks.predict(batch.columns))
+        for part in question.waiting:
+            for answer in predictor.compute(part):
+                if isinstance(answer, Stored):
+                    check_schema(schema or answer.schema, answer.schema, part)
+                    schema = schema or dict(answer.schema)
+                else:
+                    meter.add(answer)
 
 
 def _schema(question: Question) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from trainwright.checkpoints import CheckpointReader, read_manifest
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.data import Batch, Columns, Feed
 from trainwright.core.errors import TrainwrightError
+from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.ahead import ReadAhead
 from trainwright.datasets.index import Index
@@ -72,25 +73,40 @@ class Stored(NamedTuple):
     schema: Mapping[str, str]
 
 
-class Predictor:
-    """The model of a checkpoint, and the data set that it is applied to.
+Outputs = Callable[[Batch], Sequence[Columns]]
+"""outputs(batch) -> the model's for its rows, in order, in pieces."""
+
+
+def lone_model(order: PredictOrder) -> Outputs:
+    """The checkpoint's model in this process.
 
     Raises:
         CheckpointError, UserCodeError, JobError: the model cannot be built, or its weights do not fit.
+    """
+    job = unpack(order.job)
+    spec = job.model_spec(1, partial(job.train.row, order.index, _names(job, order)))
+    engine = lone_engine(replace(spec, outputs=order.outputs), order.plan)
+    manifest = read_manifest(order.runs, job.name, order.checkpoint)
+    engine.load(CheckpointReader(order.runs, job.name, order.checkpoint, manifest))
+    return lambda batch: [engine.predict_step(_alone(batch))]
+
+
+class Predictor:
+    """The data set that a model is applied to.
+
+    Args:
+        outputs: of the model.
+
+    Raises:
         DataError: the source cannot be opened.
     """
 
-    def __init__(self, order: PredictOrder) -> None:
-        self._order = order
+    def __init__(self, order: PredictOrder, outputs: Outputs) -> None:
+        self._order, self._outputs = order, outputs
         job = unpack(order.job)
         self._data, self._seed = job.train, job.seed
-        names = None if job.columns is None else tuple(dict.fromkeys((*job.columns, *order.keep)))
-        self._names = names
-        self._rows = self._data.reader(order.index, names)
-        spec = job.model_spec(1, partial(self._data.row, order.index, names))
-        self._engine = lone_engine(replace(spec, outputs=order.outputs), order.plan)
-        manifest = read_manifest(order.runs, job.name, order.checkpoint)
-        self._engine.load(CheckpointReader(order.runs, job.name, order.checkpoint, manifest))
+        self._names = _names(job, order)
+        self._rows = self._data.reader(order.index, self._names)
 
     def compute(self, part: Range) -> Iterator[int | Stored]:
         """Compute a range and store it: after each batch its number of rows, at the end what was stored.
@@ -103,7 +119,7 @@ class Predictor:
         outputs: list[Columns] = []
         with closing(ReadAhead(self._batches(part), name="trainwright-predict")) as batches:
             for batch in batches:
-                outputs.append(self._engine.predict_step(_alone(batch)))
+                outputs.extend(self._outputs(batch))
                 kept.append({name: batch.columns[name] for name in self._order.keep})
                 yield batch.rows
         table = table_of(part, joined(kept, part), joined(outputs, part))
@@ -135,7 +151,7 @@ class PredictorProcess:
     def load(self, order: PredictOrder) -> TrainwrightError | None:
         """Build the model and load the checkpoint; the error that ended it."""
         try:
-            self._predictor = Predictor(order)
+            self._predictor = Predictor(order, lone_model(order))
         except Exception as error:
             return told(error, self._node)
         return None
@@ -157,6 +173,11 @@ def told(error: Exception, where: str) -> TrainwrightError:
     return TrainwrightError(
         f"{type(error).__name__}: {error}", where=where, detail="".join(traceback.format_exception(error))
     )
+
+
+def _names(job: Job, order: PredictOrder) -> tuple[str, ...] | None:
+    """The columns to read; None for all."""
+    return None if job.columns is None else tuple(dict.fromkeys((*job.columns, *order.keep)))
 
 
 def _alone(batch: Batch) -> Feed:

@@ -18,6 +18,7 @@ from trainwright.datasets.sources import Dataset, Index
 from trainwright.datasets.stream import Fetcher, schedule_of
 from trainwright.describe import essence
 from trainwright.driver import messages as m
+from trainwright.driver.bundles import devices
 from trainwright.driver.decide import begin, decide
 from trainwright.driver.layouts import Layouts
 from trainwright.driver.state import Settings
@@ -142,7 +143,7 @@ class Session:
             call_deadline_s=max(CALL_DEADLINE_S, job.hang_deadline_s or 0.0),
             hang_deadline_s=job.hang_deadline_s,
             threads=plan.placement.threads,
-            devices=_devices(plan),
+            devices=devices(plan),
             mesh=plan.mesh if capabilities.topology == "collective" and not job.elastic else None,
         )
 
@@ -235,9 +236,3 @@ def _spares(plan: Plan, capabilities: Capabilities) -> int:
     if plan.workers == 1:
         return 0
     return plan.workers if capabilities.reform == "new_process" else 1
-
-
-def _devices(plan: Plan) -> tuple[str, ...]:
-    """Devices of a worker by the framework's name; Ray shows a worker only its own, numbered from 0."""
-    device = "cuda" if plan.placement.accelerator == "GPU" else "cpu"
-    return tuple(f"{device}:{number}" if device != "cpu" else "cpu" for number in range(plan.devices_per_worker))

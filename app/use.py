@@ -23,6 +23,7 @@ from trainwright.planner import choose
 from trainwright.profiling import profile_job, profiler_of
 from trainwright.store import Store, open_store
 from trainwright.strategies import engine_class
+from trainwright.trained import plan_here, trained_plan
 
 
 def load_model(job: Job, step: int | None = None) -> Any:
@@ -32,7 +33,7 @@ def load_model(job: Job, step: int | None = None) -> Any:
         CheckpointError: there is none, or it does not fit the model.
     """
     model = job.model()
-    profiler_of(model).take_weights(model, _reader(job, step))
+    profiler_of(model).take_weights(model, reader_of(job, step))
     return model
 
 
@@ -58,16 +59,27 @@ def how_to_load(file: str, overrides: list[str]) -> str:
     )
 
 
-def evaluate(job: Job, step: int | None = None) -> dict[str, float]:
-    """Loss and metrics of a checkpoint over the job's evaluation set, in this process on one device.
-
-    Raises:
-        JobError: the job has no evaluation set.
-        CheckpointError: there is no checkpoint, or it does not fit the model.
-    """
+def evaluate(job: Job, step: int | None = None, *, here: bool = False, verbose: bool = False) -> dict[str, float]:
+    """See `trainwright.api.evaluate`."""
     if job.evaluate is None:
         raise JobError(["evaluate= is missing: give the job a data set to evaluate on"])
-    reader = _reader(job, step)
+    plan = None if here else trained_plan(job)
+    return _evaluate_here(job, step) if plan is None or plan.workers == 1 else _evaluate_on(plan, job, step, verbose)
+
+
+def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[str, float]:
+    """On workers of the cluster. Only the evaluation set is read."""
+    from trainwright.ranks import Ranks
+
+    store, checkpoint = find_checkpoint(job, step)
+    index, judged = job.evaluate.index(), job.replace(train=job.evaluate)
+    with Ranks(judged, plan_here(plan, job, verbose), store, checkpoint, train=index, evaluate=index) as ranks:
+        return ranks.evaluate().means()
+
+
+def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
+    """In this process on one device."""
+    reader = reader_of(job, step)
     alone, index, plan = alone_here(job, job.evaluate)
     engine = lone_engine(alone.model_spec(1, partial(job.evaluate.row, index, job.columns)), plan)
     engine.load(reader)
@@ -96,7 +108,7 @@ def lone_engine(spec: ModelSpec, plan: Plan) -> Engine:
     return engine
 
 
-def _reader(job: Job, step: int | None) -> Reader:
+def reader_of(job: Job, step: int | None = None) -> Reader:
     """A reader of the run's newest whole checkpoint, or of the one at `step`."""
     store, checkpoint = find_checkpoint(job, step)
     return CheckpointReader(store, job.name, checkpoint, read_manifest(store, job.name, checkpoint))

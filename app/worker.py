@@ -19,8 +19,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
-from trainwright.core.checkpoint import FileEntry, Writer
-from trainwright.core.data import Feed, StepReport, Sums
+from trainwright.core.checkpoint import CheckpointRef, FileEntry, Writer
+from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import Engine, StateCopy
 from trainwright.core.errors import NonFiniteLoss, StoreDown
 from trainwright.core.events import Steps
@@ -31,7 +31,7 @@ from trainwright.datasets.feeds import weightless
 from trainwright.datasets.salvage import Salvage, Skipped
 from trainwright.datasets.sources import Index
 from trainwright.datasets.stream import Feeds, Fetcher, Stream
-from trainwright.driver.layouts import Probing, Reservation
+from trainwright.driver.layouts import Predicting, Probing, Reservation
 from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
 from trainwright.keeper import Fetch, Shelf, ShelfReader, no_fetch
 from trainwright.meter import Meter
@@ -56,6 +56,7 @@ class WorkOrder:
         run: name of the run in the store at `storage`.
         train: index of the training set, made once by the driver.
         evaluate: index of the evaluation set.
+        outputs: names of the model's outputs that `predict` gives; empty gives all.
         identity: of job, data and plan: a driver takes over processes of its own alone.
         preemption_s: that a process lives on after a preemption notice.
         fetcher: delivers heavy transforms through Ray Data; None when the workers read for themselves.
@@ -67,6 +68,7 @@ class WorkOrder:
     run: str
     train: Index
     evaluate: Index | None = None
+    outputs: tuple[str, ...] = ()
     identity: str = ""
     preemption_s: float = 25.0
     fetcher: Fetcher | None = None
@@ -162,7 +164,7 @@ class Worker:
             row = partial(self._job.train.row, self._order.train, self._job.columns)
             validation = self._evaluation_feeds if self._job.evaluate is not None else None
             spec = self._job.model_spec(self._stream.total_steps, row, validation)
-            tag = self._engine.build(spec, self._plan)
+            tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
             gc.freeze()  # `leave` collects what holds the group: 0.13 s where it looks through all imports, 0.1 ms so
             gc.enable()
@@ -211,8 +213,7 @@ class Worker:
         elif heal.checkpoint is None:
             tag = self._engine.transfer(heal.moves)
         else:
-            manifest = read_manifest(self._store, self._order.run, heal.checkpoint)
-            tag = self._engine.load(CheckpointReader(self._store, self._order.run, heal.checkpoint, manifest))
+            tag = self.load(heal.checkpoint)
         self._passing = {passed.step - 1: passed.why for passed in heal.passing}
         blank = self._stream.warm_feed(heal.step, self._passing)
         self._blank = blank if self._passing else None
@@ -222,6 +223,11 @@ class Worker:
         self._records.begin(self._generation, heal.step)
         self._meter.begin()
         return replace(tag, step=heal.step)
+
+    def load(self, checkpoint: CheckpointRef) -> StateTag:
+        """Take the state of a checkpoint: enough to evaluate and predict, which needs no throwaway step."""
+        manifest = read_manifest(self._store, self._order.run, checkpoint)
+        return self._engine.load(CheckpointReader(self._store, self._order.run, checkpoint, manifest))
 
     def probe(self, wanted: Probing) -> float:
         """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""
@@ -309,6 +315,10 @@ class Worker:
         for feed in self._evaluation_feeds():
             sums = sums + self._engine.evaluate_step(feed)
         return sums
+
+    def predict(self, wanted: Predicting) -> tuple[Columns, ...]:
+        """The model's outputs for each feed, on the ranks that have them; nothing on the others."""
+        return tuple(wanted.chosen(self._engine.predict_step(feed)) for feed in wanted.feeds)
 
     def _evaluation_feeds(self) -> Feeds:
         assert self._evaluation is not None, "asked for only where there is an evaluation set"

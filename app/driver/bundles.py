@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.core.plan import Placement
+from trainwright.core.plan import Placement, Plan
 
 
 def resources(placement: Placement) -> dict[str, Any]:
@@ -23,3 +23,9 @@ def bundle(placement: Placement) -> dict[str, float]:
     if placement.accelerators:
         bundle[placement.accelerator] = float(placement.accelerators)
     return bundle
+
+
+def devices(plan: Plan) -> tuple[str, ...]:
+    """Devices of a worker by the framework's name; Ray shows a worker only its own, numbered from 0."""
+    device = "cuda" if plan.placement.accelerator == "GPU" else "cpu"
+    return tuple(f"{device}:{number}" if device != "cpu" else "cpu" for number in range(plan.devices_per_worker))

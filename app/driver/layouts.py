@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from trainwright.core.data import Columns, Feed
 from trainwright.core.events import Probed
 from trainwright.core.group import Generation
 from trainwright.core.plan import Plan
@@ -31,6 +32,24 @@ class Probing:
 
     steps: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicting:
+    """The model's outputs are wanted for some feeds.
+
+    Attributes:
+        place: along the second dimension, the only one that is wanted of outputs (rows, places, ...); None for all.
+    """
+
+    feeds: tuple[Feed, ...]
+    place: int | None = None
+
+    def chosen(self, outputs: Columns) -> Columns:
+        """What is wanted of a feed's outputs."""
+        if self.place is None:
+            return outputs
+        return {name: value[:, self.place] if value.ndim > 2 else value for name, value in outputs.items()}
 
 
 class Layouts(Protocol):

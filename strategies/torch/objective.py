@@ -26,6 +26,7 @@ from trainwright.core.errors import JobError
 from trainwright.strategies.torch import batches
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.rescoring import Rescoring
+from trainwright.strategies.torch.vocabulary import plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +143,13 @@ class Caller:
         """
         values = result.values if isinstance(result, Terms) else result
         self._check(what, values, batch.rows)
+        values = plain(values)
         values = values if values.dtype in (torch.float32, torch.float64) else values.float()
         weights = batches.tensor("weights", batch.weights, values.device).to(values.dtype)
         if values.dim() > 1:
             weights = _rowwise(weights, values).expand_as(values)
         if isinstance(result, Terms):
-            own = torch.as_tensor(result.weights, device=values.device).detach().to(values.dtype)
+            own = plain(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
             weights = weights * self._fitted(what, own, values)
         if isinstance(result, Terms) or not batch.weights.all():
             values = values.masked_fill(weights == 0.0, 0.0)

@@ -20,6 +20,7 @@ from trainwright.strategies.torch.halving import Groups, halves, of_inputs, of_p
 from trainwright.strategies.torch.links import Links, Way
 from trainwright.strategies.torch.objective import Objective, Share, run_backward
 from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.vocabulary import plain
 
 AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
 Message = tuple[list[Tensor], list[Work]]
@@ -270,7 +271,7 @@ class Pipe:
         if target < 0:
             return
         stage, chunk = place_of(self.schedule, section=target, stages=self.stages)
-        sent = [each.detach().resolve_conj().resolve_neg().contiguous() for each in tensors]
+        sent = [plain(each.detach()).resolve_conj().resolve_neg().contiguous() for each in tensors]
         if stage == self.stage:
             self._handed[Operation(operation.kind, operation.micro_batch, chunk)] = sent
         else:

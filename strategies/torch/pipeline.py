@@ -288,11 +288,11 @@ class Pipeline(Divided):
         return place_of(self._job[1].schedule, section=section, stages=self._part.stages)[0]
 
     def _through(self, feed: Feed) -> evaluation.Through:
-        """Gives a micro-batch's outputs on the stage that ends the model."""
-        if not isinstance(self._runner, PipelineRunner):
-            self.warm(feed)
-        assert isinstance(self._runner, PipelineRunner), "it is warm"
-        pipe = self._runner.pipe
+        """Gives a micro-batch's outputs on the stage that ends the model; no step need ever have been taken."""
+        if isinstance(self._runner, PipelineRunner):
+            pipe = self._runner.pipe
+        else:
+            pipe = self._pipe(Objective(self._built.model, self._caller(), world=1))
         return lambda batch: pipe.outputs(Share(batch=batch, data_rank=feed.data_ranks[0], rows=feed.rows))
 
 

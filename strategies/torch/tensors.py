@@ -20,6 +20,7 @@ from torch import Tensor, distributed, nn
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.parts import Box, unhooked
+from trainwright.strategies.torch.vocabulary import parted
 
 ROLES = ("column", "row", "gathered", "vocabulary")
 
@@ -30,7 +31,7 @@ class Split:
 
     Attributes:
         roles: by module: `column` (some of the outputs of each rank), `row` (some of the inputs), `gathered` (some of
-            the outputs, which are then gathered) or `vocabulary` (some of a table's rows).
+            the outputs, which are gathered where they are needed whole) or `vocabulary` (some of a table's rows).
         groups: modules between which values are divided, so that no cut may lie there.
         attributes: of modules, that are another number on each rank.
         random: columns from which on each rank draws its own random numbers, until the next row.
@@ -67,12 +68,37 @@ class Ring:
     of: int
     group: distributed.ProcessGroup | None = None
     _shared: list[tuple[torch.device, Tensor]] | None = None
+    _copies: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)  # by what was given, and its version
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """The tensor, whose gradient is the sum over the ranks.
+
+        Layers that are given the same tensor share it until a row ends their block: autograd adds up on each rank, and
+        the ranks once.
+        """
+        if not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        _, version, copy = self._copies.get(id(tensor), (None, -1, tensor))
+        if version != tensor._version:
+            copy = _Copied.apply(tensor, self)  # type: ignore[no-untyped-call]
+            self._copies[id(tensor)] = tensor, tensor._version, copy
+        return copy
+
+    def forget(self) -> None:
+        """What was shared is not asked for any more."""
+        self._copies.clear()
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks."""
         total = tensor.contiguous().clone()
         distributed.all_reduce(total, group=self.group)
         return total
+
+    def highest(self, tensor: Tensor) -> Tensor:
+        """The highest of all ranks, number by number."""
+        top = tensor.contiguous().clone()
+        distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.group)
+        return top
 
     def joined(self, tensor: Tensor, width: int) -> Tensor:
         """What the ranks hold along the last dimension, one after the other."""
@@ -195,21 +221,23 @@ def _column(ring: Ring, module: Any, turned: bool, given: Tensor, *, opens: bool
     """Some of the outputs of a linear layer."""
     if opens and module.training:
         ring.enter(given.device)
-    return _linear(_Copied.apply(given, ring), module.weight, module.bias, turned)  # type: ignore[no-untyped-call]
+    return _linear(ring.copied(given), module.weight, module.bias, turned)
 
 
 def _row(ring: Ring, module: Any, turned: bool, given: Tensor) -> Tensor:
     """A linear layer of which each rank is given some of the inputs."""
     ring.leave()
+    ring.forget()
     made: Tensor = _Summed.apply(_linear(given, module.weight, None, turned), ring)  # type: ignore[no-untyped-call]
     return made if module.bias is None else made + module.bias.to(made.dtype)
 
 
 def _gathered(ring: Ring, module: Any, turned: bool, given: Tensor) -> Tensor:
-    """A linear layer whose outputs are wanted whole, as a vocabulary's are by the loss."""
+    """A linear layer whose outputs are wanted whole; in training they are gathered by who needs them so."""
     part = _linear(_Copied.apply(given, ring), module.weight, module.bias, turned)  # type: ignore[no-untyped-call]
-    whole: Tensor = _Gathered.apply(part, ring, module.out_features)  # type: ignore[no-untyped-call]
-    return whole
+    if torch.is_grad_enabled():
+        return parted(part, ring, module.out_features)
+    return ring.joined(part, module.out_features)
 
 
 def _vocabulary(ring: Ring, module: Any, _turned: bool, given: Tensor) -> Tensor:
@@ -265,20 +293,6 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None
-
-
-class _Gathered(torch.autograd.Function):
-    """Each rank has some of the last dimension, and every one has the gradient of all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ring: Ring, width: int) -> Tensor:
-        ctx.ring, ctx.width = ring, width
-        return ring.joined(tensor, width)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        box = Box.share((ctx.width,), 0, ctx.ring.index, ctx.ring.of)
-        return gradients[0][..., box.start[0] : box.stop[0]].contiguous(), None, None
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -17,6 +17,7 @@ from trainwright.core.data import Batch, Columns, Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.generating import Logits, Sampling, Tokens, continued
+from trainwright.trained import dealt, gathered
 
 TORCH = "trainwright.strategies.torch"
 PROBLEM = replace(PROBLEMS["ragged"], seed=3)
@@ -71,11 +72,11 @@ def trained(pool: Pool, engine: str, mesh: Mesh, **choices: Any) -> Any:
 def written(world: World) -> list[list[int]]:
     """What the model writes on where it was trained: all ranks predict alike, one of them has the logits."""
 
-    def predict(tokens: Tokens) -> Logits:
-        batch = Batch(columns={"tokens": tokens}, weights=np.ones(len(tokens)), samples=np.zeros(len(tokens), np.int64))
-        feed = Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=len(tokens))
-        answers = world.every("predict", lambda rank: (feed,))
-        return next(answer["logits"] for answer in answers if answer)
+    def predict(tokens: Tokens, place: int) -> Logits:
+        feeds = dealt(world.plan, {"tokens": tokens})
+        answers = world.every("predict", lambda rank: feeds[rank])
+        found = gathered(world.plan, [[answer] for answer in answers], feeds[0])
+        return np.concatenate([piece["logits"] for piece in found])[:, place]
 
     prompts = columns()["tokens"][:2, :3]
     return continued(predict, prompts, CONTEXT, 4, Sampling(temperature=0.0)).tolist()
@@ -95,6 +96,7 @@ CUT: dict[str, Any] = {"cuts": ("model.layers.1",), "schedule": "1f1b"}
     [
         pytest.param({"engine": "sharded:Sharded", "mesh": Mesh(shard=2)}, id="sharded"),
         pytest.param({"engine": "pipeline:Pipeline", "mesh": Mesh(pipeline=2), **CUT}, id="pipeline"),
+        pytest.param({"engine": "tensor_parallel:TensorParallel", "mesh": Mesh(tensor=2)}, id="tensor"),
     ],
 )
 def test_a_llama_is_that_of_one_device(pool: Pool, layout: dict[str, Any], alone: Any) -> None:

@@ -23,7 +23,6 @@ from trainwright.core.checkpoint import Manifest as Files
 from trainwright.core.data import Cursor
 from trainwright.core.errors import JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
 from trainwright.datasets.index import Group, Index
-from trainwright.predicting import Meter
 from trainwright.predictions import (
     Manifest,
     Range,
@@ -36,7 +35,8 @@ from trainwright.predictions import (
     table_of,
     usual_rows,
 )
-from trainwright.predictor import Predictor, PredictOrder, PredictorProcess, Stored
+from trainwright.predictor import Predictor, PredictOrder, PredictorProcess, Stored, lone_model
+from trainwright.rowmeter import Meter
 from trainwright.store import open_store
 from trainwright.travel import pack
 
@@ -237,7 +237,7 @@ def test_one_worker_writes_a_whole_part(tmp_path: Path) -> None:
     data = tw.datasets.table(rows()).map(lambda row, rng: {**row, "x": row["x"] * 2})
     order = order_of(tmp_path, data)
     part = Range(start=5, stop=15)
-    *news, last = Predictor(order).compute(part)
+    *news, last = Predictor(order, lone_model(order)).compute(part)
     assert news == [4, 4, 2] and isinstance(last, Stored)
     table = pq.read_table(io.BytesIO(order.folder.get(part.name)))
     reference = one_device(spec())  # the same seed as the checkpoint's: the same weights

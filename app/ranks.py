@@ -1,0 +1,241 @@
+"""The ranks of a layout on actors of the cluster, the same as in training: they evaluate a checkpoint, and predict."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from trainwright import words
+from trainwright.actors import WORKER, Berth
+from trainwright.adoption import BEAT_S, lasting, run_name
+from trainwright.causes import cause_of
+from trainwright.core.arranging import seats
+from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.data import Columns, Sums
+from trainwright.core.errors import HangError, PeerLost, ResourceError, TrainwrightError, WorkerLost
+from trainwright.core.group import Generation, Group, Peer
+from trainwright.core.job import Job
+from trainwright.core.plan import Plan
+from trainwright.datasets.index import Index
+from trainwright.driver.bundles import devices, resources
+from trainwright.driver.layouts import Predicting, Reservation
+from trainwright.driver.loops import backoff_s
+from trainwright.driver.messages import Failure
+from trainwright.driver.rooms import Rooms
+from trainwright.session import CALL_DEADLINE_S
+from trainwright.store import Store
+from trainwright.trained import dealt, gathered
+from trainwright.travel import pack
+from trainwright.worker import WorkOrder
+
+HANG_S = 900.0  # for what all ranks do together, where the job says nothing
+CAUSE_S = 15.0  # for the rank that failed first to tell, once another has lost it
+TOKEN = 0  # of a driver that owns no run
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr)
+
+
+class Ranks:
+    """A checkpoint's model on workers of the cluster. One thread; calls block. Use it in a `with`.
+
+    Where a worker is lost or hangs, all are placed anew and do again what was asked of them, as often as the job's
+    `failures=` allows in a row.
+
+    Args:
+        job: whose `train` is a data set with rows as the model is given them.
+        plan: that fits the cluster.
+        store: with the run.
+        checkpoint: whose weights are used.
+        train: index of `job.train`.
+        evaluate: index of `job.evaluate`, to evaluate on.
+        outputs: of the model that are wanted; empty for all.
+        note: told where it runs, and what went wrong and was mended.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        store: Store,
+        checkpoint: CheckpointRef,
+        *,
+        train: Index,
+        evaluate: Index | None = None,
+        outputs: tuple[str, ...] = (),
+        note: Callable[[str], object] = say,
+    ) -> None:
+        self._plan, self._job, self._checkpoint, self._note = plan, job, checkpoint, note
+        served = job.replace(drop_last=False)  # or a few rows would be no batch
+        order = WorkOrder(
+            job=pack(served), plan=self._plan, storage=store.uri, run=job.name, train=train, evaluate=evaluate,
+            outputs=outputs,
+        )  # fmt: skip
+        self._order = ray.put(order)
+        self._run = run_name(store.uri_of(job.name))
+        self._rooms = Rooms(self._plan, elastic=False)
+        self._actors: list[Any] = []
+        self._nodes: list[str] = []
+        self._number = self._failures = 0
+        self._hang_s = job.hang_deadline_s or HANG_S
+        self._closed = threading.Event()
+        self._note(
+            f"{job.name} at step {checkpoint.step:,} on {words.count(plan.workers, 'worker')}, in the layout that it "
+            f"was trained in: {plan.name}"
+        )
+
+    def __enter__(self) -> Ranks:
+        threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._end()
+        self._rooms.give_back()
+
+    def evaluate(self) -> Sums:
+        """Sums over the evaluation set, of which each data rank reads its share.
+
+        Raises:
+            WorkerLost, HangError: workers were lost, or hung, again and again.
+            ResourceError: the cluster did not start them in time.
+            TrainwrightError: what the user's code, the data or the store did.
+        """
+        steps = [self._checkpoint.step] * self._plan.workers
+        sums: list[Sums] = self._together("evaluate", steps)
+        return sum(sums, Sums())
+
+    def predict(self, columns: Columns, place: int | None = None) -> list[Columns]:
+        """The model's outputs for rows, in their order, in pieces.
+
+        Args:
+            columns: of the rows, which may have more than the model is given.
+            place: see `Predicting`.
+
+        Raises:
+            WorkerLost, HangError, ResourceError, TrainwrightError: as `evaluate`.
+        """
+        wanted = self._job.columns
+        feeds = dealt(self._plan, {name: columns[name] for name in (columns if wanted is None else wanted)})
+        answers = self._together("predict", [Predicting(feeds=given, place=place) for given in feeds])
+        return list(gathered(self._plan, answers, feeds[0]))
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _together(self, verb: str, arguments: Sequence[Any]) -> list[Any]:
+        """What each rank answers to its argument, and if all must begin anew for it."""
+        while True:
+            try:
+                if not self._actors:
+                    self._stand()
+                answers = self._ask(verb, arguments, self._hang_s)
+            except (WorkerLost, HangError) as error:
+                self._end()
+                self._failures += 1
+                if self._failures > self._job.failures:
+                    raise
+                self._note(f"begins again on new workers: {error.what} ({error.where})")
+                self._closed.wait(backoff_s(self._failures))
+            else:
+                self._failures = 0
+                return answers
+
+    def _stand(self) -> None:
+        """Place the workers, and have them form a group and load the checkpoint."""
+        self._number += 1
+        generation, size = Generation(token=TOKEN, number=self._number), self._plan.workers
+        self._place()
+        addresses = self._ask("reserve", [Reservation(generation=generation)] * size)
+        peers = tuple(
+            Peer(rank=rank, address=address, node=node)
+            for rank, (address, node) in enumerate(zip(addresses, self._nodes, strict=True))
+        )
+        about: dict[str, Any] = {
+            "generation": generation, "peers": peers, "devices": devices(self._plan),
+            "threads": self._plan.placement.threads, "deadline_s": max(CALL_DEADLINE_S, self._hang_s),
+        }  # fmt: skip
+        self._ask("form", [Group(rank=rank, slot=rank, **about) for rank in range(size)])
+        self._ask("load", [self._checkpoint] * size)
+
+    def _place(self) -> None:
+        """A process for each rank, where the plan wants it to be."""
+        options, name = resources(self._plan.placement), f"trainwright-ranks/{uuid.uuid4().hex}"
+        self._nodes = ["a node that is not known yet"] * self._plan.workers
+        for slot in range(self._plan.workers):
+            berth, where = Berth(worker=slot, slot=slot, run=self._run), self._rooms.of(slot)
+            made = WORKER.options(scheduling_strategy=where, **options, **lasting(f"{name}/{slot}"))
+            self._actors.append(made.remote(self._order, berth, TOKEN))
+        late = ResourceError(
+            f"the cluster did not start {words.count(self._plan.workers, 'worker')} within "
+            f"{self._job.place_deadline_s:g} s",
+            where=self._job.name,
+            remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True (--here)",
+        )
+        hellos = self._answers([actor.hello.remote() for actor in self._actors], self._job.place_deadline_s, late)
+        for slot, hello in enumerate(hellos):
+            self._rooms.found(slot, hello.node_id)
+        order = seats(self._plan.mesh, [hello.node_id for hello in hellos], self._plan.devices_per_worker)
+        self._actors = [self._actors[place] for place in order]
+        self._nodes = [hellos[place].node for place in order]
+
+    def _ask(self, verb: str, arguments: Sequence[Any], limit_s: float | None = None) -> list[Any]:
+        limit_s = limit_s or max(CALL_DEADLINE_S, self._hang_s)
+        asked = [
+            actor.call.remote(verb, argument, TOKEN) for actor, argument in zip(self._actors, arguments, strict=True)
+        ]
+        late = HangError(f"{verb} took longer than {limit_s:g} s", remedy="raise hang_deadline_s")
+        return self._answers(asked, limit_s, late)
+
+    def _answers(self, asked: Sequence[Any], limit_s: float, late: TrainwrightError) -> list[Any]:
+        """All ranks' answers, or the first cause of a failure: a lost peer is none where another rank has one."""
+        ranks: Mapping[Any, int] = {ref: rank for rank, ref in enumerate(asked)}
+        until_s, waiting, answers = time.monotonic() + limit_s, list(asked), dict[int, Any]()
+        lost: TrainwrightError | None = None
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(until_s - time.monotonic(), 0.0))
+            if not ready:
+                late.where = late.where or self._named(ranks[ref] for ref in waiting)
+                raise lost or late
+            rank = ranks[ready[0]]
+            answers[rank] = _answer(ready[0], f"rank {rank}, {self._nodes[rank]}")
+            if isinstance(answers[rank], PeerLost):
+                lost = lost or WorkerLost(answers[rank].what, where=answers[rank].where)
+                until_s = min(until_s, time.monotonic() + CAUSE_S)
+            elif isinstance(answers[rank], TrainwrightError):
+                raise answers[rank]
+        if lost is not None:
+            raise lost
+        return [answers[rank] for rank in range(len(asked))]
+
+    def _named(self, ranks: Any) -> str:
+        return "; ".join(f"rank {rank}, {self._nodes[rank]}" for rank in sorted(ranks))
+
+    def _end(self) -> None:
+        """End the processes; the room stays held."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _beat(self) -> None:
+        """Tell the workers that somebody wants them, however long a call or the caller takes."""
+        while not self._closed.wait(BEAT_S):
+            for actor in [*self._actors]:
+                actor.beat.remote()
+
+
+def _answer(ready: Any, where: str) -> Any:
+    """A rank's answer, or the error that it ended with."""
+    try:
+        answer = ray.get(ready)
+    except RayError as error:
+        return WorkerLost(cause_of(error), where=where, remedy="look at the memory of the nodes")
+    return answer.error if isinstance(answer, Failure) else answer

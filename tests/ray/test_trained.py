@@ -1,0 +1,88 @@
+"""A run's model in the layout that it was trained in, on workers: it evaluates and predicts as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainwright as tw
+from tests.ray.test_predict import Strike, check, job, read, train
+from tests.unit.torch_jobs import accuracy, double
+from trainwright.core.data import Batch
+from trainwright.core.errors import ResourceError, UserCodeError
+from trainwright.core.events import RunStarted
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.journal import Journal
+from trainwright.store import open_store
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+ROWS = 53  # which neither batches nor ranks divide
+TORCH = "trainwright.strategies.torch"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sharded": {"engine": f"{TORCH}.sharded:Sharded", "mesh": Mesh(shard=2), "zero": 3},
+    "pipeline": {
+        "engine": f"{TORCH}.pipeline:Pipeline", "mesh": Mesh(pipeline=2), "cuts": ("second",), "schedule": "1f1b",
+        "accumulation": 2,
+    },
+}  # fmt: skip
+
+
+def rows() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(4)
+    return {"id": np.arange(ROWS) + 1000, "x": random.normal(size=(ROWS, 4)), "y": random.integers(0, 3, ROWS)}
+
+
+def trained(folder: Path, layout: str, **fields: Any) -> tuple[tw.Job, torch.nn.Module]:
+    """A job with a checkpoint whose run tells that it was trained in a layout, and its model."""
+    data = tw.datasets.table(rows())
+    fields = {"model": double, "train": data, "evaluate": data, "metrics": {"accuracy": accuracy}, **fields}
+    chosen = job(folder, **fields)
+    held = {name: column[:8] for name, column in rows().items()}
+    model = train(chosen, 2, lambda step: Batch(columns=held, weights=np.ones(8), samples=np.arange(8)))
+    plan = Plan(strategy=layout, batch_size=8, placement=Placement(cpus=1), **LAYOUTS[layout])
+    with Journal(open_store(chosen.storage), chosen.name) as journal:
+        journal.open(1)
+        journal.write(RunStarted(run=chosen.name, token=1, plan=asdict(plan)))
+    return chosen, model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_evaluates_and_predicts_as_one_process_does(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen, model = trained(tmp_path, layout)
+    alone = tw.evaluate(chosen, here=True)
+    assert not capsys.readouterr().err
+    assert tw.evaluate(chosen) == pytest.approx(alone, rel=1e-12) and len(alone) == 2
+    assert f"served at step 2 on 2 workers, in the layout that it was trained in: {layout} (" in capsys.readouterr().err
+    bare = tw.datasets.table({name: column for name, column in rows().items() if name != "y"})
+    found = tw.predict(chosen, bare, to=str(tmp_path / "out"), keep=("id",), range_rows=23, batch_size=10)
+    assert (found.parts, found.computed) == (3, 3) and read(found.uri)["id"].to_pylist() == rows()["id"].tolist()
+    with torch.no_grad():
+        check(found.uri, model(torch.from_numpy(rows()["x"])).numpy())
+
+
+def test_a_worker_that_dies_is_replaced_and_an_error_of_the_users_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strike = Strike("kill", str(tmp_path / "killed"), at=30)
+    struck = tw.datasets.table(rows()).map(strike)
+    chosen, _ = trained(tmp_path, "pipeline", evaluate=struck, failures=1)
+    found = tw.evaluate(chosen)
+    assert Path(strike.mark).exists() and "begins again on new workers: its process " in capsys.readouterr().err
+    assert found == pytest.approx(tw.evaluate(chosen, here=True), rel=1e-12)
+
+    def broken(outputs: Any, targets: Any) -> Any:
+        raise LookupError("struck")
+
+    with pytest.raises(UserCodeError, match="raised LookupError: struck") as caught:
+        tw.evaluate(chosen.replace(metrics={"accuracy": broken}))
+    assert "rank 1" in caught.value.where and "in broken" in caught.value.detail
+    with pytest.raises(ResourceError, match="needs 1 GPU"):
+        tw.evaluate(chosen.replace(accelerator="gpu"))

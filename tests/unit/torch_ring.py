@@ -1,0 +1,71 @@
+"""Tensor-parallel ranks as threads of one process, which count what they exchange."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.strategies.torch.tensors import Ring
+
+
+@dataclass(kw_only=True)
+class Meeting:
+    """Where threads exchange tensors: each puts its own and takes all."""
+
+    of: int
+    table: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.of, timeout=20.0)
+
+    def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:
+        self.table[index] = tensor
+        self.barrier.wait()
+        every = [self.table[each] for each in range(self.of)]
+        self.barrier.wait()
+        return every
+
+
+@dataclass(kw_only=True)
+class ThreadRing(Ring):
+    """A ring over threads; `calls` counts its collectives and `numbers` what this rank put into them."""
+
+    meeting: Meeting
+    calls: Counter[str] = field(default_factory=Counter)
+    numbers: Counter[str] = field(default_factory=Counter)
+
+    def _exchanged(self, name: str, tensor: Tensor) -> list[Tensor]:
+        self.calls[name] += 1
+        self.numbers[name] += tensor.numel()
+        return self.meeting.exchange(self.index, tensor.detach().clone())
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchanged("summed", tensor)).sum(0)
+
+    def highest(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchanged("highest", tensor)).amax(0)
+
+    def joined(self, tensor: Tensor, width: int) -> Tensor:
+        return torch.cat(self._exchanged("joined", tensor), dim=-1)
+
+
+def on_ranks(of: int, run: Callable[[ThreadRing], Any]) -> list[Any]:
+    """What each of so many ranks gives."""
+    meeting = Meeting(of=of)
+
+    def one(index: int) -> Any:
+        try:
+            return run(ThreadRing(index=index, of=of, meeting=meeting))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(of) as pool:
+        return [each.result() for each in [pool.submit(one, index) for index in range(of)]]
