@@ -156,8 +156,8 @@ def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, ver
     """Loss and metrics of a checkpoint over the job's evaluation set.
 
     It runs on workers of the cluster under the plan that the run was trained under last, with fewer replicas where
-    there is less room; a lost worker begins it again, up to the job's `failures=` times. Where the plan has one worker,
-    it runs in this process on one device.
+    there is less room. Where a worker is lost or hangs, all are placed anew and go on from the same batches, up to the
+    job's `failures=` times in a row. Where the plan has one worker, it runs in this process on one device.
 
     Args:
         step: the checkpoint at this step; by default the newest.
@@ -166,7 +166,7 @@ def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, ver
 
     Raises:
         TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
-            room for the plan; it took longer than `hang_deadline_s`, by default 15 minutes.
+            room for the plan; some batches took longer than `hang_deadline_s`, by default 15 minutes.
     """
     from trainwright import use
 

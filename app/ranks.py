@@ -24,6 +24,7 @@ from trainwright.core.group import Generation, Group, Peer
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.index import Index
+from trainwright.datasets.stream import schedule_of
 from trainwright.driver.bundles import devices, resources
 from trainwright.driver.layouts import Predicting, Reservation
 from trainwright.driver.loops import backoff_s
@@ -36,6 +37,8 @@ from trainwright.travel import pack
 from trainwright.worker import WorkOrder
 
 HANG_S = 900.0  # for what all ranks do together, where the job says nothing
+SOME = 16  # batches that are evaluated in one go
+EXPLAIN_S = 5.0  # for ranks that hang to say where
 CAUSE_S = 15.0  # for the rank that failed first to tell, once another has lost it
 TOKEN = 0  # of a driver that owns no run
 
@@ -80,7 +83,7 @@ class Ranks:
             job=pack(served), plan=self._plan, storage=store.uri, run=job.name, train=train, evaluate=evaluate,
             outputs=outputs,
         )  # fmt: skip
-        self._order = ray.put(order)
+        self._order, self._judged = ray.put(order), evaluate
         self._run = run_name(store.uri_of(job.name))
         self._rooms = Rooms(self._plan, elastic=False)
         self._actors: list[Any] = []
@@ -103,16 +106,19 @@ class Ranks:
         self._rooms.give_back()
 
     def evaluate(self) -> Sums:
-        """Sums over the evaluation set, of which each data rank reads its share.
+        """Sums over the evaluation set, of which each data rank reads its share, some batches at a time.
 
         Raises:
-            WorkerLost, HangError: workers were lost, or hung, again and again.
+            WorkerLost, HangError: workers were lost, or hung, again and again with the same batches.
             ResourceError: the cluster did not start them in time.
             TrainwrightError: what the user's code, the data or the store did.
         """
-        steps = [self._checkpoint.step] * self._plan.workers
-        sums: list[Sums] = self._together("evaluate", steps)
-        return sum(sums, Sums())
+        assert self._judged is not None, "asked for only where there is an evaluation set"
+        total, steps = Sums(), schedule_of(self._judged, **self._job.ordering(evaluate=True)).total_steps
+        for start in range(0, steps, SOME):
+            some = range(start, min(start + SOME, steps))
+            total = sum(self._together("evaluate_some", [some] * self._plan.workers), total)
+        return total
 
     def predict(self, columns: Columns, place: int | None = None) -> list[Columns]:
         """The model's outputs for rows, in their order, in pieces.
@@ -125,8 +131,9 @@ class Ranks:
             WorkerLost, HangError, ResourceError, TrainwrightError: as `evaluate`.
         """
         wanted = self._job.columns
-        feeds = dealt(self._plan, {name: columns[name] for name in (columns if wanted is None else wanted)})
-        answers = self._together("predict", [Predicting(feeds=given, place=place) for given in feeds])
+        given = {name: column for name, column in columns.items() if wanted is None or name in wanted}
+        feeds = dealt(self._plan, given)
+        answers = self._together("predict", [Predicting(feeds=own, place=place) for own in feeds])
         return list(gathered(self._plan, answers, feeds[0]))
 
     # --- inside -------------------------------------------------------------------------------------------
@@ -192,7 +199,9 @@ class Ranks:
         asked = [
             actor.call.remote(verb, argument, TOKEN) for actor, argument in zip(self._actors, arguments, strict=True)
         ]
-        late = HangError(f"{verb} took longer than {limit_s:g} s", remedy="raise hang_deadline_s")
+        late = HangError(
+            f"the workers did not {verb.replace('_', ' ')} within {limit_s:g} s", remedy="raise hang_deadline_s"
+        )
         return self._answers(asked, limit_s, late)
 
     def _answers(self, asked: Sequence[Any], limit_s: float, late: TrainwrightError) -> list[Any]:
@@ -203,8 +212,7 @@ class Ranks:
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(until_s - time.monotonic(), 0.0))
             if not ready:
-                late.where = late.where or self._named(ranks[ref] for ref in waiting)
-                raise lost or late
+                raise lost or self._explained(late, sorted(ranks[ref] for ref in waiting))
             rank = ranks[ready[0]]
             answers[rank] = _answer(ready[0], f"rank {rank}, {self._nodes[rank]}")
             if isinstance(answers[rank], PeerLost):
@@ -216,8 +224,17 @@ class Ranks:
             raise lost
         return [answers[rank] for rank in range(len(asked))]
 
-    def _named(self, ranks: Any) -> str:
-        return "; ".join(f"rank {rank}, {self._nodes[rank]}" for rank in sorted(ranks))
+    def _explained(self, late: TrainwrightError, silent: Sequence[int]) -> TrainwrightError:
+        """With who is late, and of those who hang where they stand, as far as they tell."""
+        if isinstance(late, HangError):
+            late.where = "; ".join(f"rank {rank}, {self._nodes[rank]}" for rank in silent)
+            told = {rank: self._actors[rank].interrupt.remote(self._number, True) for rank in silent}
+            ready, _ = ray.wait(list(told.values()), num_returns=len(told), timeout=EXPLAIN_S)
+            answers = {rank: _answer(ref, late.where) for rank, ref in told.items() if ref in ready}
+            late.detail = "\n".join(
+                f"rank {r} stood at:\n{text}" for r, text in answers.items() if isinstance(text, str)
+            )
+        return late
 
     def _end(self) -> None:
         """End the processes; the room stays held."""

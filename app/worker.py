@@ -12,7 +12,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -311,10 +311,16 @@ class Worker:
 
     def evaluate(self, step: int) -> Sums:
         """Sums over this rank's share of the evaluation set."""
-        sums = Sums()
-        for feed in self._evaluation_feeds():
-            sums = sums + self._engine.evaluate_step(feed)
-        return sums
+        return self._sums(self._evaluation_feeds())
+
+    def evaluate_some(self, steps: range) -> Sums:
+        """The same over some batches of it."""
+        assert self._evaluation is not None, "asked for only where there is an evaluation set"
+        with self._evaluation.feeds(steps.start) as feeds:
+            return self._sums(itertools.islice(feeds, len(steps)))
+
+    def _sums(self, feeds: Iterable[Feed]) -> Sums:
+        return sum((self._engine.evaluate_step(feed) for feed in feeds), Sums())
 
     def predict(self, wanted: Predicting) -> tuple[Columns, ...]:
         """The model's outputs for each feed, on the ranks that have them; nothing on the others."""

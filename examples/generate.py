@@ -1,4 +1,4 @@
-"""Text from the run of `examples/gpt.py`, whatever layout it was trained in.
+"""Text from the run of `examples/gpt.py`, written in the layout that it was trained in, or with --here in this process.
 
 python examples/generate.py "And it came to pass" --tokens 100 --temperature 0.8
 python examples/generate.py "In the beginning" --set size=tiny
@@ -25,14 +25,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     parser.add_argument("--top-k", type=int, default=50, help="draw among so many of the likeliest")
     parser.add_argument("--seed", type=int, default=0, help="the same gives the same text")
+    parser.add_argument("--here", action="store_true", help="in this process, whatever layout it was trained in")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as the run was started with")
     given = parser.parse_args()
     job = load_job(str(GPT), given.set)
     learnt = Tokenizer.from_file(f"data/king-james/tokens-{job.model.args[0].vocabulary}.json")
     prompt = learnt.encode(given.prompt).ids
     (text,) = tw.generate(
-        job, [prompt], count=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed
-    )
+        job, [prompt], count=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed,
+        here=given.here,
+    )  # fmt: skip
     print(learnt.decode(text.tolist()))
 
 

@@ -55,10 +55,11 @@ def test_fit_says_where_everything_is(trained: tuple[Path, str, str]) -> None:
     assert list((runs / "little" / "tensorboard").iterdir())
 
 
-def test_evaluate_agrees_with_the_run(trained: tuple[Path, str, str]) -> None:
+def test_evaluate_agrees_with_the_run(trained: tuple[Path, str, str], ray_cluster: None) -> None:
+    """On the two workers that it was trained on."""
     file, _, _ = trained
-    code, out, err = finish("evaluate", file, "--json")
-    assert code == 0, err
+    code, out, err = finish("evaluate", file, "--json", cluster=address())
+    assert code == 0 and "little at step 40 on 2 workers" in err, err
     shown = json.loads(finish("show", "little", "--storage", file.parent / "runs", "--json")[1])
     for name, value in json.loads(out).items():
         assert value == pytest.approx(shown["metrics"][name], rel=1e-6)

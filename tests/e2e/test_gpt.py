@@ -91,15 +91,20 @@ def test_two_optimizers_as_one_are_both() -> None:
     assert all(torch.equal(mine, its) for mine, its in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_it_is_trained_in_a_pipeline_and_writes_on(
+def test_it_is_trained_in_a_pipeline_and_writes_on_in_it(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = ["size=tiny", "epochs=1"]
     run = tw.fit(load_job(str(EXAMPLES / "gpt.py"), [*size, "plan=pp=2,schedule=1f1b,accumulation=4", "spares=0"]))
     assert 0.1 < run.metrics["bits_per_character"] < 1.0
-    capsys.readouterr()
-    wish = ["And God", "--tokens", "40", "--temperature", "0", "--set", size[0]]
-    monkeypatch.setattr("sys.argv", ["generate.py", *wish])
-    runpy.run_path(str(EXAMPLES / "generate.py"), run_name="__main__")
-    text = capsys.readouterr().out
+    texts = []
+    for where in ([], ["--here"]):
+        capsys.readouterr()
+        wish = ["And God", "--tokens", "40", "--temperature", "0", "--set", size[0], *where]
+        monkeypatch.setattr("sys.argv", ["generate.py", *wish])
+        runpy.run_path(str(EXAMPLES / "generate.py"), run_name="__main__")
+        text, told = capsys.readouterr()
+        assert ("on 2 workers, in the layout that it was trained in: pipeline" in told) == (not where)
+        texts.append(text)
     assert text.startswith("And God") and "after their kind: and God saw that it was good.\n" in text
+    assert texts[0] == texts[1]

@@ -30,7 +30,7 @@ def test_train_show_and_evaluate_on_s3(s3_bucket: S3Bucket, tmp_path: Path) -> N
     assert shown["state"] == "done" and shown["step"] == 40 and len(shown["checkpoints"]) == 3
     assert shown["metrics"]["accuracy"] > 0.8
     assert b"<svg" in open_store(s3_bucket.uri).get("little/report.html")
-    code, out, err = finish("evaluate", file, "--json")
+    code, out, err = finish("evaluate", file, "--json", "--here")
     assert code == 0, err
     assert json.loads(out)["accuracy"] == pytest.approx(shown["metrics"]["accuracy"])
     assert s3_bucket.env["AWS_SECRET_ACCESS_KEY"] not in json.dumps(shown)

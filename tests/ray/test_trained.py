@@ -56,33 +56,30 @@ def trained(folder: Path, layout: str, **fields: Any) -> tuple[tw.Job, torch.nn.
 def test_it_evaluates_and_predicts_as_one_process_does(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen, model = trained(tmp_path, layout)
-    alone = tw.evaluate(chosen, here=True)
-    assert not capsys.readouterr().err
-    assert tw.evaluate(chosen) == pytest.approx(alone, rel=1e-12) and len(alone) == 2
-    assert f"served at step 2 on 2 workers, in the layout that it was trained in: {layout} (" in capsys.readouterr().err
-    bare = tw.datasets.table({name: column for name, column in rows().items() if name != "y"})
-    found = tw.predict(chosen, bare, to=str(tmp_path / "out"), keep=("id",), range_rows=23, batch_size=10)
-    assert (found.parts, found.computed) == (3, 3) and read(found.uri)["id"].to_pylist() == rows()["id"].tolist()
-    with torch.no_grad():
-        check(found.uri, model(torch.from_numpy(rows()["x"])).numpy())
-
-
-def test_a_worker_that_dies_is_replaced_and_an_error_of_the_users_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """Also where a worker dies over a row."""
     strike = Strike("kill", str(tmp_path / "killed"), at=30)
-    struck = tw.datasets.table(rows()).map(strike)
-    chosen, _ = trained(tmp_path, "pipeline", evaluate=struck, failures=1)
-    found = tw.evaluate(chosen)
-    assert Path(strike.mark).exists() and "begins again on new workers: its process " in capsys.readouterr().err
-    assert found == pytest.approx(tw.evaluate(chosen, here=True), rel=1e-12)
+    judged = tw.datasets.table(rows())
+    chosen, model = trained(tmp_path, layout, evaluate=judged.map(strike) if layout == "pipeline" else judged)
+    found, told = tw.evaluate(chosen), capsys.readouterr().err
+    assert f"served at step 2 on 2 workers, in the layout that it was trained in: {layout} (" in told
+    struck = Path(strike.mark).exists() and "begins again on new workers: its process " in told
+    assert struck == (layout == "pipeline")
+    assert found == pytest.approx(tw.evaluate(chosen, here=True), rel=1e-12) and len(found) == 2
+    assert not capsys.readouterr().err
+    bare = tw.datasets.table({name: column for name, column in rows().items() if name != "y"})
+    made = tw.predict(chosen, bare, to=str(tmp_path / "out"), keep=("id",), range_rows=23, batch_size=10)
+    assert (made.parts, made.computed) == (3, 3) and read(made.uri)["id"].to_pylist() == rows()["id"].tolist()
+    with torch.no_grad():
+        check(made.uri, model(torch.from_numpy(rows()["x"])).numpy())
 
+
+def test_what_the_users_code_raised_on_one_rank_is_told_at_once(tmp_path: Path) -> None:
     def broken(outputs: Any, targets: Any) -> Any:
         raise LookupError("struck")
 
+    chosen, _ = trained(tmp_path, "pipeline", metrics={"accuracy": broken})
     with pytest.raises(UserCodeError, match="raised LookupError: struck") as caught:
-        tw.evaluate(chosen.replace(metrics={"accuracy": broken}))
+        tw.evaluate(chosen)
     assert "rank 1" in caught.value.where and "in broken" in caught.value.detail
     with pytest.raises(ResourceError, match="needs 1 GPU"):
         tw.evaluate(chosen.replace(accelerator="gpu"))

@@ -1,0 +1,88 @@
+"""The layout of a run's log on what there is now, and the rows that its ranks are given and give back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainwright as tw
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.data import Columns, Feed
+from trainwright.core.errors import ResourceError
+from trainwright.core.events import Probed, RunStarted
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.journal import Journal
+from trainwright.store import open_store
+from trainwright.trained import dealt, gathered, plan_on, replica_of, trained_plan
+
+MESHES = {
+    "one": Mesh(),
+    "replicas": Mesh(data=3),
+    "shards": Mesh(shard=2),
+    "stages": Mesh(pipeline=2),
+    "all": Mesh(pipeline=2, data=2, shard=2, tensor=2),
+}
+
+
+def plan(mesh: Mesh, **fields: object) -> Plan:
+    return Plan(strategy="s", engine="e", mesh=mesh, batch_size=12, placement=Placement(cpus=1), **fields)  # type: ignore[arg-type]
+
+
+def job(folder: Path) -> tw.Job:
+    return tw.Job(name="n", model=dict, optimizer=list, loss=max, inputs="x", targets="y", batch_size=12,
+                  train=tw.datasets.table({"x": np.zeros(4), "y": np.zeros(4)}), storage=str(folder))  # fmt: skip
+
+
+def echoed(plan: Plan, worker: int, feed: Feed) -> Columns:
+    """What a rank answers: the last stage's first tensor rank has the outputs, here the rows' numbers."""
+    last = plan.mesh.stage_of(worker) == plan.mesh.pipeline - 1 and worker % plan.mesh.tensor == 0
+    return {"row": np.concatenate([part[0].samples for part in feed.parts])} if last else {}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 12, 29])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_row_comes_back_once_and_in_order(mesh: str, rows: int) -> None:
+    layout = plan(MESHES[mesh], accumulation=2)
+    feeds = dealt(layout, {"x": np.arange(rows) * 10.0})
+    answers = [[echoed(layout, worker, feed) for feed in own] for worker, own in enumerate(feeds)]
+    found = np.concatenate([piece["row"] for piece in gathered(layout, answers, feeds[0])])
+    assert found.tolist() == list(range(rows))
+    batches = [[part[0] for part in feed.parts] for own in feeds for feed in own]
+    sizes = [
+        {len(batch.samples) for own in feeds for part in own[n].parts for batch in part} for n in range(len(feeds[0]))
+    ]
+    assert all(len(size) == 1 for size in sizes), "every rank has as many rows"
+    assert max(max(size) for size in sizes) <= layout.micro_batches(12)[1]
+    inputs = [batch for some in batches for batch in some if batch.columns]
+    assert all((batch.columns["x"] == batch.samples * 10).all() for batch in inputs)
+    firsts = [own for worker, own in enumerate(feeds) if not MESHES[mesh].stage_of(worker)]
+    weight = sum(batch.weights.sum() for own in firsts for feed in own for part in feed.parts for batch in part)
+    assert weight == rows * MESHES[mesh].tensor and len(inputs) == sum(len(own) for own in firsts)
+
+
+def test_the_plan_that_was_told_last_counts(tmp_path: Path) -> None:
+    assert trained_plan(job(tmp_path)) is None
+    first, last = plan(Mesh(data=2)), plan(Mesh(pipeline=2), cuts=("a",), schedule="1f1b")
+    with Journal(open_store(str(tmp_path)), "n") as journal:
+        journal.open(1)
+        journal.write(RunStarted(run="n", token=1, plan=asdict(first)))
+        journal.write(Probed(plan=asdict(last), name=last.name))
+    assert trained_plan(job(tmp_path)) == last
+
+
+def test_there_are_fewer_replicas_where_there_is_less_room(tmp_path: Path) -> None:
+    layout = plan(MESHES["all"])
+    assert replica_of(layout).mesh == Mesh(pipeline=2, shard=2, tensor=2)
+    assert replica_of(plan(Mesh(data=4), devices_per_worker=2)).workers == 1
+    node = Node(name="n", cpus=8, memory_bytes=0)
+    small = plan_on(Cluster(nodes=(node,) * 2), plan(Mesh(pipeline=2, data=64)), job(tmp_path))
+    assert small.mesh.pipeline == 2 and 1 < small.mesh.data < 64 and small.placement.cpus * small.workers <= 16
+    accelerated = Node(name="n", cpus=8, memory_bytes=0, accelerators=3, accelerator="GPU", kind="A100-80GB")
+    placed = plan_on(Cluster(nodes=(accelerated,)), plan(Mesh(shard=2)), job(tmp_path))
+    assert placed.workers == 2 and (placed.placement.accelerator, placed.placement.accelerators) == ("GPU", 1)
+    with pytest.raises(ResourceError, match="needs 8 workers; the cluster has room for 3") as caught:
+        plan_on(Cluster(nodes=(accelerated,)), layout, job(tmp_path))
+    assert "--here" in caught.value.remedy
