@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import clusters
+
 pytest_plugins = ["tests.s3"]
 
 
 ORDER = ("tests/faults/", "tests/unit/", "tests/conformance/")  # then those on Ray
-WORKERS_IMPORT = (  # and what Ray does, beside itself
-    *("trainwright.worker", "trainwright.strategies.torch.data_parallel", "trainwright.strategies.torch.one_device"),
-    "tensorflow",
-    *("aiohttp", "asyncio", "google.protobuf", "jsonschema", "pyarrow.json", "pydantic.v1", "requests", "yaml"),
-)
 STAND_BACK = 1  # niceness, beside the group that takes longest
+gc.disable()  # until all is collected: imports make no garbage
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its workers starve beside another process
 
 
@@ -31,6 +29,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
     items.sort(key=lambda item: [item.nodeid.startswith(folder) for folder in ORDER], reverse=True)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage looks through it from here on."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def group_of(test: str) -> str:
@@ -61,19 +66,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """A local Ray cluster of 2 CPUs, shared by the tests that need one; it spends less on starting processes."""
+def forked_workers() -> Iterator[None]:
+    """Clusters of `tests.clusters` have a process to fork their workers from."""
+    with clusters.forking():
+        yield
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(forked_workers: None) -> Iterator[None]:
+    """A local Ray cluster of 2 CPUs, shared by the tests that need one."""
     import ray
     from ray._private.parameter import RayParams
 
-    from tests import worker_start
-    from tests.nursery import VARIABLE, nursery
-
-    with nursery(WORKERS_IMPORT) as name:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(VARIABLE, name)
-            own = {"setup_worker_path": worker_start.__file__, "include_log_monitor": False}
-            patch.setattr(RayParams, "__init__", partialmethod(RayParams.__init__, **own))
-            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        yield
-        ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RayParams, "__init__", RayParams.__init__)  # and back
+        clusters.thrifty()
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

@@ -19,6 +19,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -118,6 +119,7 @@ def _become(told: dict[str, Any], streams: list[int]) -> None:
     os.chdir(told["folder"])
     sys.argv = told["command"]
     sys.path[0] = os.path.dirname(sys.argv[0])
+    tempfile.tempdir = None  # where the environment says
     numpy.random.seed()  # unlike the generators of `random` and `uuid` it stays what it was
 
 

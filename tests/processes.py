@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+FORKING = "tests.clusters"  # the command line with workers that are forked; the fixture `forked_workers` comes first
 JOB_FILE = """
 import os, time
 from tests import jobs
 
 def slow(step):
     def wrapped(model, batch):
-        time.sleep(float(os.environ.get("STEP_S", "{step_s}")))
+        if next(model.parameters()).device.type != "meta":  # planning is as quick as ever
+            time.sleep(float(os.environ.get("STEP_S", "{step_s}")))
         return step(model, batch)
     return wrapped
 
@@ -36,7 +38,9 @@ def write_job(folder: Path, storage: Path, *, step_s: float = 0.0, **fields: obj
 
 
 @contextlib.contextmanager
-def trainwright(*arguments: object, step_s: float = 0.0, cluster: str = "") -> Iterator[subprocess.Popen[str]]:
+def trainwright(
+    *arguments: object, step_s: float = 0.0, cluster: str = "", module: str = "trainwright"
+) -> Iterator[subprocess.Popen[str]]:
     """A `python -m trainwright` process with pipes, on a Ray cluster or its own; killed when the block is left."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, **({"STEP_S": str(step_s)} if step_s else {})}
@@ -44,7 +48,7 @@ def trainwright(*arguments: object, step_s: float = 0.0, cluster: str = "") -> I
     if cluster:
         environment["RAY_ADDRESS"] = cluster
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainwright", *map(str, arguments)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -67,9 +71,11 @@ def address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def finish(*arguments: object, timeout_s: float = 150, cluster: str = "") -> tuple[int, str, str]:
+def finish(
+    *arguments: object, timeout_s: float = 150, cluster: str = "", module: str = "trainwright"
+) -> tuple[int, str, str]:
     """Run to the end: exit code, stdout, stderr."""
-    with trainwright(*arguments, cluster=cluster) as process:
+    with trainwright(*arguments, cluster=cluster, module=module) as process:
         out, err = process.communicate(timeout=timeout_s)
         return process.returncode, out, err
 

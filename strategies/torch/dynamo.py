@@ -1,23 +1,25 @@
 """Leaves torch's compiler out of a process until something is compiled.
 
-The first optimizer and the first DistributedDataParallel import `torch._dynamo`, which takes over a second of a core
-and tens of megabytes in each process, only to ask the compiler to keep out of the way. Here a module stands in for it
-that answers these few questions; at any other one, and at the import of anything inside it, the compiler itself is
-imported and takes its place, with nothing left behind.
+The first optimizer, the first DistributedDataParallel and FSDP2's hooks import `torch._dynamo`, which takes over a
+second of a core and tens of megabytes in each process, only to ask the compiler to keep out of the way. Here a module
+stands in for it that answers these few questions; at any other one, and at the import of anything inside it, the
+compiler itself is imported and takes its place, with nothing left behind.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 _NAME = "torch._dynamo"
+_SETTINGS = f"{_NAME}.config"  # stands by itself, and is all that tensors without data ask for; the compiler keeps it
 _DISABLED = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps what `disable` gave it
 
 
@@ -41,7 +43,10 @@ class _StandIn(ModuleType):
         self, fn: Callable[..., Any] | None = None, recursive: bool = True, *, reason: Any = None, wrapping: bool = True
     ) -> Any:
         """A function that the compiler is not to look into: as it is, for as long as there is none."""
-        if fn is None or wrapping or sys.modules.get(_NAME) is not self:
+        postponed = sys.modules.get(_NAME) is self
+        if postponed and wrapping and recursive and isinstance(fn, FunctionType):
+            return self._kept_out(fn, reason)
+        if fn is None or wrapping or not postponed:
             return self._real().disable(fn, recursive, reason=reason, wrapping=wrapping)
 
         def passed(*args: Any, **kwargs: Any) -> Any:
@@ -49,6 +54,18 @@ class _StandIn(ModuleType):
 
         self._passed.append((fn, passed, recursive))
         return passed
+
+    def _kept_out(self, fn: FunctionType, reason: Any) -> Any:
+        """What the compiler, should it come, takes for a function that it was told to keep out of."""
+
+        @functools.wraps(fn)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            if sys.modules.get(_NAME) is self:
+                return fn(*args, **kwargs)
+            return self._real().disable(fn, reason=reason)(*args, **kwargs)
+
+        vars(alone).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason, _torchdynamo_orig_callable=fn)
+        return alone
 
     def graph_break(self, msg: str = "") -> None:
         """Nothing is traced."""
@@ -84,7 +101,7 @@ class _Inside(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self._module:
+        if not name.startswith(f"{_NAME}.") or name == _SETTINGS or sys.modules.get(_NAME) is not self._module:
             return None
         self._module._real()
         if name not in sys.modules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from typing import Literal
@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup, Work
 
 from trainwright.core.plan import Plan
 from trainwright.core.sections import place_of
+from trainwright.strategies.orders import Operation
 
+Message = tuple[list[Tensor], list[Work]]
 Way = Literal["forward", "backward"]
 TAGS: Mapping[Way, int] = {"forward": 0, "backward": 1}  # over gloo, in one group
 
@@ -31,6 +33,12 @@ class Links:
             messages would wait for each other.
         device: where tensors are received.
         deadline: of every message.
+        coming: what was begun to be received, by the operation that needs it.
+        sent: what was begun to be sent.
+
+    An error may leave some of both, and it must outlive the group: at a message whose buffer is gone gloo stops to read
+    a connection for good (gloo/transport/tcp/pair.cc, `prepareRead`; `write` likewise), with no word to those who wait
+    for what comes behind it, and it is not told of the connection's end.
     """
 
     columns: tuple[tuple[int, ...], ...]
@@ -39,6 +47,8 @@ class Links:
     ways: Mapping[tuple[Way, int, int], ProcessGroup]
     device: torch.device
     deadline: timedelta
+    coming: dict[Operation, Message] = field(default_factory=dict)
+    sent: list[Message] = field(default_factory=list)
 
     @classmethod
     def of(cls, plan: Plan, rank: int, device: torch.device, deadline_s: float) -> Links:

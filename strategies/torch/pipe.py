@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError
@@ -23,7 +22,6 @@ from trainwright.strategies.torch.replica import Replica
 from trainwright.strategies.torch.vocabulary import plain
 
 AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
-Message = tuple[list[Tensor], list[Work]]
 
 
 @dataclass(kw_only=True)
@@ -66,9 +64,7 @@ class Pipe:
     objective: Objective
     replica: Replica
     _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
-    _coming: dict[Operation, Message] = field(default_factory=dict)
     _handed: dict[Operation, list[Tensor]] = field(default_factory=dict)  # from section to section on this stage
-    _sent: list[Message] = field(default_factory=list)
     _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
     _halved: dict[int, bool] = field(default_factory=dict)
 
@@ -235,13 +231,13 @@ class Pipe:
         metas = self._taken(operation, share) if forward else self._sloped(operation, share)
         buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
         works = self.links.receive(buffers, self._at(source), "forward" if forward else "backward")
-        self._coming[operation] = buffers, works
+        self.links.coming[operation] = buffers, works
 
     def _received(self, operation: Operation) -> list[Tensor]:
         """What an operation needs, once it is there."""
-        if operation not in self._coming:
+        if operation not in self.links.coming:
             return self._handed.pop(operation, [])  # nothing is given to the first section
-        buffers, works = self._coming.pop(operation)
+        buffers, works = self.links.coming.pop(operation)
         for work in works:
             work.wait()
         self.replica.laps.wait()
@@ -275,11 +271,11 @@ class Pipe:
         if stage == self.stage:
             self._handed[Operation(operation.kind, operation.micro_batch, chunk)] = sent
         else:
-            self._sent.append((sent, self.links.send(sent, stage, way)))
+            self.links.sent.append((sent, self.links.send(sent, stage, way)))
 
     def _settle(self) -> None:
         """Wait until all has been sent."""
-        for _, works in self._sent:
+        for _, works in self.links.sent:
             for work in works:
                 work.wait()
         self._forget()
@@ -288,9 +284,9 @@ class Pipe:
     def _forget(self) -> None:
         """What an error may have left."""
         self._flights.clear()
-        self._coming.clear()
+        self.links.coming.clear()
         self._handed.clear()
-        self._sent.clear()
+        self.links.sent.clear()
         self.cut.look()
 
     # --- places -------------------------------------------------------------------------------------------

@@ -96,6 +96,12 @@ class Pipeline(Divided):
         self._links: Links | None = None
         self._shards: Shards | None = None
 
+    def leave(self) -> None:
+        """Drop what holds the process group, end it and close its sockets; the state stays."""
+        links = self._links
+        super().leave()
+        del links  # only now, with what an error left on its way
+
     # --- steps --------------------------------------------------------------------------------------------
 
     def evaluate_step(self, feed: Feed) -> Sums:

@@ -61,7 +61,9 @@ LAYOUTS = {
     "one": plan(),
     "parallel": plan(data=2, engine=f"{TORCH}.data_parallel:DataParallel"),
     "sharded": plan(engine=f"{TORCH}.sharded:Sharded", mesh=Mesh(shard=2), zero=3),
+    "hybrid": plan(engine=f"{TORCH}.sharded:Sharded", mesh=Mesh(data=2, shard=2), zero=3),
     "stages": plan(2, schedule="zero_bubble", cuts=("blocks.1.out",)),
+    "shards of stages": plan(2, schedule="1f1b", cuts=("blocks.1.out",), mesh=Mesh(pipeline=2, shard=2), zero=2),
 }
 Run = tuple[list[StepReport], dict[str, Any]]
 
@@ -75,7 +77,7 @@ def assert_near(found: Run, expected: Run, tolerance: float = 1e-9) -> None:
         assert np.allclose(found[1][key], expected[1][key], rtol=tolerance, atol=tolerance), key
 
 
-@pytest.mark.parametrize("layout", ["sharded", "stages"])
+@pytest.mark.parametrize("layout", ["sharded", "stages", "shards of stages"])
 def test_scores_computed_again(pool: Pool, layout: str) -> None:
     """Dropout is drawn alike by those who compute it again and by those who do not."""
     how = LAYOUTS[layout]
@@ -84,8 +86,9 @@ def test_scores_computed_again(pool: Pool, layout: str) -> None:
     assert_same(expected[1], found[1])
 
 
-def test_state_in_host_memory(pool: Pool) -> None:
-    how = LAYOUTS["sharded"]
+@pytest.mark.parametrize("layout", ["sharded", "hybrid"])
+def test_state_in_host_memory(pool: Pool, layout: str) -> None:
+    how = LAYOUTS[layout]
     found, expected = (trained(pool, replace(how, offload=offload), JOB) for offload in (True, False))
     assert found[0] == expected[0]
     assert_same(expected[1], found[1])
@@ -133,7 +136,7 @@ HALF = replace(
 )
 
 
-@pytest.mark.parametrize("layout", ["parallel", "sharded", "stages"])
+@pytest.mark.parametrize("layout", ["parallel", "sharded", "stages", "shards of stages"])
 def test_one_scale_for_all_ranks(pool: Pool, layout: str, halved: Run) -> None:
     found = trained(pool, replace(LAYOUTS[layout], precision="fp16"), HALF, "float32")
     over = [report.overflowed for report in halved[0]]

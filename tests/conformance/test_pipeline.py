@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import processes
 from tests.conformance import problems, torch_case
 from tests.conformance.cases import CASES
 from tests.conformance.harness import Pool, World
 from tests.conformance.problems import CLASSES, FEATURES, PROBLEMS
+from tests.conformance.test_failures import SOON_S
 from tests.conformance.test_sharded import adamw
 from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_whole, state_of
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError, PeerLost
+from trainwright.core.errors import JobError, PeerLost, UserCodeError
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.driver.agree import agree
+from trainwright.strategies.torch.group import Membership
 
 NAMED = {case.name: case for case in CASES}
 PIPELINE = "trainwright.strategies.torch.pipeline:Pipeline"
@@ -123,6 +127,14 @@ LAYOUTS = {
     "folded": plan(2, schedule="zbv", chunks=2, cuts=("blocks.0.back", "blocks.2", "head")),
     "folded-three": plan(
         3, schedule="zbv", chunks=2, cuts=("blocks.0", "blocks.1", "blocks.2", "blocks.3.back", "head"), accumulation=2
+    ),
+    "folded-twice": plan(2, 2, schedule="zbv", chunks=2, cuts=("blocks.1", "blocks.2", "blocks.3")),
+    "folded-four": plan(
+        4,
+        schedule="zbv",
+        chunks=2,
+        cuts=("blocks.0", "blocks.0.back", "blocks.1", "blocks.1.back", "blocks.2", "blocks.3", "head"),
+        accumulation=2,
     ),
     "no-schedule": plan(2, cuts=("blocks.2",)),
 }
@@ -282,3 +294,65 @@ def test_inputs_of_another_shape_are_told(pool: Pool) -> None:
         first, second = (rank.outcome() for rank in world.ranks)
         assert isinstance(first.error, JobError) and "inputs of one shape" in str(first.error)
         assert isinstance(second.error, PeerLost)
+
+
+class Torn(torch.autograd.Function):
+    """Its backward raises, and this rank leaves the group as soon as the other stage has sent all it has to send."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, folder: str) -> Tensor:
+        ctx.folder = Path(folder)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        leave, folder = Membership.leave, ctx.folder
+
+        def late(membership: Membership) -> None:
+            Membership.leave = leave  # type: ignore[method-assign]
+            (folder / "raised").touch()
+            processes.wait_for((folder / "sent").exists)
+            leave(membership)
+
+        Membership.leave = late  # type: ignore[method-assign]
+        raise ZeroDivisionError("torn on purpose")
+
+
+class Tearing(nn.Module):
+    """Stages of which the first goes wrong."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.first = nn.Linear(FEATURES, WIDTH, dtype=torch.float64)
+        self.second = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.second(Torn.apply(self.first(inputs), self.folder))  # type: ignore[no-untyped-call]
+        return outputs
+
+
+def awaiting(folder: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss; of the second micro-batch it is known only when the other stage has raised."""
+    if (Path(folder) / "begun").exists():
+        processes.wait_for((Path(folder) / "raised").exists)
+    (Path(folder) / "begun").touch()
+    return torch_case.cross_entropy(outputs, targets)
+
+
+def test_an_error_is_told_at_once_although_messages_are_on_their_way(pool: Pool, tmp_path: Path) -> None:
+    """gloo reads no further than a message whose buffer is gone, and the reduction behind it would wait for ever."""
+    layout = plan(2, schedule="1f1b", cuts=("second",), accumulation=2)
+    torn = spec(functools.partial(Tearing, str(tmp_path)), loss=functools.partial(awaiting, str(tmp_path)))
+    feeds = problems.feeds(PROBLEM, layout, 0, problems.batches(PROBLEM)[0], problems.columns(PROBLEM))
+    world = World(pool, "torch", layout, torn)
+    try:
+        world.start()
+        for rank, feed in zip(world.ranks, feeds, strict=True):
+            rank.send("warm", feed)
+        world.ranks[1].outcome()
+        (tmp_path / "sent").touch()
+        error = world.ranks[0].outcome(SOON_S).error
+    finally:
+        world.close(failed=True)
+    assert isinstance(error, UserCodeError) and "torn on purpose" in str(error), error

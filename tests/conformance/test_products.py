@@ -98,6 +98,7 @@ class Language(nn.Module):
 PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
     "tp": (Mesh(tensor=2), "", 0, 0.62),
     "fsdp x tp": (Mesh(shard=2, tensor=2), "", 3, 0.33),
+    "dp x fsdp x tp": (Mesh(data=2, shard=2, tensor=2), "", 3, 0.33),
     "fsdp x pp": (Mesh(pipeline=2, shard=2), "1f1b", 2, 0.33),
     "pp x tp": (Mesh(pipeline=2, tensor=2), "interleaved", 0, 0.42),
     "dp x pp x tp": (Mesh(pipeline=2, data=2, tensor=2), "gpipe", 0, 0.42),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_cli import JOB
-from tests.processes import finish
+from tests.processes import FORKING, finish
 from tests.s3 import S3Bucket
 from trainwright.store import open_store
 
@@ -20,10 +20,10 @@ job = job.replace(schedule=lambda step, total: keep_pace({storage!r}, step, 10, 
 """
 
 
-def test_train_show_and_evaluate_on_s3(s3_bucket: S3Bucket, tmp_path: Path) -> None:
+def test_train_show_and_evaluate_on_s3(s3_bucket: S3Bucket, tmp_path: Path, forked_workers: None) -> None:
     file = tmp_path / "job.py"
     file.write_text(JOB.format(storage=s3_bucket.uri) + PACED.format(storage=s3_bucket.uri))
-    code, out, err = finish("fit", file)
+    code, out, err = finish("fit", file, module=FORKING)
     assert code == 0, err
     assert f"{s3_bucket.uri}/little/report.html" in out
     shown = json.loads(finish("show", "little", "--storage", s3_bucket.uri, "--json")[1])

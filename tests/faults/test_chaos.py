@@ -20,10 +20,13 @@ STEP = jobs.make_step(())
 
 
 @pytest.mark.timeout(300)
-def test_the_command_gives_faults_that_take_every_state_and_a_store_that_fails(tmp_path: Path) -> None:
+def test_the_command_gives_faults_that_take_every_state_and_a_store_that_fails(
+    tmp_path: Path, forked_workers: None
+) -> None:
     job = processes.write_job(tmp_path, tmp_path / "runs", step_s=STEP_S, epochs=8)
     faults = "driver,kill-two,storage"
-    code, out, err = processes.finish("chaos", job, "--faults", faults, "--seed", 5, "--json", timeout_s=280)
+    command = ("chaos", job, "--faults", faults, "--seed", 5, "--json")
+    code, out, err = processes.finish(*command, timeout_s=280, module=processes.FORKING)
     assert code == 0, out + err
     found = json.loads(out)
     assert found["passed"] and found["agrees"] and not found["leftovers"] and not found["missed"]

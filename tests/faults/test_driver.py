@@ -30,10 +30,10 @@ def committed(folder: Path) -> int:
 
 def test_a_killed_driver_is_started_again(folder: Path, tmp_path: Path, unbroken: Callable[[int], State]) -> None:
     file = processes.write_job(tmp_path, folder, workers=3)
-    with processes.trainwright("fit", file, step_s=STEP_S) as driver:
+    with processes.trainwright("fit", file, step_s=STEP_S, module=processes.FORKING) as driver:
         processes.wait_until(lambda: committed(folder) >= 10, driver)
         processes.kill(driver)
-    code, _, err = processes.finish("fit", file)
+    code, _, err = processes.finish("fit", file, module=processes.FORKING)
     assert code == 0, err
     assert re.search(r"resuming step 1[05]", err), err
     assert final_state(folder, "faulty") == unbroken(3)
@@ -43,14 +43,14 @@ def test_ctrl_c_takes_a_checkpoint_and_the_same_command_goes_on(
     folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:
     file = processes.write_job(tmp_path, folder, checkpoint_steps=1000)
-    with processes.trainwright("fit", file, step_s=SLOW_S) as driver:
+    with processes.trainwright("fit", file, step_s=SLOW_S, module=processes.FORKING) as driver:
         processes.wait_until(lambda: bool(folder.exists() and told(folder, "faulty", events.Steps)), driver)
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: Ray's processes hear it too
         _, err = driver.communicate(timeout=60)
     assert driver.returncode == 130, err
     stopped = committed(folder)
     assert 0 < stopped < 27
-    code, _, err = processes.finish("fit", file)
+    code, _, err = processes.finish("fit", file, module=processes.FORKING)
     assert code == 0 and f"resuming step {stopped}" in err, err
     assert final_state(folder, "faulty").files == unbroken(2).files
 
@@ -77,7 +77,7 @@ def test_sigterm_is_a_preemption_notice(folder: Path, tmp_path: Path, ray_cluste
 
 def test_a_second_driver_is_refused_while_the_first_lives(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
     file = processes.write_job(tmp_path, folder)
-    with processes.trainwright("fit", file, step_s=0.5) as driver:
+    with processes.trainwright("fit", file, step_s=0.5, module=processes.FORKING) as driver:
         processes.wait_until(lambda: bool(folder.exists() and told(folder, "faulty", events.Placed)), driver)
         with pytest.raises(OwnedError) as caught:
             tw.fit(jobs.job(folder), resume=True)

@@ -17,7 +17,7 @@ import pytest
 import trainwright as tw
 from tests import jobs
 from tests.faults.test_storage import stop_at
-from tests.processes import ROOT
+from tests.processes import FORKING, ROOT
 from tests.runs import State, final_state, told
 from tests.s3 import S3Bucket
 from tests.weather import Weather
@@ -72,7 +72,7 @@ def training(folder: Path, storage: str) -> Iterator[subprocess.Popen[bytes]]:
     }
     environment.pop("RAY_ADDRESS", None)
     with (folder / "said").open("wb") as said:
-        command = [sys.executable, "-m", "trainwright", "fit", str(folder / "job.py")]
+        command = [sys.executable, "-m", FORKING, "fit", str(folder / "job.py")]
         process = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT, env=environment)
         try:
             yield process

@@ -143,12 +143,19 @@ def test_an_unwritable_store_is_said_before_anything_starts(tmp_path: Path) -> N
     assert str(tmp_path / "file") in str(caught.value)
 
 
+_FORKING = """
+import subprocess, sys
+from tests import clusters
+
+with clusters.forking(clusters.TORCH_IMPORTS):  # here, where the workers see the disk
+    subprocess.check_call(sys.argv[1:])
+"""
 _FULL_DISK = """
 mkdir disk && mount -t tmpfs -o size=9m none disk || exit 77
-"$PYTHON" -m trainwright fit job.py > first.txt 2>&1; echo $? > first
+"$PYTHON" -m tests.clusters fit job.py > first.txt 2>&1; echo $? > first
 cp -r disk/runs kept
 mount -o remount,size=64m disk
-"$PYTHON" -m trainwright fit job.py > second.txt 2>&1; echo $? > second
+"$PYTHON" -m tests.clusters fit job.py > second.txt 2>&1; echo $? > second
 cp -r disk/runs runs
 """
 
@@ -160,7 +167,8 @@ def test_a_full_disk_costs_checkpoints_and_the_run_goes_on_where_space_is_made(
     job = f"from tests import jobs\njob = jobs.job({str(tmp_path / 'disk' / 'runs')!r})\n"
     (tmp_path / "job.py").write_text(job)
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", _FULL_DISK]
+    forking = [sys.executable, "-c", _FORKING, "sh", "-c", _FULL_DISK]
+    command = ["unshare", "--user", "--map-root-user", "--mount", *forking]
     done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=240, capture_output=True, text=True)
     assert (tmp_path / "first").exists(), f"this test mounts a disk of its own in a user namespace: {done.stderr}"
     first, second = ((tmp_path / name).read_text() for name in ("first.txt", "second.txt"))

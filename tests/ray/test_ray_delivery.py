@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 import ray
 
+from tests.processes import ROOT
 from tests.unit.test_stream import collect, same
 from trainwright.core.data import Feed, Feeding
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
@@ -230,11 +231,13 @@ def test_too_few_cpus_are_told_before_anything_starts() -> None:
 
 ON_A_GPU = """
 import numpy as np, ray
+from tests import clusters
 from trainwright.core.data import Feeding
 from trainwright.datasets import table
 from trainwright.datasets.rays import start_feeder
 from trainwright.datasets.stream import Stream
 
+clusters.thrifty()
 ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False)
 
 def visible(columns):
@@ -251,9 +254,10 @@ print({gpu for columns in found for gpu in columns["gpus"].tolist()})
 """
 
 
-def test_a_function_that_asks_for_a_gpu_gets_one() -> None:
+def test_a_function_that_asks_for_a_gpu_gets_one(forked_workers: None) -> None:
     """As Ray counts them: the machine needs none."""
-    done = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", ON_A_GPU]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["{1}"], done.stderr
     with pytest.raises(ResourceError, match="asks for 1 GPUs and 0 are left for Ray Data"):
         feeder(dataset().map_batches(heavy, gpus=1))

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, destroy_process_group, init_process_gro
 init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 
-def steps(optimizer):
+def steps(optimizer, model=model):
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
@@ -32,6 +32,14 @@ assert carry.grad.tolist() == [0.0, 1.0, 2.0]
 assert "sympy" not in sys.modules, "a step imported sympy"
 with torch.device("meta"):
     torch.nn.Linear(2, 2)(torch.ones(1, 2))
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+divided = torch.nn.Linear(4, 4)
+fully_shard(divided, mesh=init_device_mesh("cpu", (1,)))
+steps(torch.optim.AdamW(divided.parameters(), 0.1), divided)
+kept_out = torch._dynamo.disable(lambda x: torch.sin(x) if torch.compiler.is_compiling() else x)
 assert "torch._dynamo.utils" not in sys.modules, "something imported the compiler"
 """
 WHOLE = """
@@ -49,6 +57,8 @@ assert undisturbed.__dynamo_disable is not undisturbed
 assert undisturbed.__dynamo_disable._torchdynamo_disable, "the compiler does not know what to keep out of"
 steps(torch.optim.AdamW(model.parameters(), 0.1))
 assert torch.compile(lambda x: torch.sin(x) + x, backend="eager", fullgraph=True)(torch.zeros(2)).tolist() == [0, 0]
+steps(torch.optim.AdamW(divided.parameters(), 0.1), divided)
+assert torch.compile(lambda x: kept_out(x) + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2], "looked into"
 destroy_process_group()
 print("well")
 """

@@ -17,7 +17,7 @@ from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.inspecting import inspect
 from trainwright.datasets.stream import Stream
 
-ROWS = 1000
+ROWS, BATCH = 250, 16
 
 
 def numbers() -> Any:
@@ -36,9 +36,9 @@ def unseeded() -> Any:
 
 
 def stream(make: Callable[..., Any], rank: int = 0, total: int = 1, **fields: Any) -> Stream:
-    """Of batches of 64 over two epochs."""
+    """Of two epochs."""
     feeding = Feeding(data_ranks=range(rank, rank + 1), total=total)
-    return Stream(datasets.from_tf(make), batch_size=64, epochs=2, feeding=feeding, **fields)
+    return Stream(datasets.from_tf(make), batch_size=BATCH, epochs=2, feeding=feeding, **fields)
 
 
 def seen(of: Stream, start: int = 0, stop: int | None = None) -> list[list[int]]:
@@ -51,7 +51,7 @@ def seen(of: Stream, start: int = 0, stop: int | None = None) -> list[list[int]]
 def test_rows_come_in_the_order_of_the_pipeline() -> None:
     steps = seen(stream(numbers))
     assert [row for step in steps for row in step] == [*range(ROWS), *range(ROWS)]
-    assert [len(step) for step in steps[:16]] == [64] * 15 + [40]
+    assert [len(step) for step in steps[:16]] == [BATCH] * 15 + [ROWS % BATCH]
 
 
 def test_each_epoch_has_the_order_that_its_function_gives_it() -> None:
@@ -87,7 +87,7 @@ def test_the_throwaway_step_costs_no_second_pass() -> None:
 def test_light_transforms_are_applied_with_counted_randomness() -> None:
     feeding = Feeding(data_ranks=range(1), total=1)
     noisy = datasets.from_tf(numbers).map(lambda row, rng: {**row, "noise": rng.random()})
-    of = Stream(noisy, batch_size=64, epochs=2, feeding=feeding)
+    of = Stream(noisy, batch_size=BATCH, epochs=2, feeding=feeding)
     with of.feeds(0) as one, of.feeds(20) as other:
         rest = [next(other) for _ in range(20, of.total_steps)]
         whole = [next(one) for _ in range(of.total_steps)]
@@ -120,10 +120,10 @@ def test_rows_that_differ_in_length_are_objects() -> None:
 
 
 def test_a_pass_of_an_endless_pipeline_has_the_rows_asked_for() -> None:
-    source = datasets.from_tf(lambda: numbers().repeat(), rows=1500)
+    source = datasets.from_tf(lambda: numbers().repeat(), rows=ROWS + 50)
     index = source.index()
-    assert index.rows == 1500
-    assert source.read(index, [1499])["i"].tolist() == [499]
+    assert index.rows == ROWS + 50
+    assert source.read(index, [ROWS + 49])["i"].tolist() == [49]
 
 
 def test_another_order_each_time_is_told_before_the_run() -> None:

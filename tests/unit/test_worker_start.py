@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from tests import worker_start
 from tests.nursery import nursery, order
 from tests.worker_start import CONTEXT, bare, rays_own
 
@@ -35,6 +36,12 @@ def test_a_worker_without_an_environment_is_forked() -> None:
 def test_an_environment_is_left_to_ray() -> None:
     assert bare(["default_worker.py", f'{CONTEXT}{{"env_vars": {{"A": "1"}}}}', "--language=PYTHON"]) is None
     assert Path(rays_own()).is_relative_to(Path(ray.__file__).parent) and Path(rays_own()).exists()
+
+
+def test_a_script_finds_ray_beside_the_tests_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = rays_own()
+    monkeypatch.syspath_prepend(str(Path(worker_start.__file__).parent))
+    assert rays_own() == expected
 
 
 @pytest.fixture
