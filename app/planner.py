@@ -152,9 +152,8 @@ def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
 def _nothing(question: Question, found: Ranking, names: Collection[str]) -> PlanError:
     """Why no plan can run the job, and what would."""
     pins = question.pins
-    reasons = [
-        f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(found.misfits) if item.strategy in names
-    ]
+    misfits = sorted(found.misfits, key=lambda item: item.plan is None or not pins.allow(item.plan))  # asked for: first
+    reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(misfits) if item.strategy in names]
     asked = sorted((plan for plan in found.plans if plan.strategy in names), key=lambda plan: not pins.allow(plan))
     for plan in {plan.strategy: plan for plan in reversed(asked)}.values():
         reasons.append(f"{plan.strategy}: {NO_ENGINE if pins.allow(plan) else f'does not match plan={pins.text!r}'}")

@@ -106,6 +106,7 @@ class Worker:
         self._stream: Stream | None = None
         self._evaluation: Stream | None = None
         self._feeds: Feeds | None = None
+        self._following: Feed | None = None  # that the step before was told of
         self._overflowed = 0  # steps that changed nothing
         self._passed: set[int] = set()  # steps whose loss was not finite
         self._passing: dict[int, str] = {}  # steps whose batch ends the workers, and how
@@ -257,7 +258,7 @@ class Worker:
         stopped = finished = False
         while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
-            feed = next(self._feeds)
+            feed = self._next_feed(until)
             fed = time.perf_counter()
             report = self._stepped(replace(feed, wish=True) if self._wish.is_set() else feed)
             self._step, stopped, finished = report.step, report.wish, report.finished
@@ -280,6 +281,15 @@ class Worker:
             sampled=self._meter.sampled,
             noise=self._meter.noise,
         )
+
+    def _next_feed(self, until: int) -> Feed:
+        """The next step's; with the one after it, on all ranks alike, where steps begin the next one."""
+        assert self._feeds is not None, "heal comes before run"
+        feed, self._following = self._following or next(self._feeds), None
+        after = feed.step + 1
+        if self._plan.streamed and after < until and not {feed.step, after} & self._passing.keys():
+            self._following = next(self._feeds)
+        return replace(feed, following=self._following)
 
     def _stepped(self, feed: Feed) -> StepReport:
         """One step; where the job says so, one whose loss is not finite is taken with weight 0, on all ranks alike."""
@@ -394,4 +404,4 @@ class Worker:
     def _close_feeds(self) -> None:
         if self._feeds is not None:
             self._feeds.close()
-        self._feeds = None
+        self._feeds = self._following = None

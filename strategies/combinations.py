@@ -15,6 +15,9 @@ def combination(plan: Plan) -> tuple[str, str] | None:
     if plan.schedule in HALVING:
         reason = f"with FSDP2, schedule={plan.schedule} gives wrong losses without an error in torch (off by 7e-2)"
         return reason, "use schedule=1f1b, gpipe or interleaved, or dp in the place of fsdp"
+    if plan.streamed:
+        reason = f"schedule={plan.schedule} keeps two versions of a stage's weights, and FSDP2 gathers one"
+        return reason, "use dp in the place of fsdp, or schedule=1f1b"
     if plan.zero != 2:
         reason = f"a pipeline gathers a stage's parameters once a step, which is ZeRO-2 and not ZeRO-{plan.zero}"
         return reason, "use zero=2"

@@ -111,6 +111,8 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
         each += parameter / degree  # FSDP2 holds its part beside the whole that it has gathered
         if mesh.pipeline > 1:  # gradients of all micro-batches add up whole, and are divided once a step
             each += gradient
+    if plan.streamed:  # two versions
+        each += parameter
     gradients = gradient * part * held
     visiting = parameter * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
     visiting += gradients * _gradients_stay(plan, batch_size)

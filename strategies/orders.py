@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from trainwright.core.sections import place_of, section_of
+from trainwright.core.sections import STREAMED, place_of, section_of
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
 HALVED = frozenset({"zero_bubble", "zbv"})  # schedules whose backward is in two halves
@@ -31,18 +31,33 @@ class Operation(NamedTuple):
     chunk: int = 0
 
 
-def order(schedule: str, *, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Operation]:
+def order(
+    schedule: str,
+    *,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    begun: bool = False,
+    followed: bool = False,
+) -> list[Operation]:
     """All operations of a stage in one step.
 
     Args:
         schedule: `gpipe` (Huang et al., 2019), `1f1b` (PipeDream-Flush; Narayanan et al., 2021a), `interleaved`
-            (Narayanan et al., 2021b), `zero_bubble` (ZB-H1; Qi et al., 2023) or `zbv` (ZB-V; Qi et al., 2024); empty
-            for a model on one stage, or one without micro-batches.
+            (Narayanan et al., 2021b), `zero_bubble` (ZB-H1; Qi et al., 2023), `zbv` (ZB-V; Qi et al., 2024) or
+            `pipedream` (PipeDream-2BW; Narayanan et al., 2021a); empty for a model on one stage, or one without
+            micro-batches.
         chunks: of each stage: some of an interleaved pipeline, two of `zbv`.
+        begun: of `pipedream`, whether the step before was followed by this one: its first forwards are done.
+        followed: of `pipedream`, whether the next step follows without a drain: its micro-batches are counted on from
+            `micro_batches`, and the first ones go forward in this step.
 
     Raises:
         ValueError: interleaved micro-batches are no multiple of the stages.
     """
+    if schedule in STREAMED:
+        return _streamed(stage, stages, micro_batches, begun=begun, followed=followed)
     found: list[Operation] = list(_ORDERS[schedule](stage, stages, micro_batches, chunks))
     return found
 
@@ -96,6 +111,14 @@ def _one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunk
             yield Operation("forward", number)
         if number >= ahead:
             yield Operation("backward", number - ahead)
+
+
+def _streamed(stage: int, stages: int, micro_batches: int, *, begun: bool, followed: bool) -> list[Operation]:
+    """Of 1F1B over all micro-batches of many steps what comes after the last backward of the step before."""
+    endless = list(_one_forward_one_backward(stage, stages, 2 * micro_batches, 1))
+    end = endless.index(Operation("backward", micro_batches - 1)) + 1
+    found = endless[stages - 1 - stage if begun else 0 : end]
+    return found if followed else [each for each in found if each.micro_batch < micro_batches]
 
 
 def _interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from trainwright.core.plan import Infeasible, Mesh, Plan
+from trainwright.core.sections import STREAMED
 from trainwright.strategies.question import Question, divisors, engine_for
 from trainwright.strategies.tensor_parallel import degrees
 
 FRAMEWORKS = ("torch",)
 ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.pipeline:Pipeline"}
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2), ("gpipe", 1))
+STALE = "gradients are one step stale (2BW): each step's are taken at the weights that the last update started from"
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2), ("gpipe", 1), ("pipedream", 1))
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:
@@ -35,9 +37,11 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
 
 
 def _schedules(question: Question) -> Iterator[tuple[str, int]]:
-    """Each schedule with its chunks, of interleaved ones as many as the job says."""
+    """Each schedule with its chunks, of interleaved ones as many as the job says; stale ones if it asks."""
+    choices = question.pins.choices
     for schedule, chunks in SCHEDULES:
-        yield schedule, question.pins.choices.get("chunks", chunks) if schedule == "interleaved" else chunks
+        if schedule not in STREAMED or schedule == choices.get("schedule"):
+            yield schedule, choices.get("chunks", chunks) if schedule == "interleaved" else chunks
 
 
 def stages_of(question: Question) -> Iterator[Mesh]:
@@ -79,7 +83,8 @@ def indivisible(strategy: str, question: Question) -> Infeasible:
 
 def _plans(question: Question, mesh: Mesh, schedule: str, chunks: int) -> Iterator[Plan]:
     engine = engine_for(ENGINES, question)
-    yield question.plan("pipeline", engine, mesh, schedule=schedule, chunks=chunks)
+    plain = question.plan("pipeline", engine, mesh, schedule=schedule, chunks=chunks)
+    yield replace(plain, notes=(*plain.notes, STALE)) if plain.streamed else plain
     if mesh.data > 1:
         divided = Mesh(pipeline=mesh.pipeline, shard=mesh.data, tensor=mesh.tensor)
         for zero in (1, 2):

@@ -43,6 +43,13 @@ def _own(schedule: str, stages: int, chunks: int) -> npt.NDArray[np.intp]:
     )
 
 
+def scanty(plan: Plan, micro_batches: int) -> tuple[str, str]:
+    """Why so few micro-batches cannot fill a pipeline that does not drain, and what can."""
+    stages = plan.mesh.pipeline
+    reason = f"{micro_batches} micro-batches for the {stages} stages of schedule={plan.schedule}"
+    return f"{reason}: they cannot fill the pipeline", f"use accumulation={stages} or more, or schedule=1f1b"
+
+
 def staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple[str, str] | None:
     """Why a model cannot run in a plan's stages, and what would make it possible; None where it can."""
     mesh, layers = plan.mesh, len(profile.layers)
@@ -57,6 +64,8 @@ def staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple[str, st
     if plan.stages and (sum(plan.stages) != layers or len(plan.stages) != plan.sections):
         return f"stages={plan.stages} do not cover {layers} layers in {plan.sections} parts", "leave out"
     micro_batches, _ = plan.micro_batches(batch_size)
+    if plan.streamed and micro_batches < mesh.pipeline:
+        return scanty(plan, micro_batches)
     if plan.schedule == "interleaved" and micro_batches % mesh.pipeline:
         return f"{micro_batches} micro-batches are no multiple of the {mesh.pipeline} stages", "use schedule=1f1b"
     return None

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from trainwright.core.sections import section_of
-from trainwright.strategies.calibration import DEFAULT, Calibration
+from trainwright.core.sections import STREAMED, section_of
+from trainwright.strategies.calibration import DEFAULT, Calibration, Vector
 from trainwright.strategies.orders import Kind, Operation, needs, order
 from trainwright.strategies.timing import LAST, Pieces, pieces
 from trainwright.strategies.work import Work
@@ -26,6 +26,7 @@ SpanKind = Literal[
 BUCKETS = round(1 / LAST)  # of gradients: the last of them is what `timing` never hides
 WEIGHTS = 0.5  # of backward, where it is halved: gradients of parameters (Qi et al., 2023: as long as those of inputs)
 FORWARD_GATHERS = 1 / 3  # ZeRO-3 gathers for forward, gathers for backward, and scatters gradients
+STEPS, SHOWN = 4, 2  # of a pipeline that does not drain: until it goes on alike, and which one is seen
 BESIDE = "gpipe"  # whose messages go while the next micro-batch is computed, see `timing`
 
 
@@ -56,7 +57,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step.
+    """One step; of a pipeline that does not drain what its stages do in the time of one, of two steps in part.
 
     Attributes:
         lanes: of each stage, by their begin; what its device computes and sends, and where it idles, leaves no gap.
@@ -78,8 +79,10 @@ def timeline(work: Work, calibration: Calibration = DEFAULT) -> Timeline:
     """The step of a plan, from `work_of`, as long as `estimating.expected` says up to what its formulas leave out."""
     residual, _ = calibration.residual(work.shape, work.kind)
     made = pieces(work, calibration.efficiencies).times(math.exp(residual))
-    lanes = _lanes(work, made)
     hidden_s = calibration.efficiencies["overlap"] * work.by_stage(made.backward + made.recompute) / work.chunks
+    if work.schedule in STREAMED:
+        return _amid(work, *_stream(work, made, hidden_s))
+    lanes = _lanes(work, made)
     spent = zip(lanes, made.reduction.tolist(), hidden_s.tolist(), strict=True)
     reductions = [_reductions(lane, reduced_s, under_s) for lane, reduced_s, under_s in spent]
     reduced_s = max(span.end_s for span in chain(*lanes, *reductions))  # clipping waits for all gradients
@@ -88,20 +91,61 @@ def timeline(work: Work, calibration: Calibration = DEFAULT) -> Timeline:
         end_s = reduced_s + float(made.optimizer[stage])
         lane.append(Span(stage, "optimizer", None, None, reduced_s, end_s))
         lane.append(Span(stage, "other", None, None, updated_s, updated_s + made.other))
+    step_s = updated_s + made.other
     return Timeline(
-        lanes=tuple(tuple(_filled(lane)) for lane in lanes),
+        lanes=tuple(tuple(_filled(lane, stage, step_s)) for stage, lane in enumerate(lanes)),
         reductions=tuple(map(tuple, reductions)),
-        step_s=updated_s + made.other,
+        step_s=step_s,
     )
 
 
-def _lanes(work: Work, made: Pieces) -> list[list[Span]]:
-    """What each stage does before gradients are reduced: a stage goes on as far as what it needs has come."""
-    stages, chunks = work.mesh.pipeline, work.chunks
-    todo = [
-        deque(order(work.schedule, stage=stage, stages=stages, micro_batches=work.micro_batches, chunks=chunks))
-        for stage in range(stages)
-    ]
+def _stream(work: Work, made: Pieces, hidden_s: Vector) -> tuple[list[list[Span]], list[list[Span]]]:
+    """Lanes and reductions of several steps on end: a stage updates its weights when its own gradients are there."""
+    reductions: list[list[Span]] = [[] for _ in range(work.mesh.pipeline)]
+
+    def updated(lane: list[Span]) -> None:
+        stage = lane[-1].stage
+        reduced = _reductions(lane, float(made.reduction[stage]), float(hidden_s[stage]))
+        reductions[stage] += reduced
+        begin_s = max(span.end_s for span in (lane[-1], *reduced))
+        end_s = begin_s + float(made.optimizer[stage])
+        lane.append(Span(stage, "optimizer", None, None, begin_s, end_s))
+        lane.append(Span(stage, "other", None, None, end_s, end_s + made.other))
+
+    return _lanes(work, made, STEPS, updated), reductions
+
+
+def _amid(work: Work, lanes: list[list[Span]], reductions: list[list[Span]]) -> Timeline:
+    """What is seen of a stream from one step's first loss to the next one's; each step's micro-batches from 0 again."""
+    count = work.micro_batches
+    losses = (span for span in lanes[-1] if span.kind == "forward" and not (span.micro_batch or 0) % count)
+    begin_s, end_s = (span.begin_s for span in list(losses)[SHOWN : SHOWN + 2])
+
+    def seen(spans: list[Span]) -> Iterator[Span]:
+        for span in spans:
+            first_s, last_s = max(span.begin_s, begin_s), min(span.end_s, end_s)
+            if first_s < last_s:
+                number = None if span.micro_batch is None else span.micro_batch % count
+                yield span._replace(micro_batch=number, begin_s=first_s - begin_s, end_s=last_s - begin_s)
+
+    return Timeline(
+        lanes=tuple(tuple(_filled(seen(lane), stage, end_s - begin_s)) for stage, lane in enumerate(lanes)),
+        reductions=tuple(tuple(seen(spans)) for spans in reductions),
+        step_s=end_s - begin_s,
+    )
+
+
+def _lanes(
+    work: Work, made: Pieces, steps: int = 1, ended: Callable[[list[Span]], None] | None = None
+) -> list[list[Span]]:
+    """What each stage does before gradients are reduced: a stage goes on as far as what it needs has come.
+
+    Args:
+        steps: on end, without a drain between them.
+        ended: told a stage's lane when the stage has done all of a step.
+    """
+    stages, chunks, count = work.mesh.pipeline, work.chunks, work.micro_batches
+    todo = [deque(_operations(work, stage, steps)) for stage in range(stages)]
     lanes: list[list[Span]] = [[] for _ in range(stages)]
     parts = cache(lambda stage, kind, chunk: tuple(_parts(work, made, stage, kind, chunk)))
     come_s: dict[tuple[int, Operation], float] = {}
@@ -123,10 +167,27 @@ def _lanes(work: Work, made: Pieces) -> list[list[Span]]:
                 lane.append(Span(stage, kind, operation.micro_batch, operation.chunk, begin_s, now_s))
             late_s = _message_s(made, stage, operation.kind) if work.schedule == BESIDE else 0.0
             come_s[stage, operation] = now_s + late_s
+            if ended is not None and operation.kind == "backward" and not (operation.micro_batch + 1) % count:
+                ended(lane)
             if (stage, operation) in waiting:
                 able.append(waiting.pop((stage, operation)))
     assert not any(todo), "an order in which stages wait for each other in a ring"
     return lanes
+
+
+def _operations(work: Work, stage: int, steps: int) -> Iterator[Operation]:
+    """Of a stage in so many steps; micro-batches are counted on."""
+    for step in range(steps):
+        for each in order(
+            work.schedule,
+            stage=stage,
+            stages=work.mesh.pipeline,
+            micro_batches=work.micro_batches,
+            chunks=work.chunks,
+            begun=step > 0,
+            followed=step < steps - 1,
+        ):
+            yield each._replace(micro_batch=each.micro_batch + step * work.micro_batches)
 
 
 def _parts(work: Work, made: Pieces, stage: int, kind: Kind, chunk: int) -> Iterator[tuple[SpanKind, float]]:
@@ -172,11 +233,13 @@ def _reductions(lane: list[Span], spent_s: float, hidden_s: float) -> list[Span]
     return found
 
 
-def _filled(lane: list[Span]) -> Iterator[Span]:
-    """With the time between spans as idle."""
+def _filled(lane: Iterable[Span], stage: int, end_s: float) -> Iterator[Span]:
+    """With the time between spans, and after the last, as idle."""
     now_s = 0.0
     for span in lane:
         if span.begin_s > now_s:
-            yield Span(span.stage, "idle", None, None, now_s, span.begin_s)
+            yield Span(stage, "idle", None, None, now_s, span.begin_s)
         yield span
         now_s = span.end_s
+    if now_s < end_s:
+        yield Span(stage, "idle", None, None, now_s, end_s)

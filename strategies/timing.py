@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from trainwright.core.sections import STREAMED
 from trainwright.strategies.calibration import DEFAULT, Vector
 from trainwright.strategies.machine import Group
 from trainwright.strategies.orders import HALVED
@@ -52,7 +53,12 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
 
 
 def _bubble(work: Work) -> float:
-    """What a stage waits for, in what others take for a micro-batch: all of it where too few fill a short bubble."""
+    """What a stage waits for, in what others take for a micro-batch: all of it where too few fill a short bubble.
+
+    Nothing where the next step fills what the one before leaves.
+    """
+    if work.schedule in STREAMED:
+        return 0.0
     stages, chunks = work.mesh.pipeline, work.chunks
     enough = {"zero_bubble": stages, "zbv": 2 * stages - 1}.get(work.schedule, 1)
     if work.micro_batches < enough:
@@ -160,7 +166,7 @@ def _messages(group: Group, rates: Rates) -> float:
 
 
 def _transfers(work: Work, rates: Rates, compute_s: float) -> float:
-    """Activations and their gradients from stage to stage: of each micro-batch, and once through all stages.
+    """Activations and their gradients from stage to stage: of each micro-batch, and of one that fills the pipeline all.
 
     GPipe sends one micro-batch while it computes the next; the other schedules wait for what comes back.
     """
@@ -169,7 +175,7 @@ def _transfers(work: Work, rates: Rates, compute_s: float) -> float:
     cuts = 2 * _sent(work, work.sent_bytes[work.sent_bytes > 0], rates)
     slowest = float(cuts.max(initial=0.0))
     each = _exposed(slowest, compute_s) if work.schedule == "gpipe" else slowest
-    first = float(cuts.sum()) / work.chunks
+    first = slowest if work.schedule in STREAMED else float(cuts.sum()) / work.chunks
     return first + each * (work.micro_batches - 1) * work.chunks
 
 

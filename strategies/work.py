@@ -193,7 +193,8 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     memory = machine.device.memory_bytes_per_s
     parameters = by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
-    update_bytes = UPDATE_BYTES[own] * parameters.max() / (sharded if plan.zero else 1)
+    updated = UPDATE_BYTES[own] + 2 * own * plan.streamed  # of two versions one is copied
+    update_bytes = updated * parameters.max() / (sharded if plan.zero else 1)
     offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
     crossing = leaves_stage(plan.schedule, mesh.pipeline, plan.sections)
     return Work(

@@ -57,6 +57,8 @@ class Feed:
         total: number of data ranks.
         rows: real samples in the global batch, over all data ranks.
         wish: this rank's wish to stop; it travels in the reduction that carries the weights.
+        following: the feed of the step after, where the plan's steps begin the next one and that one is sure to be
+            asked for next: on all ranks or on none.
     """
 
     step: int
@@ -65,6 +67,7 @@ class Feed:
     total: int
     rows: int
     wish: bool = False
+    following: Feed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,11 @@ class Engine(Protocol):
         """One throwaway step of full shape; all state is kept. Compiles, and fixes the order of sums."""
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of this rank; in collective topologies its part of one global step."""
+        """One step of this rank; in collective topologies its part of one global step.
+
+        Given the feed of the following step, it may begin that: `train_step` is the next call then, unless the report
+        tells of a wish, or the group is left.
+        """
 
     def evaluate_step(self, feed: Feed) -> Sums:
         """Local sums of `loss` and the metrics. A divided model is gathered: every rank calls it, and as often."""

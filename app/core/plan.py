@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from trainwright.core.data import Feeding
 from trainwright.core.group import Topology
-from trainwright.core.sections import loss_stage
+from trainwright.core.sections import STREAMED, loss_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Plan:
         keras_backend: that the model was made with; empty for one that is not Keras'.
         precision: `fp32` (the model's own types), `bf16` (autocast) or `fp16` (autocast and scaled losses).
         micro_batch: samples of one micro-batch of a data rank; 0 where `accumulation` says how many there are.
-        schedule: of a pipeline: `gpipe`, `1f1b`, `interleaved`, `zero_bubble` or `zbv`.
+        schedule: of a pipeline: `gpipe`, `1f1b`, `interleaved`, `zero_bubble`, `zbv` or `pipedream`.
         chunks: of layers that each stage holds: some of an interleaved pipeline, two of `zbv`.
         recompute: activations computed again in backward: `none`, `selective` (attention's scores) or `full`.
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
@@ -177,6 +177,11 @@ class Plan:
     def sections(self) -> int:
         """Into how many the pipeline cuts the model; `core.sections` says which stage holds which."""
         return self.mesh.pipeline * self.chunks
+
+    @property
+    def streamed(self) -> bool:
+        """Whether a step begins the next one, whose feed it is given too; its gradients are one step stale."""
+        return self.schedule in STREAMED and self.mesh.pipeline > 1
 
     @property
     def workers(self) -> int:

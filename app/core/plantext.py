@@ -13,7 +13,7 @@ from trainwright.core.sections import CHUNKED, misplaced
 _NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "offload", "micro_batch", "accumulation", "chunks")
 _BOUNDS: Mapping[str, tuple[int, int | None]] = {"zero": (0, 3), "offload": (0, 1), "micro_batch": (0, None)}
 _WORDS: Mapping[str, tuple[str, ...]] = {
-    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream"),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "tf32", "fp16", "bf16"),
 }

@@ -8,6 +8,7 @@ of two turns meet on one stage, and the first stage ends the model that it begin
 from __future__ import annotations
 
 FOLDED = frozenset({"zbv"})  # schedules whose chunks go to the last stage and back (a V: Qi et al., 2024)
+STREAMED = frozenset({"pipedream"})  # schedules whose steps follow each other without a drain (Narayanan et al., 2021a)
 CHUNKED = FOLDED | {"interleaved"}  # schedules whose stages hold several chunks
 
 

@@ -67,49 +67,65 @@ class Pipe:
     _handed: dict[Operation, list[Tensor]] = field(default_factory=dict)  # from section to section on this stage
     _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
     _halved: dict[int, bool] = field(default_factory=dict)
+    _begun: int | None = None  # the step whose first forwards were done in the one before
 
     @property
     def last(self) -> bool:
         """Whether this stage ends the model."""
         return self.stage == loss_stage(self.schedule, stages=self.stages, chunks=self.chunks)
 
-    def step(self, shares: Sequence[tuple[int, Share]], step: int, losses_done: Callable[[], None]) -> None:
+    def step(
+        self,
+        shares: Sequence[tuple[int, Share]],
+        step: int,
+        losses_done: Callable[[], None],
+        following: Sequence[tuple[int, Share]] = (),
+    ) -> None:
         """Forward and backward of all micro-batches: gradients are added to, losses told to the objective.
 
         Args:
+            following: micro-batches of the next step, where that is to follow without a drain: the first ones go
+                forward, and stay until then.
             losses_done: called when the objective has been told all of them, before the last backwards.
 
         Raises:
             UserCodeError, JobError: the user's code raised or is wrong.
             RuntimeError: another rank went away.
         """
-        self._forget()
-        todo = self.order(len(shares))
-        last = max(number for number, operation in enumerate(todo) if operation.kind == "forward")
-        for each in todo[: AHEAD - 1]:
-            self._expect(each, shares)
-        for number, operation in enumerate(todo):
-            if number + AHEAD <= len(todo):
-                self._expect(todo[number + AHEAD - 1], shares)
-            micro, share = shares[operation.micro_batch]
-            if operation.kind == "forward":
-                self.replica.reseed(
-                    fold(self.replica.spec.seed, step, micro, share.data_rank, self._section(operation))
-                )
-                self._forward(operation, share)
-                self.replica.laps.forward()
-                if number == last:
-                    losses_done()
-            else:
-                self._backward(operation)
-                self.replica.laps.backward(reduced=False)
-        self._settle()
-
-    def order(self, micro_batches: int) -> list[Operation]:
-        """This stage's operations."""
-        return order(
-            self.schedule, stage=self.stage, stages=self.stages, micro_batches=micro_batches, chunks=self.chunks
+        assert self._begun in (None, step), "the step that was told to follow comes first"
+        if self._begun == step:
+            self.cut.look()
+        else:
+            self._forget()
+        own = len(shares)
+        todo = order(
+            self.schedule,
+            stage=self.stage,
+            stages=self.stages,
+            micro_batches=own,
+            chunks=self.chunks,
+            begun=self._begun == step,
+            followed=bool(following),
         )
+        try:
+            self._work(todo, [*shares, *following], own, step, losses_done)
+            self._settle()
+        finally:
+            self._use(before=False)
+        self._count_from(own)
+        self._begun = step + 1 if following else None
+
+    def recall(self) -> None:
+        """Drop what was done of the next step; what was sent for it is taken first, so that nothing is on its way."""
+        for _, works in self.links.coming.values():
+            for work in works:
+                work.wait()
+        self._forget()
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of the next step is done."""
+        return self._begun is not None
 
     def outputs(self, share: Share) -> Any:
         """The model's outputs for a micro-batch, on the stage that ends it; None elsewhere. Computes no gradients."""
@@ -145,6 +161,56 @@ class Pipe:
         return outputs
 
     # --- operations ---------------------------------------------------------------------------------------
+
+    def _work(
+        self,
+        todo: Sequence[Operation],
+        shares: Sequence[tuple[int, Share]],
+        own: int,
+        step: int,
+        losses_done: Callable[[], None],
+    ) -> None:
+        """Operations in turn.
+
+        Args:
+            shares: of the step, `own` of them, and of the next where that follows; each is run at its step's weights.
+        """
+        last = max(number for number, each in enumerate(todo) if each.kind == "forward" and each.micro_batch < own)
+        coming = [*todo]
+        if len(shares) > own:  # of what the stage before sends in this step one is for the next
+            coming.append(Operation("forward", own + self.stages - 1 - self.stage))
+        for each in coming[: AHEAD - 1]:
+            self._expect(each, shares)
+        for number, operation in enumerate(todo):
+            for each in coming[number + AHEAD - 1 : number + AHEAD]:
+                self._expect(each, shares)
+            micro, share = shares[operation.micro_batch]
+            later = operation.micro_batch // own
+            self._use(before=not later)
+            if operation.kind == "forward":
+                if later and self.replica.begun is None:
+                    self.replica.begin_next()
+                seed = fold(self.replica.spec.seed, step + later, micro, share.data_rank, self._section(operation))
+                self.replica.reseed(seed)
+                self._forward(operation, share)
+                self.replica.laps.forward()
+                if number == last:
+                    losses_done()
+            else:
+                self._backward(operation)
+                self.replica.laps.backward(reduced=False)
+
+    def _use(self, *, before: bool) -> None:
+        """Take the weights before the last step, where they are kept, or the newest."""
+        if self.replica.versions is not None:
+            self.replica.versions.use(before=before)
+
+    def _count_from(self, number: int) -> None:
+        """Micro-batches of the next step count from 0 in it."""
+        self._flights = {(micro - number, chunk): flight for (micro, chunk), flight in self._flights.items()}
+        coming = [(each._replace(micro_batch=each.micro_batch - number), it) for each, it in self.links.coming.items()]
+        self.links.coming.clear()
+        self.links.coming.update(coming)
 
     def _forward(self, operation: Operation, share: Share) -> None:
         metas = self._taken(operation, share)
@@ -220,8 +286,8 @@ class Pipe:
     # --- messages -----------------------------------------------------------------------------------------
 
     def _expect(self, operation: Operation, shares: Sequence[tuple[int, Share]]) -> None:
-        """Begin to receive what an operation needs."""
-        if operation.kind == "weights":
+        """Begin to receive what an operation needs, once."""
+        if operation.kind == "weights" or operation in self.links.coming:
             return
         forward = operation.kind == "forward"
         share = shares[operation.micro_batch][1]
@@ -278,7 +344,7 @@ class Pipe:
         for _, works in self.links.sent:
             for work in works:
                 work.wait()
-        self._forget()
+        self.links.sent.clear()
         self.replica.laps.wait()
 
     def _forget(self) -> None:
@@ -287,6 +353,7 @@ class Pipe:
         self.links.coming.clear()
         self._handed.clear()
         self.links.sent.clear()
+        self._begun = None
         self.cut.look()
 
     # --- places -------------------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ from functools import partial
 import torch
 from torch import Tensor, distributed, nn
 
-from trainwright.core.data import Columns, Feed, Sums
-from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError
+from trainwright.core.data import Columns, Feed, StepReport, Sums
+from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.core.plan import Plan
 from trainwright.core.sections import misplaced, place_of, section_of
 from trainwright.strategies.combinations import combination
+from trainwright.strategies.staging import scanty
 from trainwright.strategies.torch import evaluation
 from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.compiling import compile_blocks
@@ -56,14 +57,16 @@ class PipelineRunner(MeshRunner):
 
     def accumulate(self, replica: Replica, feed: Feed, *, sampled: bool) -> None:
         """Forward and backward of every micro-batch, in the order of the schedule."""
-        self.run(shares(feed), feed)
+        following = feed.following if replica.versions is not None else None
+        assert following is None or following.step == feed.step + 1, "steps follow each other"
+        self.run(shares(feed), feed, shares(following) if following else ())
 
-    def run(self, given: Sequence[tuple[int, Share]], feed: Feed) -> None:
-        """The same of micro-batches."""
+    def run(self, given: Sequence[tuple[int, Share]], feed: Feed, following: Sequence[tuple[int, Share]] = ()) -> None:
+        """The same of micro-batches, with those of the next step."""
         self.objective.begin()
         self.telling.clear()
         with nullcontext() if self.shards is None else self.shards.gathered():
-            self.pipe.step(given, feed.step, partial(self._tell, feed))
+            self.pipe.step(given, feed.step, partial(self._tell, feed), following)
 
     def _tell(self, feed: Feed) -> None:
         """Begin to add up what travels: it does not wait for the last backwards, nor do stages for each other's."""
@@ -102,7 +105,33 @@ class Pipeline(Divided):
         super().leave()
         del links  # only now, with what an error left on its way
 
+    # --- the state ----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> StateCopy:
+        """Copy this rank's part to host memory. Training may go on at once."""
+        assert not self._begun, "the step that was told to follow comes first"
+        return super().snapshot()
+
     # --- steps --------------------------------------------------------------------------------------------
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """One step of this rank, its part of one global step; where the plan's steps follow each other, with the first
+        forwards of the next.
+
+        These change nothing but buffers. Where the next step may not be what follows, all ranks drop them: a wish to
+        stop was told, or the step was not applied, so that its buffers are taken back.
+
+        Raises:
+            NonFiniteLoss, PeerLost, UserCodeError, JobError: as of all engines.
+        """
+        try:
+            report = super().train_step(feed)
+        except NonFiniteLoss:
+            self._recall()
+            raise
+        if report.wish or report.overflowed or not report.weight:
+            self._recall()
+        return report
 
     def evaluate_step(self, feed: Feed) -> Sums:
         """Local sums of `loss` and the metrics, on the stage with the loss; nothing on the others, which call it."""
@@ -125,6 +154,18 @@ class Pipeline(Divided):
     # --- inside -------------------------------------------------------------------------------------------
 
     @property
+    def _begun(self) -> bool:
+        """Whether something of the next step is done."""
+        return isinstance(self._runner, PipelineRunner) and self._runner.pipe.begun
+
+    def _recall(self) -> None:
+        """Drop what was done of the next step."""
+        if self._begun:
+            assert isinstance(self._runner, PipelineRunner), "it has begun"
+            self._guarded(self._runner.pipe.recall)
+            self._built.recall()
+
+    @property
     def _bound(self) -> bool:
         return self._shards is not None
 
@@ -138,6 +179,8 @@ class Pipeline(Divided):
 
     def _release(self) -> None:
         self._links = None
+        if self._replica is not None:
+            self._replica.recall()
         super()._release()
 
     def _let_go(self) -> None:
@@ -163,6 +206,8 @@ class Pipeline(Divided):
         if len(plan.cuts) + 1 != plan.sections:
             counts = f"{len(plan.cuts)} cuts for {plan.sections} sections"
             found.append(f"the plan has {counts}: it needs one less than there are sections")
+        if plan.streamed and plan.accumulation < plan.mesh.pipeline:
+            found.append(": ".join(scanty(plan, plan.accumulation)))
         refused = combination(plan)
         return [*found, *([": ".join(refused)] if refused else []), *spec.collation.static_problems()]
 
@@ -295,6 +340,7 @@ class Pipeline(Divided):
 
     def _through(self, feed: Feed) -> evaluation.Through:
         """Gives a micro-batch's outputs on the stage that ends the model; no step need ever have been taken."""
+        assert not self._begun, "the step that was told to follow comes first"
         if isinstance(self._runner, PipelineRunner):
             pipe = self._runner.pipe
         else:

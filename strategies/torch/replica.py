@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,9 @@ from trainwright.strategies.torch.laps import Laps
 from trainwright.strategies.torch.parts import WHOLE, Box, Part, box_of
 from trainwright.strategies.torch.recomputing import recompute, recomputed_buffers
 from trainwright.strategies.torch.scaling import Scale
+from trainwright.strategies.torch.versions import Versions
 
+Kept = dict[tuple[nn.Module, str], tuple[Tensor, Tensor]]  # by place: a buffer, and a copy of what it held
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 
 
@@ -57,6 +59,8 @@ class Replica:
         step: completed steps; None before the first step or load.
         sound: False while, and after a failure in which, the optimizer changed only a part.
         laps: what the phases of its steps take.
+        versions: of the weights; None where steps are taken at the newest.
+        begun: buffers as they were when what was done of the next step began; None where nothing was.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
 
     Raises:
@@ -89,6 +93,8 @@ class Replica:
         self._cut = (place or self._settled)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
+        self.versions = Versions(self.trainable) if plan.streamed else None
+        self.begun: Kept | None = None
         with user_code("optimizer()", where):
             assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
             self.optimizer = spec.optimizer(list(self.trainable))
@@ -120,6 +126,7 @@ class Replica:
             assert self.step is None, "a trained replica stays where it is"
             self.device, self.laps = device, Laps(device)
             self._move(self.model)
+            self.versions = Versions(self.trainable) if self.versions else None
 
     def _settled(self, model: nn.Module) -> Mapping[str, Box]:
         """Where the model is whole."""
@@ -174,17 +181,33 @@ class Replica:
 
     @contextmanager
     def attempt(self) -> Iterator[Attempt]:
-        """Gradients are dropped at the end; buffers are put back unless the step was applied, also after an error."""
+        """Gradients are dropped at the end; buffers are put back unless the step was applied, also after an error.
+
+        They are what they were before anything of the step was done, in the step before it too.
+        """
         attempt = Attempt()
-        before = {place: (buffer, buffer.detach().clone()) for place, buffer in self._held()}
+        before, self.begun = self.begun or self._kept(), None
         try:
             yield attempt
         finally:
             for parameter in self.trainable:
                 parameter.grad = None
             if not attempt.applied:
-                for (module, key), (buffer, kept) in before.items():
-                    module._buffers[key] = buffer.detach().copy_(kept)
+                self.begun = before
+                self.recall()
+
+    def begin_next(self) -> None:
+        """What is done from now on is of the next step."""
+        self.begun = self._kept()
+
+    def recall(self) -> None:
+        """Put buffers back to before anything of the next step was done."""
+        before, self.begun = self.begun, None
+        for (module, key), (buffer, kept) in (before or {}).items():
+            module._buffers[key] = buffer.detach().copy_(kept)
+
+    def _kept(self) -> Kept:
+        return {place: (buffer, buffer.detach().clone()) for place, buffer in self._held()}
 
     def set_rates(self, step: int, where: str) -> float:
         """Set each group's learning rate for the step, and return the first group's."""
@@ -199,7 +222,7 @@ class Replica:
     def apply(self, step: int, where: str) -> None:
         """Let the optimizer take step `step`; an error leaves the replica unsound."""
         self.sound = False
-        with user_code("the optimizer's step()", where):
+        with self.versions.updating() if self.versions else nullcontext(), user_code("the optimizer's step()", where):
             self.optimizer.step()
         self.step = step + 1
         self.sound = True

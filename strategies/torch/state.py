@@ -16,6 +16,7 @@ from trainwright.strategies.torch.replica import Replica, set_option, settings
 from trainwright.strategies.torch.scaling import Scale
 
 Slots = dict[str, dict[str, Any]]
+BEFORE = "weights_before"  # among the optimizer's state of a parameter: the version before the last step
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -113,7 +114,8 @@ def restore(replica: Replica, state: HostState) -> None:
             local(value).copy_(state.model[name])
         _make_slots(replica, _forms(state))
         for name, key, value in _slot_tensors(replica):
-            local(value).copy_(state.slots[name][key])
+            # A state without versions is as one whose last step changed nothing.
+            local(value).copy_(state.slots[name][key] if key != BEFORE else _before(state, name))
     _set_options(replica, state.options)
     if replica.scale is not None:
         replica.scale = Scale() if state.scale is None else Scale(factor=state.scale[0], since=state.scale[1])
@@ -192,6 +194,14 @@ def _slots(replica: Replica) -> Slots:
                     remedy='use an optimizer that works number by number, such as AdamW, or strategy="data_parallel"',
                 )
         found[name] = dict(entries)
+    for parameter, before in replica.versions.before.items() if replica.versions else ():
+        found.setdefault(replica.names[parameter], {})[BEFORE] = before
+    return found
+
+
+def _before(state: HostState, name: str) -> Tensor:
+    """The version of a parameter before the last step."""
+    found: Tensor = state.slots.get(name, {}).get(BEFORE, state.model[name])
     return found
 
 
@@ -240,6 +250,8 @@ def _make_slots(replica: Replica, slots: Mapping[str, Mapping[str, Any]]) -> Non
     replica.optimizer.state.clear()
     for parameter, name in replica.names.items():
         for key, value in slots.get(name, {}).items():
+            if key == BEFORE:
+                continue  # the replica has its own place for it, or no use
             made = _empty_slot(parameter, key, value, groups[parameter]) if isinstance(value, _Shape) else value
             replica.optimizer.state[parameter][key] = made
 

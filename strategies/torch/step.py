@@ -104,6 +104,8 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         if not overflowed:
             _check_finite(runner, totals, feed)
         rate = replica.set_rates(feed.step, runner.where)
+        if replica.versions is not None:
+            replica.versions.turn()
         norm = None
         if overflowed and scale is not None:
             replica.scale = scale.overflowed()

@@ -17,9 +17,10 @@ from typing import Any
 
 from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import Engine, ModelSpec, StateCopy
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import NonFiniteLoss, TrainwrightError
 from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
+from trainwright.datasets.feeds import weightless
 
 NAN = float("nan")
 
@@ -115,6 +116,16 @@ class Session:
         for feed in feeds:
             self.faulty.arm(fault if feed is feeds[-1] else "")
             reports.append(self._stepping(self.engine.train_step, feed))
+        return reports
+
+    def train_past(self, feeds: Sequence[Feed]) -> list[StepReport]:
+        """Steps as a worker takes them that passes by what is not finite."""
+        reports = []
+        for feed in feeds:
+            try:
+                reports.append(self.engine.train_step(feed))
+            except NonFiniteLoss:
+                reports.append(self.engine.train_step(weightless(feed)))
         return reports
 
     def serve(self, fault: str = "", after: int = 0) -> None:

@@ -18,6 +18,7 @@ from tests.conformance.harness import Pool, World
 from tests.conformance.problems import CLASSES, FEATURES, PROBLEMS
 from tests.conformance.test_pipeline import plan, spec
 from tests.conformance.test_state import assert_same
+from tests.conformance.test_streams import streamed
 from trainwright.core.data import Feed
 from trainwright.core.errors import JobError, PeerLost, UserCodeError
 from trainwright.core.plan import Plan
@@ -90,10 +91,32 @@ def test_stages_do_what_the_schedule_says(pool: Pool, schedule: str, tmp_path: P
             assert done == expected(schedule, stage, stages, chunks, count)
 
 
-def expected(schedule: str, stage: int, stages: int, chunks: int, count: int) -> list[tuple[str, int, int]]:
+def test_steps_that_follow_each_other_do_what_the_schedule_says(pool: Pool, tmp_path: Path) -> None:
+    """Three steps without a drain, and one after it: micro-batches are counted on."""
+    stages, count = 3, 4
+    layout = plan(stages, schedule="pipedream", cuts=("1", "2"), accumulation=count)
+    model = functools.partial(noted, stages, tmp_path)
+    with World(pool, "torch", layout, spec(model, loss=torch_case.cross_entropy, clip_norm=None)) as world:
+        world.start(_feeds(layout))
+        for file in tmp_path.iterdir():
+            file.unlink()
+        world.train(streamed([_feeds(layout, step) for step in range(4)], drains=(3,)))
+        for stage, pid in enumerate(world.pids):
+            found = [line.split() for line in (tmp_path / str(pid)).read_text().splitlines()]
+            done = [(what, int(number) - count, int(section)) for what, number, section in found]  # rehearsed ones
+            meant = []
+            for step, (begun, followed) in enumerate([(False, True), (True, True), (True, False), (False, False)]):
+                each = expected("pipedream", stage, stages, 1, count, begun=begun, followed=followed)
+                meant += [(what, number + step * count, section) for what, number, section in each]
+            assert done == meant
+
+
+def expected(
+    schedule: str, stage: int, stages: int, chunks: int, count: int, **streaming: bool
+) -> list[tuple[str, int, int]]:
     """What layers see of a stage's order: the first section's input has no gradient."""
-    seen = []
-    for kind, number, chunk in order(schedule, stage=stage, stages=stages, micro_batches=count, chunks=chunks):
+    seen, asked = [], {"stage": stage, "stages": stages, "micro_batches": count, "chunks": chunks}
+    for kind, number, chunk in order(schedule, **asked, **streaming):
         section = section_of(schedule, stage=stage, stages=stages, chunk=chunk)
         kinds = ("inputs", "weights") if kind == "backward" else (kind,)
         seen += [(each, number, section) for each in kinds if each != "inputs" or section]

@@ -7,10 +7,12 @@ from itertools import accumulate
 
 import pytest
 
+import trainwright as tw
 from tests.unit.test_plan import LAPTOP, PROFILE, decide
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError
 from trainwright.core.profile import LayerCost
+from trainwright.strategies.pipeline import STALE
 
 LAYERS = tuple(
     LayerCost(name=f"layers.{number}", parameters=100_000, parameter_bytes=400_000, flops=1e7, cut_numbers=64.0)
@@ -71,6 +73,21 @@ def test_it_is_chosen_where_a_device_cannot_hold_the_model() -> None:
     assert "data_parallel" in {item.strategy for item in decision.infeasible}
 
 
+def test_stale_gradients_are_never_chosen_unasked() -> None:
+    asked = decide(profile=DEEP, plan="pp=2,schedule=pipedream,accumulation=4").chosen
+    drained = decide(profile=DEEP, plan="pp=2,schedule=1f1b,accumulation=4").chosen
+    assert asked.engine == PIPELINE and asked.streamed and asked.estimate and drained.estimate
+    assert ("note", STALE) in _rows(asked) and "one step stale" in STALE
+    assert asked.estimate.step_s < drained.estimate.step_s  # so that it would be, were it offered
+    added = zip(asked.estimate.stage_memory_bytes, drained.estimate.stage_memory_bytes, strict=True)
+    assert [one - other for one, other in added] == [4 * 100_000 * 4] * 2
+    for plan in ("pp=2,accumulation=4", "pp=2", None):
+        decision = decide(profile=DEEP, plan=plan, strategy="pipeline")
+        offered = [decision.chosen, *(each.plan for each in decision.rejected)]
+        assert not any(each.streamed or STALE in each.notes for each in offered)
+    assert not any(plan.streamed for plan in tw.rank(DEEP, LAPTOP, batch_size=64, precision="fp32"))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -82,6 +99,7 @@ def test_it_is_chosen_where_a_device_cannot_hold_the_model() -> None:
         ({"plan": "pp=9", "strategy": None}, "pipeline: 9 stages for 8 layers .use pp=8 or fewer"),
         ({"plan": "pp=2,dp=8", "batch_size": 4, "strategy": None}, "batch_size=4 is smaller than the 8 data ranks"),
         ({"plan": "pp=2,schedule=interleaved,accumulation=3"}, "3 micro-batches are no multiple of the 2 stages"),
+        ({"plan": "pp=4,schedule=pipedream,accumulation=3"}, "3 micro-batches for the 4 stages.*accumulation=4"),
         ({"plan": "pp=2,schedule=interleaved,chunks=5,accumulation=2"}, "chunks|layers"),
     ],
 )
@@ -146,6 +164,7 @@ def test_a_jobs_own_tensor_plan_makes_layers_divisible() -> None:
     ("text", "words"),
     [
         ("pp=2,fsdp=2,schedule=zero_bubble", "schedule=zero_bubble gives wrong losses"),
+        ("pp=2,fsdp=2,schedule=pipedream,accumulation=4", "two versions of a stage's weights, and FSDP2 gathers one"),
         ("tp=3", "no degree from 2 divides 4 heads"),
     ],
 )

@@ -17,7 +17,7 @@ from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.core.plantext import Pins
 from trainwright.planfile import with_plan, write_plan
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
 degree = st.integers(1, 4)
 
 

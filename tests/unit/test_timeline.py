@@ -181,6 +181,43 @@ def test_equal_stages_take_what_the_papers_say(case: tuple[str, int, int, int]) 
     assert found.share("idle") == pytest.approx((stages - 1) * bubble / found.step_s, rel=1e-6, abs=1e-9)
 
 
+@given(st.integers(2, 6), st.integers(1, 8), st.integers(1, 3))
+def test_steps_that_follow_each_other_are_one_long_1f1b(stages: int, more: int, steps: int) -> None:
+    count = stages + more - 1
+    for stage in range(stages):
+        found = [
+            each._replace(micro_batch=each.micro_batch + step * count)
+            for step in range(steps)
+            for each in order(
+                "pipedream", stage=stage, stages=stages, micro_batches=count,
+                begun=step > 0, followed=step < steps - 1,
+            )
+        ]  # fmt: skip
+        assert found == order("1f1b", stage=stage, stages=stages, micro_batches=count * steps)
+        plan = Plan.parse(f"pp={stages},schedule=pipedream")
+        assert orders.in_flight(found) == in_flight(plan, count)[stage] == stages - stage
+
+
+@given(st.integers(2, 6), st.integers(0, 6), st.sampled_from(["", ",recompute=full", ",dp=2"]))
+@settings(deadline=None, max_examples=25)
+def test_a_step_that_others_follow_has_no_bubble(stages: int, more: int, choices: str) -> None:
+    count = stages + more
+    asked = work("pipedream", stages, count, more=choices)
+    found = timeline(asked)
+    assert found.step_s == pytest.approx(sum(expected(asked, DEFAULT).values()), rel=0.01)
+    for stage, lane in enumerate(found.lanes):
+        assert lane[0].begin_s == 0.0 and lane[-1].end_s == found.step_s
+        assert all(one.end_s == pytest.approx(two.begin_s) for one, two in pairwise(lane))
+        for kind in ("forward", "backward"):  # all of a step's, though of two steps in part
+            spans = of_kind(found, stage, kind)
+            assert {span.micro_batch for span in spans} == set(range(count))
+            assert sum(span.seconds for span in spans) == pytest.approx(count * max(span.seconds for span in spans))
+        assert sum(span.seconds for span in of_kind(found, stage, "optimizer")) > 0
+    if 12 % stages == 0 and "dp" not in choices:  # equal stages that reduce nothing
+        assert found.share("idle") < 0.04
+    assert found.step_s < timeline(work("1f1b", stages, count, more=choices)).step_s
+
+
 def test_gradients_are_reduced_as_they_are_made_and_clipping_waits_for_all() -> None:
     found = timeline(work("1f1b", 4, 8, more=",dp=4"))
     for stage, reductions in enumerate(found.reductions):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +164,51 @@ def test_a_plan_is_measured_on_a_batch_that_the_run_would_pass_by(monkeypatch: p
             took.append(worker.probe(Probing(steps=4, seconds=9.0)))
             assert weights == ([2.0] * sound + [0.0] * 5)[: 5 if sound < 2 else 2]
     assert all(seconds > 0 for seconds in took)
+
+
+class Given(Iterator[Feed]):
+    """Feeds of steps; the fifth is silent."""
+
+    prefetch = None
+
+    def __init__(self) -> None:
+        self.step = -1
+
+    def __next__(self) -> Feed:
+        self.step += 1
+        batch = Batch(columns={}, weights=np.full(2, float(self.step != 4)), samples=np.arange(2))
+        return Feed(step=self.step, parts=((batch,),), data_ranks=range(1), total=1, rows=2)
+
+
+def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at a segment's end, nor before or at a batch that is passed by; one that was not asked for is kept."""
+    told: list[tuple[int, int | None]] = []
+
+    def train_step(feed: Feed) -> StepReport:
+        told.append((feed.step, feed.following.step if feed.following else None))
+        if feed.step == 1 and feed.parts[0][0].weights.any():
+            raise NonFiniteLoss("the loss is not finite")
+        return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, wish=feed.step == 6)
+
+    monkeypatch.setattr(Store, "exists", lambda self, path: False)
+    worker: Any = Worker(order_of(table_job(on_nonfinite="skip")))
+    worker._plan = replace(worker._plan, mesh=Mesh(pipeline=2), schedule="pipedream")
+    worker._engine, worker._stream = SimpleNamespace(train_step=train_step), SimpleNamespace(total_steps=10)
+    worker._feeds, worker._passing, worker._blank = Given(), {4: "it ends the workers"}, next(Given())
+    ended = []
+    for until in (3, 10, 10):
+        ended.append(worker.run(until).step)
+        told.append((-1, None))
+    assert ended == [3, 7, 10]
+    assert told == [
+        (0, 1), (1, 2), (1, 2), (2, None), (-1, None),
+        (3, None), (4, None), (5, 6), (6, 7), (-1, None),
+        (7, 8), (8, 9), (9, None), (-1, None),
+    ]  # fmt: skip
+    worker._plan, worker._feeds, worker._step = replace(worker._plan, schedule="1f1b"), Given(), 0
+    told.clear()
+    worker.run(2)
+    assert told == [(0, None), (1, None), (1, None)]
 
 
 def order_of(job: tw.Job) -> WorkOrder:
