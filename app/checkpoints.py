@@ -13,6 +13,7 @@ import json
 import re
 import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest
@@ -36,24 +37,32 @@ class CheckpointWriter:
     def __init__(self, store: Store, run: str, path: str) -> None:
         self._store, self._folder = store, f"{run}/{path}"
         self._lock = threading.Lock()
-        self._entries: dict[str, FileEntry] = {}
+        self._entries: dict[str, FileEntry | None] = {}  # None: it is being written
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
-        """Store one file, of which no other of this checkpoint has the name. From any thread.
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        """Store one file of pieces, of which no other of this checkpoint has the name. From any thread.
 
-        Where the store cannot take it for good, such as a full one, it gets back what the files before it took.
+        Its checksum is made in a thread of its own while the store takes the pieces, so that neither waits. Where the
+        store cannot take it for good, such as a full one, it gets back what the files before it took.
 
         Raises:
             StorageError: the checkpoint will not be whole.
         """
-        raw = data if isinstance(data, bytes) else _flat(data)
-        entry = FileEntry(name=name, size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+        flat = [_flat(memoryview(piece)) for piece in pieces]
         with self._lock:
             if name == MANIFEST or name in self._entries:
                 raise ValueError(f"the checkpoint has a file {name!r} already")
-            self._entries[name] = entry
+            self._entries[name] = None
+        with ThreadPoolExecutor(1) as pool:
+            summing = pool.submit(_sha256, flat)
+            self._put(name, flat)
+        size_bytes = sum(piece.nbytes for piece in flat)
+        with self._lock:
+            self._entries[name] = FileEntry(name=name, size_bytes=size_bytes, sha256=summing.result())
+
+    def _put(self, name: str, pieces: Sequence[memoryview]) -> None:
         try:
-            self._store.put(f"{self._folder}/{name}", raw)
+            self._store.put(f"{self._folder}/{name}", *pieces)
         except StoreDown:
             raise  # it would not take the deletions either
         except StorageError as error:
@@ -61,16 +70,18 @@ class CheckpointWriter:
             raise
 
     def _take_back(self, error: StorageError) -> None:
+        with self._lock:
+            names = sorted(self._entries)
         try:
-            self._store.delete(f"{self._folder}/{entry.name}" for entry in self.entries)
+            self._store.delete(f"{self._folder}/{name}" for name in names)
         except StorageError as second:
             error.detail += f"what was written of the checkpoint is still there: {second.what}"
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
-        """The files written, by name. Complete when every `write` has come back without an error."""
+        """The files that are written, by name. Complete when every `write` has come back without an error."""
         with self._lock:
-            return tuple(self._entries[name] for name in sorted(self._entries))
+            return tuple(entry for _, entry in sorted(self._entries.items()) if entry is not None)
 
 
 class CheckpointReader:
@@ -242,6 +253,14 @@ def _age(path: str) -> tuple[int, int, int]:
 def _flat(data: memoryview) -> memoryview:
     """The same memory as plain bytes; a copy where it is not contiguous."""
     return data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
+
+
+def _sha256(pieces: Sequence[memoryview]) -> str:
+    """Of pieces, one after the other."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
 
 
 def _get(store: Store, place: str) -> bytes:

@@ -82,10 +82,11 @@ class ShelfWriter:
         self._folder = folder
         self.entries: tuple[FileEntry, ...] = ()
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
-        """Store one file. Raises StorageError when memory runs out."""
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        """Store one file of pieces. Raises StorageError when memory runs out."""
         try:
-            size_bytes = (self._folder / name).write_bytes(data)
+            with (self._folder / name).open("wb") as file:
+                size_bytes = sum(file.write(piece) for piece in pieces)
         except OSError as error:
             raise _no_room(self._folder, str(error)) from error
         self.entries = (*self.entries, FileEntry(name=name, size_bytes=size_bytes, sha256=""))

@@ -32,7 +32,7 @@ __all__ = ["MissingFile", "Patience", "Store", "StoreDown", "open_store"]
 
 Value = TypeVar("Value")
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES, _LEAST_BYTES = 16 << 20, 1 << 20
 _READERS = 8
 
 
@@ -127,16 +127,19 @@ class Store:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def put(self, path: str, data: bytes | memoryview, *, sync: bool = True) -> None:
+    def put(self, path: str, *pieces: bytes | memoryview, sync: bool = True) -> None:
         """Write a whole file, over an older one.
 
         Args:
-            data: of any size; a memoryview must be one-dimensional bytes.
+            pieces: of it, one after the other, of any size; a memoryview must be one-dimensional bytes. They are not
+                joined, unless they are small.
             sync: in a folder, come back only when the disk has it.
         """
+        small = sum(map(len, pieces)) <= _CHUNK_BYTES
 
         def write() -> None:
-            client = self._writer() if len(data) <= _CHUNK_BYTES else self._bulk or self._writer()
+            client = self._writer() if small else self._bulk or self._writer()
+            data = b"".join(pieces) if small else _portions(pieces)
             obstore.put(client, self._inside(path), data, chunk_size=_CHUNK_BYTES)
             if sync:
                 self._sync(path)
@@ -307,3 +310,20 @@ class Store:
             if doing != "cannot write" and path and is_missing_file(error):
                 raise MissingFile("there is no such file", where=where, remedy="check the path") from None
             raise explain(error, doing=doing, where=where) from None
+
+
+def _portions(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in portions that a client takes up well: large pieces cut up, small ones joined."""
+    joined = bytearray()
+    for piece in pieces:
+        if len(piece) < _LEAST_BYTES:
+            joined += piece
+        elif joined:
+            yield bytes(joined)
+            joined.clear()
+        if len(joined) >= _LEAST_BYTES:
+            yield bytes(joined)
+            joined.clear()
+        if len(piece) >= _LEAST_BYTES:
+            yield from (memoryview(piece)[start : start + _CHUNK_BYTES] for start in range(0, len(piece), _CHUNK_BYTES))
+    yield bytes(joined)

@@ -22,8 +22,10 @@ NOTE = (
     f"FSDP2 (ZeRO-3) over two processes on one machine with {THREADS} thread each, gloo, written into a folder on the "
     "local disk, each file forced onto it. The same two processes hold both models and take turns behind a barrier, "
     "in another order each round: trainwright's worker (`snapshot`, then `upload`, which also sums what it writes by "
-    "SHA-256), `dcp.save` and `dcp.async_save` of `get_state_dict`. Blocked is until the call comes back, written "
-    "until all files of the rank are there, in seconds for each GiB of the whole checkpoint; the slower rank counts."
+    "SHA-256), `dcp.save` and `dcp.async_save` of `get_state_dict`, the latter with one stager for all rounds, whose "
+    "memory is used again as ours is. Blocked is until the call comes back, written until all files of the rank are "
+    "there, in seconds for each GiB of the whole checkpoint; the slower rank counts. Not in it is the manifest, a "
+    "small file that trainwright's driver writes when all ranks are done."
 )
 Turn = tuple[float, float]  # seconds blocked, seconds until all is written
 

@@ -16,7 +16,7 @@ from problem import BATCH_SIZE, ROWS, WORKERS, job
 
 from trainwright.worker import Worker, WorkOrder
 
-BLOCK = 50
+BLOCK = 25
 Loop = Callable[[int], list[float]]  # (steps) -> seconds of each
 
 

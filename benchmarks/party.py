@@ -14,6 +14,7 @@ from typing import Any
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.group import Address, Generation, Group, Peer
+from trainwright.driver.layouts import Reservation
 from trainwright.driver.messages import Heal
 from trainwright.planner import Decision
 from trainwright.prepare import plan_for, prepare
@@ -117,7 +118,7 @@ def _serve(act: Act, around: Around, rank: int, pipe: Connection, barriers: Mapp
 def _rank(order: WorkOrder, act: Act, watch: Any, rank: int, pipe: Connection, barrier: Barrier) -> Any:
     """Form the group, stand at step 0, act."""
     worker = Worker(order)
-    pipe.send(worker.reserve(GENERATION))
+    pipe.send(worker.reserve(Reservation(generation=GENERATION)))
     addresses: list[Address] = pipe.recv()
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
     threads = order.plan.placement.threads

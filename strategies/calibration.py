@@ -8,6 +8,7 @@ for one shape is met again wherever that shape comes again, and nowhere else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,7 @@ EFFICIENCIES: Mapping[str, Efficiency] = {
     "tensor": Efficiency(default=0.9, spread=0.2, what="of the links' bandwidth in tensor parallelism"),
     "message_s": Efficiency(default=1.5e-5, spread=0.7, what="seconds of each message inside a node"),
     "reduce": Efficiency(default=0.75, spread=0.4, what="of the links' bandwidth in reductions of gradients"),
+    "gather_s": Efficiency(default=1e-4, spread=0.8, what="seconds of each of ZeRO's collectives, whatever its size"),
     "network": Efficiency(default=0.7, spread=0.4, what="of the network's bandwidth between nodes"),
     "overlap": Efficiency(default=0.2, spread=0.9, what="of backward under which gradients are reduced"),
     "send": Efficiency(default=0.4, spread=0.6, what="of a link's bandwidth between stages"),
@@ -44,6 +46,7 @@ EFFICIENCIES: Mapping[str, Efficiency] = {
     "step_s": Efficiency(default=4e-3, spread=0.8, what="seconds of each step for everything else"),
 }
 NAMES = tuple(EFFICIENCIES)
+OF_DEVICE = ("matmul", "traffic", "launch_s", "update")  # as unsure as the device's own speed
 RESIDUAL = 0.10  # standard deviation of a shape's own error, of the logarithm
 NOISE = 0.03  # of one measurement's
 UNKNOWN = 0.08  # of what this model leaves out, measured on no machine like it
@@ -93,6 +96,12 @@ def efficiencies(logs: Vector) -> Mapping[str, float]:
     """Efficiencies from their logarithms."""
     pairs = zip(EFFICIENCIES.items(), logs, strict=True)
     return {name: item.default * float(np.exp(log)) for (name, item), log in pairs}
+
+
+def spreads(unsure: float) -> Vector:
+    """Of all efficiencies, on a device of whose speed the logarithm has this standard deviation."""
+    known = EFFICIENCIES.items()
+    return np.array([math.hypot(item.spread, unsure if name in OF_DEVICE else 0.0) for name, item in known])
 
 
 def alike(one: Vector, kinds: Sequence[str], other: Vector, others: Sequence[str]) -> Vector:

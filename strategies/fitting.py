@@ -10,7 +10,7 @@ import numpy as np
 from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
-from trainwright.strategies.calibration import EFFICIENCIES, NAMES, NOISE, Calibration, Vector, alike, efficiencies
+from trainwright.strategies.calibration import NAMES, NOISE, Calibration, Vector, alike, efficiencies, spreads
 from trainwright.strategies.machine import Machine
 from trainwright.strategies.timing import terms
 from trainwright.strategies.work import Work, work_of
@@ -65,11 +65,11 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
     shapes, kinds = np.array([work.shape for work in works]), [work.kind for work in works]
     inverse = np.linalg.inv(alike(shapes, kinds, shapes, kinds) + NOISE**2 * np.eye(len(works)))
     whitened = np.linalg.cholesky(inverse).T  # errors of shapes that are alike are alike: they count as few
-    logs, slopes = _fitted(works, measured, whitened)
-    prior = np.diag([item.spread**-2 for item in EFFICIENCIES.values()])
+    prior = spreads(max(work.machine.device.unsure for work in works))
+    logs, slopes = _fitted(works, measured, whitened, prior)
     return Calibration(
         logs=tuple(logs),
-        covariance=tuple(map(tuple, np.linalg.inv(slopes.T @ slopes + prior))),
+        covariance=tuple(map(tuple, np.linalg.inv(slopes.T @ slopes + np.diag(prior**-2)))),
         shapes=tuple(work.shape for work in works),
         kinds=tuple(kinds),
         residuals=tuple(inverse @ (measured - _predicted(works, logs))),
@@ -78,25 +78,24 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
     )
 
 
-def _fitted(works: Sequence[Work], measured: Vector, whitened: Vector) -> tuple[Vector, Vector]:
+def _fitted(works: Sequence[Work], measured: Vector, whitened: Vector, prior: Vector) -> tuple[Vector, Vector]:
     """Logarithms of the efficiencies, and the slopes of the whitened predictions there."""
-    spreads = np.array([item.spread for item in EFFICIENCIES.values()])
     logs, damping = np.zeros(len(NAMES)), 1e-2
     missed = whitened @ (_predicted(works, logs) - measured)
     slopes = whitened @ _slopes(works, logs)
     for _ in range(ROUNDS):
         weights = (_TAILS + 1) / (_TAILS + missed**2)
-        curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(spreads**-2)
-        downhill = slopes.T @ (weights * missed) + logs / spreads**2
+        curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(prior**-2)
+        downhill = slopes.T @ (weights * missed) + logs / prior**2
         tried = logs - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), downhill)
         then = whitened @ (_predicted(works, tried) - measured)
-        gain = _cost(missed, logs / spreads) - _cost(then, tried / spreads)
+        gain = _cost(missed, logs / prior) - _cost(then, tried / prior)
         if gain < 0:
             damping *= 4
             continue
         logs, missed, damping = tried, then, damping / 3
         slopes = whitened @ _slopes(works, logs)
-        if gain < ENOUGH * _cost(then, tried / spreads):
+        if gain < ENOUGH * _cost(then, tried / prior):
             break
     return logs, slopes
 

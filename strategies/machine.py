@@ -65,7 +65,7 @@ class Machine:
 CPU = Accelerator(
     name="CPU",
     memory_bytes=4 * 2**30,
-    flops_per_s={"fp32": 5e10},
+    flops_per_s={"fp32": 9e10},
     memory_bytes_per_s=1.2e10,
     link_bytes_per_s=2e9,
     network_bytes_per_s=1.25e8,

@@ -21,6 +21,7 @@ from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Work
 Rates = Mapping[str, float]
 SOFT = 4.0  # how sharply the longer of two overlapping times wins
 PCIE_BYTES_PER_S = 1.2e10  # of a device to its host, one direction: assumed
+GLOO = 30.0  # times as long as NCCL's take the small collectives of gloo
 LAST = 0.15  # of the gradients: they are reduced when backward has ended, whatever was hidden before
 _HALVED_BUBBLE = 1 / 3  # of 1F1B's (ZB-H1; Qi et al., 2023); of ZB-V's chunks likewise
 
@@ -43,7 +44,7 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
     found |= {
         "bubble": bubble,
         "transfers": _transfers(work, rates, float(whole[slowest])),
-        "parameters": _gathered(work, rates, float(whole[slowest])) * count,
+        "parameters": (_gathered(work, rates, float(whole[slowest])) + _called(work, rates)) * count,
         "offload": _offloaded(work, float(whole[slowest])) * count,
         "gradients": _gradients(work, rates, back),
         "optimizer": float(work.update_s) / rates["update"],
@@ -107,7 +108,7 @@ def pieces(work: Work, rates: Rates) -> Pieces:
         backward=back,
         recompute=again,
         send=_sent(work, work.sent_bytes, rates) * (work.sent_bytes > 0),
-        gather=_gathered(work, rates, whole) + _offloaded(work, whole),
+        gather=_gathered(work, rates, whole) + _called(work, rates) + _offloaded(work, whole),
         reduction=_reduction(work, rates, work.gradient_bytes),
         optimizer=work.update_s / rates["update"] * work.parameters / work.parameters.max(),
         other=rates["step_s"] * work.machine.device.host,
@@ -131,10 +132,11 @@ def send_seconds(work: Work, sent_bytes: Vector) -> Vector:
 
 def _compute(work: Work, rates: Rates) -> tuple[Vector, Vector]:
     """Forward and backward of each distinct layer."""
-    product = work.flops_s / rates["matmul"] + work.matmuls * rates["matmul_s"]
+    weights = work.weights_s / rates["traffic"]
+    product = _longer(work.flops_s / rates["matmul"], weights * (work.flops_s > 0)) + work.matmuls * rates["matmul_s"]
     device = product + (work.traffic_s + work.scores_s * rates["scores"]) / rates["traffic"]
     told = work.launches * rates["launch_s"]
-    return _longer(device, told), _longer(BACKWARD * device, LAUNCHES_BACK * told)
+    return _longer(device, told), _longer(BACKWARD * device + work.passes * weights, LAUNCHES_BACK * told)
 
 
 def _longer(one: Vector, other: Vector) -> Vector:
@@ -193,6 +195,11 @@ def _gathered(work: Work, rates: Rates, compute_s: float) -> float:
     size = np.array([work.gradient_bytes.max()])
     spent = 1.5 * float(_all_reduce(work, work.shard, rates, "reduce", size)[0])
     return _exposed(spent, compute_s)
+
+
+def _called(work: Work, rates: Rates) -> float:
+    """What ZeRO's collectives take whatever their size."""
+    return work.gathers * rates["gather_s"] * (1.0 if work.machine.device.apart else GLOO)
 
 
 def _offloaded(work: Work, compute_s: float) -> float:

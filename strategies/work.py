@@ -7,6 +7,7 @@ gathered once for a plan and timed as often as a calibration likes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -28,6 +29,8 @@ BACKWARD = 2.0  # operations and traffic of backward, in those of forward
 LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
 SCORES_PART = 0.08  # of a block's forward that makes attention's scores, which selective recomputation makes again
 UPDATE_BYTES = {2: 34.0, 4: 28.0}  # Adam reads and writes so many a parameter, by bytes of a number
+ADDED = 3.0  # passes over a gradient that is added to another: both are read, one is written
+_LISTED = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")  # the name of what a list holds
 HOST_BYTES_PER_S = 2e10  # of the host's memory, a device's share: assumed
 NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
@@ -42,7 +45,10 @@ class Work:
         counts: (sections, layers): how many of each layer stand in each section.
         flops_s: seconds at the peak rate.
         matmuls: matrix products.
-        traffic_s: seconds at the memory's full bandwidth.
+        weights_s: seconds of one pass over the parameters at the memory's full bandwidth; of a backward, so many more
+            go over their gradients.
+        passes: see `weights_s`.
+        traffic_s: of all other operations, at the memory's full bandwidth.
         scores_s: likewise, for attention's scores.
         launches: operations.
         reduced_bytes: of tensor parallelism's all-reduces.
@@ -57,6 +63,7 @@ class Work:
         schedule: of the pipeline.
         chunks: of each stage.
         zero: what is sharded.
+        gathers: collectives of ZeRO for each micro-batch.
         servers: that hold the parameters, where ranks step alone.
         tensor, data, shard: who reduces with whom.
         remote: whether the next stage is on another node.
@@ -69,6 +76,8 @@ class Work:
     counts: Vector
     flops_s: Vector
     matmuls: Vector
+    weights_s: Vector
+    passes: Vector
     traffic_s: Vector
     scores_s: Vector
     launches: Vector
@@ -84,6 +93,7 @@ class Work:
     schedule: str
     chunks: int
     zero: int
+    gathers: float
     servers: int
     tensor: Group
     data: Group
@@ -202,6 +212,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         mesh=mesh,
         counts=counts,
         **_of_layers(profile, machine.device, precision, mesh.tensor, rows),
+        passes=_passes(profile, micro_batches),
         again=layers.again(plan.recompute),
         parameters=parameters,
         gradient_bytes=parameters * own,
@@ -212,6 +223,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         schedule=plan.schedule,
         chunks=plan.chunks,
         zero=plan.zero,
+        gathers=plan.zero * units(profile) / mesh.pipeline if plan.zero >= 2 and sharded > 1 else 0.0,
         servers=plan.servers,
         tensor=group(machine, mesh.tensor, 1),
         data=group(machine, mesh.data, mesh.size // mesh.data),
@@ -230,15 +242,38 @@ def _of_layers(
     layers, width = gathered(profile), NUMBER_BYTES.get(precision, 4)
     over, shared, memory = layers.over(tensor), layers.shared_traffic, device.memory_bytes_per_s
     traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
+    own = NUMBER_BYTES.get(stored(profile, precision), 4)
     return {
         "flops_s": rows * layers.flops / over / (device.rate(precision) * device.sustained),
         "matmuls": layers.matmuls * device.host,
+        "weights_s": own * (layers.parameters + layers.tied_parameters) / over / memory,
         "traffic_s": rows * traffic * width / memory,
         "scores_s": rows * layers.scores_numbers / over * width / memory,
         "launches": layers.launches * device.host,
         "reduced_bytes": rows * width * layers.reductions * layers.output_numbers,
         "reductions": layers.reductions,
     }
+
+
+@lru_cache(maxsize=256)
+def units(profile: ModelProfile) -> int:
+    """Groups of layers that ZeRO gathers one after the other: each that a list holds, and the rest together."""
+    if not profile.framework:
+        return len(profile.layers)
+    listed = {found[0] for found in map(_LISTED.match, (layer.name for layer in profile.layers)) if found}
+    return len(listed) + 1
+
+
+def _passes(profile: ModelProfile, micro_batches: int) -> Vector:
+    """Over the gradients of each layer's parameters, beside those of its products.
+
+    What is looked up gives a gradient of all that there is; and our engines add that of a micro-batch to those before
+    it, where what has no framework does so within the product.
+    """
+    looked_up = gathered(profile).flops == 0
+    added = ADDED if micro_batches > 1 and profile.framework else 0.0
+    found: Vector = looked_up + np.full(len(looked_up), added)
+    return found
 
 
 def stored(profile: ModelProfile, precision: str) -> str:

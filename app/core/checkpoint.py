@@ -58,8 +58,8 @@ class Manifest:
 class Writer(Protocol):
     """Where an engine writes the files of one checkpoint. Runs in an upload thread."""
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
-        """Store one file. `name` is relative, without `..`; raises StorageError."""
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        """Store one file of pieces in this order. `name` is relative, without `..`; raises StorageError."""
 
 
 class Reader(Protocol):

@@ -39,6 +39,7 @@ class TorchEngine:
         self._replica: Replica | None = None
         self._runner: Runner | None = None
         self._device = torch.device("cpu")
+        self._copies = state.Copies()
 
     # --- the group ----------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class TorchEngine:
 
     def snapshot(self) -> StateCopy:
         """Copy the state to host memory. Training may go on at once."""
-        copy = state.snapshot(self._built)
+        copy = self._copies.of(state.held(self._built))
         return StateCopy(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateCopy) -> StateTag:

@@ -93,7 +93,7 @@ class Divided(Member):
     def snapshot(self) -> StateCopy:
         """Copy this rank's part to host memory. Training may go on at once."""
         if self._replica is None and self._held is not None:
-            kept = state.copied(self._held.state)
+            kept = self._copies.of(self._held.state)
             return StateCopy(step=kept.step or 0, size_bytes=kept.size_bytes, state=kept)
         return super().snapshot()
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
+from trainwright.strategies.torch.packing import packed
 from trainwright.strategies.torch.parts import WHOLE, Box, Part
 from trainwright.strategies.torch.state import HostState, Slots
 
@@ -41,7 +42,7 @@ Wanted = Mapping[str, Box | None]
 def write(state: HostState, writer: Writer) -> None:
     """Write a state's files. Raises StorageError, and NonFiniteLoss for a state that nobody would want back."""
     for name in state.trained:
-        if not torch.isfinite(state.model[name]).all():
+        if not _finite(state.model[name]):
             raise NonFiniteLoss(
                 f"parameter {name!r} is not finite after step {state.step}: a gradient was not, though the loss was",
                 remedy='set clip_norm or on_nonfinite="skip", which look at the gradient of each step; what was '
@@ -69,9 +70,15 @@ def write(state: HostState, writer: Writer) -> None:
         MODEL: {name: _described(value, boxes.get(name)) for name, value in state.model.items()},
         OPTIMIZER: {name: _described(value, boxes.get(name)) for name, value in tensors.items()},
     }
-    writer.write(_FILE.format(MODEL, suffix), safetensors.torch.save(state.model))
-    writer.write(_FILE.format(OPTIMIZER, suffix), safetensors.torch.save(tensors))
+    writer.write(_FILE.format(MODEL, suffix), *packed(state.model))
+    writer.write(_FILE.format(OPTIMIZER, suffix), *packed(tensors))
     writer.write(STATE.format(suffix), json.dumps(facts, indent=1).encode())
+
+
+def _finite(value: Tensor) -> bool:
+    """Whether all of a tensor's numbers are; in one pass, that keeps none of them."""
+    numbers = torch.view_as_real(value) if value.is_complex() else value
+    return not numbers.numel() or bool(torch.isfinite(torch.stack(numbers.aminmax())).all())  # NaN is both
 
 
 def _described(held: Tensor, box: Box | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from trainwright.strategies.torch.scaling import Scale
 
 Slots = dict[str, dict[str, Any]]
 BEFORE = "weights_before"  # among the optimizer's state of a parameter: the version before the last step
+_Memory = dict[tuple[str, ...], Tensor]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -50,8 +52,14 @@ class HostState:
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        slots = (value for entries in self.slots.values() for value in entries.values() if isinstance(value, Tensor))
-        return sum(tensor.nbytes for tensor in (*self.model.values(), *slots))
+        return sum(tensor.nbytes for tensor in self.memory.values())
+
+    @property
+    def memory(self) -> _Memory:
+        """All tensors, by name, and by parameter name and key."""
+        slots = ((name, key, value) for name, entries in self.slots.items() for key, value in entries.items())
+        own: _Memory = {(name,): value for name, value in self.model.items()}
+        return own | {(name, key): value for name, key, value in slots if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +71,33 @@ class _Shape:
     like: bool = False
 
 
-def snapshot(replica: Replica) -> HostState:
-    """Copy a replica's state to host memory. Raises as `held` does."""
-    return copied(held(replica))
+class Copies:
+    """Copies of states in host memory, of which the last one's is used again once nobody holds it any more.
 
+    Fresh memory costs several times the copy: the system clears each page as it is first touched. So from the first
+    copy on the memory of one is held.
+    """
 
-def copied(state: HostState) -> HostState:
-    """The same in host memory, every tensor in memory of its own."""
-    slots = {
-        name: {key: _host(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
-        for name, entries in state.slots.items()
-    }
-    return replace(state, model={name: _host(value) for name, value in state.model.items()}, slots=slots)
+    def __init__(self) -> None:
+        self._spare: _Memory = {}
+
+    def of(self, state: HostState) -> HostState:
+        """The same in host memory, every tensor in memory of its own; that is this copy's for as long as it lives."""
+        spare, self._spare = self._spare, {}
+        slots = {
+            name: {
+                key: _host(value, spare.get((name, key))) if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+            for name, entries in state.slots.items()
+        }
+        model = {name: _host(value, spare.get((name,))) for name, value in state.model.items()}
+        copy = replace(state, model=model, slots=slots)
+        weakref.finalize(copy, self._take_back, copy.memory).atexit = False
+        return copy
+
+    def _take_back(self, memory: _Memory) -> None:
+        self._spare = memory
 
 
 def held(replica: Replica) -> HostState:
@@ -307,8 +330,11 @@ def _bits(flat: Tensor) -> Tensor:
     return flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
 
 
-def _host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def _host(tensor: Tensor, spare: Tensor | None) -> Tensor:
+    """A copy in host memory: in the spare one's where that has its form."""
+    if spare is None or (spare.shape, spare.dtype) != (tensor.shape, tensor.dtype):
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return spare.copy_(tensor.detach())
 
 
 def _check(own: Mapping[str, Tensor], replica: Replica, state: HostState) -> None:

@@ -31,8 +31,8 @@ class Files:
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
         self.files = dict(files or {})
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
-        self.files[name] = bytes(data)
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        self.files[name] = b"".join(pieces)
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.files)

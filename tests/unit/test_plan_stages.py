@@ -23,7 +23,7 @@ PIPELINE = "trainwright.strategies.torch.pipeline:Pipeline"
 
 
 def test_a_pipeline_is_cut_before_named_layers() -> None:
-    chosen = decide(profile=DEEP, strategy="pipeline").chosen
+    chosen = decide(profile=DEEP, strategy="pipeline", plan="schedule=1f1b").chosen
     assert chosen.engine == PIPELINE and sum(chosen.stages) == len(LAYERS)
     (first,) = accumulate(chosen.stages[:-1])
     assert chosen.cuts == (LAYERS[first].name,)

@@ -49,6 +49,15 @@ def test_what_was_put_is_read_listed_and_deleted(store: Store) -> None:
     assert list(store.list()) == [("a/one", 1)]
 
 
+def test_pieces_are_one_file_whatever_their_sizes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.store._CHUNK_BYTES", 100)
+    monkeypatch.setattr("trainwright.store._LEAST_BYTES", 10)
+    for sizes in ((), (0, 5), (5, 60), (9, 9, 9, 200, 3), (250,), (10, 0, 101, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 99)):
+        pieces = [bytes([number]) * size for number, size in enumerate(sizes, 65)]
+        store.put("file", *(memoryview(piece) if len(piece) % 2 else piece for piece in pieces))
+        assert store.get("file") == b"".join(pieces), sizes
+
+
 def test_a_file_is_created_once(store: Store) -> None:
     assert store.create("log/1", b"first")
     assert not store.create("log/1", b"second")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -19,6 +20,7 @@ from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch import batches
 from trainwright.strategies.torch.files import load_weights
+from trainwright.strategies.torch.packing import packed
 from trainwright.strategies.torch.profile import profile_model, take_weights
 
 
@@ -135,6 +137,36 @@ def test_a_missing_or_damaged_file_is_named(name: str) -> None:
     del files.files[name]
     with pytest.raises(CheckpointError, match=f"no {name}"):
         engine.load(files)
+
+
+def test_the_memory_of_a_copy_is_used_again_once_nobody_holds_it() -> None:
+    engine = one_device()
+    engine.train_step(feed())
+    first, second = engine.snapshot(), engine.snapshot()
+    places = [{value.data_ptr() for value in copy.state.memory.values()} for copy in (first, second)]
+    assert places[0].isdisjoint(places[1]), "both are held"
+    files = Files()
+    engine.save(first, files)
+    del first
+    engine.train_step(feed(step=1))
+    third = engine.snapshot()
+    assert {value.data_ptr() for value in third.state.memory.values()} == places[0]
+    again = Files()
+    engine.save(second, again)
+    assert again.files == files.files and saved(engine).files != files.files
+
+
+def test_pieces_are_a_file_of_safetensors() -> None:
+    kinds = (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+    tensors = {f"t{kind}": torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
+    tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5), "columns": torch.rand(3, 5).T}
+    found = safetensors.torch.load(b"".join(packed(tensors)))
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+        assert [*map(bytes, packed({"": found[name]}))] == [*map(bytes, packed({"": value}))], name
+    with pytest.raises(CheckpointError, match="beside holds complex128, which no checkpoint can"):
+        packed({"beside": torch.zeros(1, dtype=torch.complex128)})
 
 
 def test_layouts_in_memory_do_not_matter() -> None:

@@ -1,0 +1,50 @@
+"""A safetensors file in pieces: its header and the tensors' own memory, which nothing joins on its way to storage.
+
+The library's `save` puts the whole file together in memory before the first byte can be written. The format is
+https://huggingface.co/docs/safetensors: the header's length, the header, and the tensors one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainwright.core.errors import CheckpointError
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_ALIGNED = 8  # bytes: a length that header and data are filled up to
+
+
+def packed(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """The pieces of a file that holds these tensors of the CPU, which must not change before it is there.
+
+    Raises:
+        CheckpointError: the format has no such numbers.
+    """
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # each is aligned to its numbers
+    header, end = {}, 0
+    for name in ordered:
+        value, start = tensors[name], end
+        end += value.nbytes
+        if value.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{name} holds {str(value.dtype).removeprefix('torch.')}, which no checkpoint can",
+                remedy="keep it in another type, or register the buffer with persistent=False",
+            )
+        header[name] = {"dtype": _NAMES[value.dtype], "shape": [*value.shape], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return [len(text).to_bytes(8, "little") + text, *(_memory(tensors[name]) for name in ordered)]
+
+
+def _memory(value: Tensor) -> memoryview:
+    """A tensor's own bytes; a copy where they are not in one piece."""
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
