@@ -28,7 +28,8 @@ from trainwright.core.events import Steps
 from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
 from trainwright.keeper import Fetch, Shelf
 from trainwright.notices import Notices
-from trainwright.worker import Worker, WorkOrder
+from trainwright.worker import Worker
+from trainwright.workorder import WorkOrder
 
 FETCH_S = 120.0
 

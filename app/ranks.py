@@ -34,7 +34,7 @@ from trainwright.session import CALL_DEADLINE_S
 from trainwright.store import Store
 from trainwright.trained import dealt, gathered
 from trainwright.travel import pack
-from trainwright.worker import WorkOrder
+from trainwright.workorder import WorkOrder
 
 HANG_S = 900.0  # for what all ranks do together, where the job says nothing
 SOME = 16  # batches that are evaluated in one go

@@ -35,7 +35,7 @@ from trainwright.strategies import engine_class
 from trainwright.strategies.question import Question
 from trainwright.travel import by_value, pack
 from trainwright.versions import versions
-from trainwright.worker import WorkOrder
+from trainwright.workorder import WorkOrder
 
 CALL_DEADLINE_S = 180.0  # to form a group and to load a checkpoint, at least
 

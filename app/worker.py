@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,8 +29,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.feeds import weightless
 from trainwright.datasets.salvage import Salvage, Skipped
-from trainwright.datasets.sources import Index
-from trainwright.datasets.stream import Feeds, Fetcher, Stream
+from trainwright.datasets.stream import Feeds, Stream
 from trainwright.driver.layouts import Predicting, Probing, Reservation
 from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
 from trainwright.keeper import Fetch, Shelf, ShelfReader, no_fetch
@@ -41,38 +40,11 @@ from trainwright.stacks import stacks
 from trainwright.store import open_store
 from trainwright.strategies import engine_class
 from trainwright.travel import unpack
+from trainwright.workorder import WorkOrder
 
 INTERRUPT_DEADLINE_S = 5.0
 Save = Callable[[StateCopy, Writer], None]  # of the engine that made the copy, which may be gone by then
 REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkOrder:
-    """All that a fresh process needs to take part.
-
-    Attributes:
-        job: the pickled job.
-        run: name of the run in the store at `storage`.
-        train: index of the training set, made once by the driver.
-        evaluate: index of the evaluation set.
-        outputs: names of the model's outputs that `predict` gives; empty gives all.
-        identity: of job, data and plan: a driver takes over processes of its own alone.
-        preemption_s: that a process lives on after a preemption notice.
-        fetcher: delivers heavy transforms through Ray Data; None when the workers read for themselves.
-    """
-
-    job: bytes
-    plan: Plan
-    storage: str
-    run: str
-    train: Index
-    evaluate: Index | None = None
-    outputs: tuple[str, ...] = ()
-    identity: str = ""
-    preemption_s: float = 25.0
-    fetcher: Fetcher | None = None
-    evaluate_fetcher: Fetcher | None = None
 
 
 class Worker:

@@ -14,7 +14,8 @@ from figures import Figure, compare
 from party import Seat, decided, machine, order_of, together
 from problem import BATCH_SIZE, ROWS, WORKERS, job
 
-from trainwright.worker import Worker, WorkOrder
+from trainwright.worker import Worker
+from trainwright.workorder import WorkOrder
 
 BLOCK = 25
 Loop = Callable[[int], list[float]]  # (steps) -> seconds of each

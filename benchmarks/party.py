@@ -19,7 +19,8 @@ from trainwright.driver.messages import Heal
 from trainwright.planner import Decision
 from trainwright.prepare import plan_for, prepare
 from trainwright.travel import pack
-from trainwright.worker import Worker, WorkOrder
+from trainwright.worker import Worker
+from trainwright.workorder import WorkOrder
 
 MEET_S, END_S = 60.0, 10.0
 GENERATION = Generation(token=1, number=1)

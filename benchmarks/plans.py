@@ -22,7 +22,7 @@ from trainwright.core.profile import ModelProfile
 from trainwright.planview import name_of
 from trainwright.strategies.fitting import Measurement
 from trainwright.strategies.ranking import estimate_of, simplest
-from trainwright.worker import WorkOrder
+from trainwright.workorder import WorkOrder
 
 PLANS = (  # beside one device
     "dp=2", "dp=2,zero=2", "fsdp=2", "pp=2,schedule=1f1b,accumulation=4", "pp=2,schedule=gpipe,accumulation=4",

@@ -29,7 +29,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.bundles import resources
 from trainwright.driver.rooms import Rooms
 from trainwright.store import open_store
-from trainwright.worker import WorkOrder
+from trainwright.workorder import WorkOrder
 
 NEWS_EVERY_S = 0.2
 WATCH_S = 5.0

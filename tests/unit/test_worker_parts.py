@@ -25,7 +25,8 @@ from trainwright.signals import stopping
 from trainwright.store import Store
 from trainwright.strategies.data_parallel import ENGINES
 from trainwright.travel import pack
-from trainwright.worker import Worker, WorkOrder
+from trainwright.worker import Worker
+from trainwright.workorder import WorkOrder
 
 
 def filled(*steps: int) -> StepRecords:
