@@ -156,7 +156,7 @@ def test_a_plan_is_measured_on_a_batch_that_the_run_would_pass_by(monkeypatch: p
     for policy in ("skip", "raise"):
         weights.clear()
         worker: Any = Worker(order_of(table_job(on_nonfinite=policy)))
-        worker._stream, worker._engine = SimpleNamespace(full_feed=lambda rank: feed), SimpleNamespace()
+        worker._stream, worker._engine = SimpleNamespace(full_feed=lambda step, avoid: feed), SimpleNamespace()
         worker._engine.train_step = train_step
         if policy == "raise" and sound < 2:
             with pytest.raises(NonFiniteLoss):
