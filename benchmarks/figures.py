@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,16 @@ def versus(
     return Figure(
         benchmark=benchmark, what=what, unit=unit, ours=measured, peer=predicted, pairs=1, ratio=ratio, target=target
     )
+
+
+def apart(
+    benchmark: str, what: str, unit: str, ours: Sequence[float], peers: Sequence[float], *, target: float | None = None
+) -> Figure:
+    """As `compare`, of values that should be equal: the ratio is the larger median's over the smaller's."""
+    found = compare(benchmark, what, unit, ours, peers, target=target)
+    if found.ratio is None or found.ratio.median >= 1:
+        return found
+    return replace(found, ratio=ratio_of(peers, ours))
 
 
 def write_figures(path: Path, figures: Sequence[Figure]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from figures import Figure, versus
+from figures import Figure, apart, compare
 from party import Seat, decided, one_after_another, order_of
 from problem import ROWS, job
 from six_models import MODELS, Case
@@ -28,17 +28,17 @@ PLANS = (  # beside one device
     "dp=2", "dp=2,zero=2", "fsdp=2", "pp=2,schedule=1f1b,accumulation=4", "pp=2,schedule=gpipe,accumulation=4",
 )  # fmt: skip
 FREE = {"workers": None}  # of a job that leaves everything to the planner
-PROBED, STEPS = 6, 20  # of the first round, which is calibrated on, and of the second, which is compared
-QUICK = 4  # of both
+ROUNDS, STEPS = 8, 8  # every other round is calibrated on, the others are compared; steps of each
+QUICK = (2, 4)
 RIGHT, GOOD = 1.15, 1.05
 NOTE = (
     f"Six models (`six_models.py`) under each of {1 + len(PLANS)} plans as far as they fit: one device, data parallel, "
     "ZeRO-2, ZeRO-3, a pipeline in the orders 1F1B and GPipe with four micro-batches; AdamW, two processes on one "
     "machine with one thread each, gloo, trainwright's worker without Ray around it. The cluster that the planner is "
-    "told of is two nodes of one CPU. In a first round every plan of every model takes "
-    f"{PROBED} steps, whose medians are calibrated on (`trainwright.calibrate`); in a second one {STEPS}, whose "
-    "medians stand under trainwright. The slowest rank counts. Under peer stands the calibrated prediction, and the "
-    "ratio is the larger over the smaller; of a model never seen, it is calibrated on the other five alone, and the "
+    f"told of is two nodes of one CPU. In each of {ROUNDS} rounds every plan of every model takes {STEPS} steps, of "
+    "which the slowest rank's median counts. Every other round is calibrated on (`trainwright.calibrate`), the others "
+    "stand under trainwright. Under peer stands the calibrated prediction, and the ratio is the larger over the "
+    "smaller, with the range of the rounds; of a model never seen, it is calibrated on the other five alone, and the "
     "plan that is furthest off is shown. Of a choice, the measured step of the plan that is chosen stands beside that "
     "of the best plan of all: what the planner decides without a measurement and without `plan=`, which is measured "
     "too where it is none of the plans, and what has the best prediction calibrated on the other five models, and on "
@@ -48,7 +48,12 @@ NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A plan of a model, and its measured seconds a step in both rounds; `decided` is what the planner chose itself."""
+    """A plan of a model, and its measured seconds a step; `decided` is what the planner chose itself.
+
+    Attributes:
+        probed_s: in the rounds that are calibrated on.
+        steps_s: in each of the others.
+    """
 
     model: str
     profile: ModelProfile
@@ -57,11 +62,16 @@ class Tried:
     order: WorkOrder
     decided: bool = False
     probed_s: float = 0.0
-    step_s: float = 0.0
+    steps_s: tuple[float, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Of the rounds that are compared, the median."""
+        return median(self.steps_s)
 
     @property
     def measurement(self) -> Measurement:
-        """Of the first round."""
+        """To calibrate on."""
         return Measurement(
             profile=self.profile, cluster=self.cluster, plan=self.plan, batch_size=self.plan.batch_size,
             precision=self.plan.precision, step_s=self.probed_s,
@@ -80,10 +90,10 @@ def measure(folder: Path, *, quick: bool) -> list[Figure]:
     """The figures of this benchmark."""
     names = list(MODELS)[3:5] if quick else list(MODELS)
     asked = [tried for name in names for tried in _asked(folder, name, MODELS[name])]
-    probed = _measured(asked, QUICK if quick else PROBED)
+    rounds, steps = QUICK if quick else (ROUNDS, STEPS)
+    measured = zip(*(_measured(asked, steps) for _ in range(rounds)), strict=True)
     found = [
-        replace(one, probed_s=probed_s, step_s=step_s)
-        for one, probed_s, step_s in zip(asked, probed, _measured(asked, QUICK if quick else STEPS), strict=True)
+        replace(one, probed_s=median(each[::2]), steps_s=each[1::2]) for one, each in zip(asked, measured, strict=True)
     ]
     calibration = tw.calibrate([one.measurement for one in found])
     return [figure for name in names for figure in _figures(name, found, calibration)]
@@ -128,24 +138,29 @@ def _figures(name: str, found: Sequence[Tried], calibration: tw.Calibration) -> 
     """Each plan of a model as predicted and as measured, and the choice."""
     own = [one for one in found if one.model == name]
     figures = [
-        versus("plans", f"{name}: {name_of(one.plan)}", "ms", 1e3 * one.step_s, 1e3 * seconds, target=RIGHT)
+        apart("plans", f"{name}: {name_of(one.plan)}", "ms", _ms(one), [1e3 * seconds] * len(one.steps_s), target=RIGHT)
         for one, seconds in zip(own, _seconds(own, calibration), strict=True)
     ]
     unseen = tw.calibrate([one.measurement for one in found if one.model != name])
     pairs = zip(own, _seconds(own, unseen), strict=True)
     far, seconds = max(pairs, key=lambda pair: max(pair[1] / pair[0].step_s, pair[0].step_s / pair[1]))
-    figures.append(versus("plans", f"{name}, never seen: {name_of(far.plan)}", "ms", 1e3 * far.step_s, 1e3 * seconds))
-    steps: list[tuple[str, float, float | None]] = [
-        *((f"the planner's choice, {name_of(one.plan)}", one.step_s, GOOD) for one in own if one.decided),
-        *((f"the choice by the others, {name_of(one.plan)}", one.step_s, GOOD) for one in [_chosen(own, unseen)]),
-        *((f"the choice by all, {name_of(one.plan)}", one.step_s, None) for one in [_chosen(own, calibration)]),
-        *((f"always {label}", one.step_s, None) for one in own for label in [_plain(one.plan)] if label),
+    foreign = [1e3 * seconds] * len(far.steps_s)
+    figures.append(apart("plans", f"{name}, never seen: {name_of(far.plan)}", "ms", _ms(far), foreign))
+    choices: list[tuple[str, Tried, float | None]] = [
+        *((f"the planner's choice, {name_of(one.plan)}", one, GOOD) for one in own if one.decided),
+        *((f"the choice by the others, {name_of(one.plan)}", one, GOOD) for one in [_chosen(own, unseen)]),
+        *((f"the choice by all, {name_of(one.plan)}", one, GOOD) for one in [_chosen(own, calibration)]),
+        *((f"always {label}", one, None) for one in own for label in [_plain(one.plan)] if label),
     ]
-    best_s = min(one.step_s for one in own)
+    best = min(own, key=lambda one: one.step_s)
     return figures + [
-        versus("plans", f"{name}: {what}, beside the best", "ms", 1e3 * step_s, 1e3 * best_s, target=target)
-        for what, step_s, target in steps
+        compare("plans", f"{name}: {what}, beside the best", "ms", _ms(one), _ms(best), target=target)
+        for what, one, target in choices
     ]
+
+
+def _ms(tried: Tried) -> list[float]:
+    return [1e3 * step_s for step_s in tried.steps_s]
 
 
 def _chosen(tried: Sequence[Tried], calibration: tw.Calibration) -> Tried:
