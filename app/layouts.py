@@ -169,7 +169,7 @@ class Alternatives:
         """What is pinned beside the degrees, then nothing."""
         known = tuple(strategies_for("torch"))
         pins = self.question.pins
-        choices = {name: value for name, value in pins.choices.items() if name not in ("zero", "offload")}
+        choices = {name: value for name, value in pins.choices.items() if name not in ("zero", "offload", "sequence")}
         kept = (replace(pins, mesh=None, choices=choices), (self.job.strategy,) if self.job.strategy else known)
         free = (Pins(), known)
         return [kept, free] if choices or self.job.strategy else [free]

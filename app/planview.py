@@ -107,6 +107,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("cut before", ", ".join(plan.cuts)))
     if plan.schedule:
         rows.append(("schedule", plan.schedule))
+    if plan.sequence:
+        rows.append(("sequence parallel", "tokens divided between the layers that are"))
     if plan.offload:
         rows.append(("in host memory", "parameters, gradients and the optimizer's state"))
     if plan.recompute != "none":
@@ -200,8 +202,8 @@ def _degrees(plan: Plan) -> str:
 
 def _choices(plan: Plan) -> list[str]:
     recompute = "" if plan.recompute == "none" else f"recompute {plan.recompute}"
-    offload = "offload" if plan.offload else ""
-    return [choice for choice in (plan.schedule, recompute, offload) if choice]
+    offload, sequence = "offload" * plan.offload, "sequence parallel" * plan.sequence
+    return [choice for choice in (plan.schedule, recompute, offload, sequence) if choice]
 
 
 def _layout(plan: Plan) -> list[str]:

@@ -101,7 +101,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     """What the layers ask of a stage that holds them."""
     mesh, width, own = plan.mesh, NUMBER_BYTES.get(precision, 4), stored(profile, precision)
     micro_batches, rows = plan.micro_batches(batch_size)
-    held, kept, working = _numbers(profile, mesh.tensor, mesh.pipeline > 1, plan.recompute)
+    held, kept, working = _numbers(profile, mesh.tensor, mesh.pipeline > 1, plan.recompute, plan.sequence)
     parameter, gradient, optimizer = _STATES[NUMBER_BYTES.get(own, 4)]
     served = optimizer if plan.servers else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
@@ -134,11 +134,13 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
 
 
 @lru_cache(maxsize=512)
-def _numbers(profile: ModelProfile, tensor: int, staged: bool, recompute: str) -> tuple[Vector, Vector, Vector]:
+def _numbers(
+    profile: ModelProfile, tensor: int, staged: bool, recompute: str, sequence: bool
+) -> tuple[Vector, Vector, Vector]:
     """Of each distinct layer: parameters, what backward keeps of one sample, and what it works with beside that."""
     layers = gathered(profile)
-    kept = layers.kept(tensor, recompute)
-    whole = layers.kept(tensor, "none")
+    kept = layers.kept(tensor, recompute, sequence=sequence)
+    whole = layers.kept(tensor, "none", sequence=sequence)
     working = whole if recompute == "full" else whole - kept  # selective: the scores of the layer it is at
     return layers.held(1 + staged) / layers.over(tensor), kept, working
 

@@ -148,6 +148,7 @@ class Question:
             devices_per_worker=devices,
             precision=self.precision,
             keras_backend=self.profile.keras_backend,
+            sequence=mesh.tensor > 1 and bool(self.pins.choices.get("sequence")),
             notes=self._inexact_notes if mesh.data_ranks > 1 else (),
             **choices,  # type: ignore[arg-type]
         )

@@ -34,7 +34,7 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
     spent = {
         "compute": work.by_stage(work.counts @ (forward + backward)),
         "recompute": work.by_stage(work.counts @ again),
-        "tensor_parallel": work.by_stage(work.counts @ (2 * reduced)),
+        "tensor_parallel": work.by_stage(work.counts @ ((2 + work.regathered) * reduced)),
     }
     whole = spent["compute"] + spent["recompute"] + spent["tensor_parallel"]
     slowest, count = int(np.argmax(whole)), work.micro_batches
@@ -101,7 +101,7 @@ def pieces(work: Work, rates: Rates) -> Pieces:
     forward, backward = _compute(work, rates)
     reduced = _tensor(work, rates)
     again = work.counts @ (work.again * (forward + reduced))
-    ahead, back = work.counts @ (forward + reduced), work.counts @ (backward + reduced)
+    ahead, back = work.counts @ (forward + reduced), work.counts @ (backward + (1 + work.regathered) * reduced)
     whole = float(work.by_stage(ahead + back + again).max())
     return Pieces(
         forward=ahead,

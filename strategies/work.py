@@ -54,6 +54,7 @@ class Work:
         reduced_bytes: of tensor parallelism's all-reduces.
         reductions: their number.
         again: share of forward that backward computes again.
+        regathered: share of forward's reductions that backward makes once more: inputs that are gathered again.
         parameters: of each stage, on one rank.
         gradient_bytes: of each stage, on one rank.
         update_s: of the optimizer at the memory's full bandwidth, slowest stage.
@@ -84,6 +85,7 @@ class Work:
     reduced_bytes: Vector
     reductions: Vector
     again: Vector
+    regathered: float
     parameters: Vector
     gradient_bytes: Vector
     update_s: float
@@ -143,10 +145,15 @@ class Layers:
         """Parameters that each needs where it stands."""
         return self.parameters + (self.tied_parameters if stages > 1 else 0.0)
 
-    def kept(self, tensor: int, recompute: str) -> Vector:
-        """Numbers that backward needs of one sample; if all is recomputed a layer's input, as large as its output."""
+    def kept(self, tensor: int, recompute: str, *, sequence: bool = False) -> Vector:
+        """Numbers that backward needs of one sample; if all is recomputed a layer's input, as large as its output.
+
+        With sequence parallelism no rank keeps anything whole.
+        """
         if recompute == "full":
-            return np.minimum(self.output_numbers, self.kept_numbers)
+            return np.minimum(self.output_numbers, self.kept_numbers) / (tensor if sequence else 1)
+        if sequence:
+            return (self.kept_numbers + self.scores_numbers * (recompute == "none")) / tensor
         scores = self.scores_numbers / self.over(tensor) if recompute == "none" else 0.0
         kept: Vector = self.kept_numbers * (self.shared_kept + (1 - self.shared_kept) / self.over(tensor)) + scores
         return kept
@@ -214,6 +221,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         **_of_layers(profile, machine.device, precision, mesh.tensor, rows),
         passes=_passes(profile, micro_batches),
         again=layers.again(plan.recompute),
+        regathered=plan.sequence / 2,
         parameters=parameters,
         gradient_bytes=parameters * own,
         update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
@@ -302,6 +310,8 @@ def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int
         return f"batch_size={batch_size} is smaller than the {mesh.data_ranks} data ranks", hint
     if profile.heads and profile.heads % mesh.tensor:
         return f"tp={mesh.tensor} does not divide {profile.heads} heads", "use a divisor of the heads"
+    if plan.sequence and mesh.tensor == 1:
+        return "sequence=1 divides tokens over tensor-parallel ranks, and tp=1", "use tp=2 or more, or leave it out"
     if mesh.tensor > 1 and not any(layer.splits for layer in profile.layers):
         return "no layer of this model is known to be divisible by tensor parallelism", "use tp=1"
     return staging(profile, plan, batch_size)

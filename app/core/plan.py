@@ -104,6 +104,7 @@ class Plan:
         schedule: of a pipeline: `gpipe`, `1f1b`, `interleaved`, `zero_bubble`, `zbv` or `pipedream`.
         chunks: of layers that each stage holds: some of an interleaved pipeline, two of `zbv`.
         recompute: activations computed again in backward: `none`, `selective` (attention's scores) or `full`.
+        sequence: between the layers that tensor parallelism divides each of its ranks holds some of the tokens.
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: what `zero` divides is kept and updated in the memory of the host, and visits the device.
         servers: that hold the parameters, where workers step alone.
@@ -129,6 +130,7 @@ class Plan:
     schedule: str = ""
     chunks: int = 1
     recompute: str = "none"
+    sequence: bool = False
     zero: int = 0
     offload: bool = False
     servers: int = 0
@@ -143,9 +145,9 @@ class Plan:
 
         Args:
             text: any of `dp`, `fsdp` (ZeRO-3 over so many ranks, `dp` times), `zero` (1, 2 or 3: over all `dp`
-                ranks), `offload` (0 or 1), `tp`, `pp`, `micro_batch`, `accumulation`, `schedule`, `chunks`,
-                `recompute`, `precision`; what is left out is 1, none, or with a pipeline micro-batches of one sample in
-                the order 1F1B.
+                ranks), `offload` (0 or 1), `tp`, `sequence` (0 or 1), `pp`, `micro_batch`, `accumulation`,
+                `schedule`, `chunks`, `recompute`, `precision`; what is left out is 1, none, or with a pipeline
+                micro-batches of one sample in the order 1F1B.
 
         Raises:
             PlanError: a name or a value is not known.

@@ -10,8 +10,13 @@ from trainwright.core.errors import PlanError, nearest
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.sections import CHUNKED, misplaced
 
-_NUMBERS = ("dp", "fsdp", "tp", "pp", "zero", "offload", "micro_batch", "accumulation", "chunks")
-_BOUNDS: Mapping[str, tuple[int, int | None]] = {"zero": (0, 3), "offload": (0, 1), "micro_batch": (0, None)}
+_NUMBERS = ("dp", "fsdp", "tp", "pp", "sequence", "zero", "offload", "micro_batch", "accumulation", "chunks")
+_BOUNDS: Mapping[str, tuple[int, int | None]] = {
+    "zero": (0, 3),
+    "offload": (0, 1),
+    "sequence": (0, 1),
+    "micro_batch": (0, None),
+}
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream"),
     "recompute": ("none", "selective", "full"),
@@ -59,6 +64,7 @@ def text_of(plan: Plan) -> str:
         "dp": mesh.data if hybrid else mesh.data_ranks,
         "fsdp": mesh.shard if hybrid else 1,
         "tp": mesh.tensor,
+        "sequence": int(plan.sequence),
         "pp": mesh.pipeline,
         "zero": plan.zero,
         "offload": int(plan.offload),
@@ -68,7 +74,7 @@ def text_of(plan: Plan) -> str:
         "chunks": plan.chunks,
         "recompute": plan.recompute,
     }
-    idle = {"zero": 0, "offload": 0, "micro_batch": 0, "schedule": "", "recompute": "none"}
+    idle = {"zero": 0, "offload": 0, "sequence": 0, "micro_batch": 0, "schedule": "", "recompute": "none"}
     kept = {name: value for name, value in parts.items() if value != idle.get(name, 1)}
     if mesh.pipeline > 1 and not plan.micro_batch:
         kept["accumulation"] = plan.accumulation
@@ -129,4 +135,4 @@ def _value(name: str, value: str, text: str) -> Any:
     if not value.isdigit() or int(value) < least or (most is not None and int(value) > most):
         wanted = {1: "0 or 1", 3: "0, 1, 2 or 3"}.get(most or 0, f"a whole number from {least}")
         raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}={most or 2}, for one")
-    return bool(int(value)) if name == "offload" else int(value)
+    return bool(int(value)) if name in ("offload", "sequence") else int(value)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from trainwright.strategies.torch.parts import Box
 
@@ -25,7 +26,7 @@ class Numbers:
     Attributes:
         ring: the ranks that hold it.
         claim: shape, strides and type of the whole, on the meta device.
-        along: the vocabulary's dimension.
+        along: the dimension of which each rank has some.
         part: this rank's; None once it was gathered.
         whole: all of it; None before that. From then on it stays so: what changes it in place changes all views.
     """
@@ -40,8 +41,7 @@ class Numbers:
         """All of it; every rank calls it."""
         if self.whole is None:
             assert self.part is not None, "one of the two is there"
-            joined = self.ring.joined(self.part.movedim(self.along, -1), self.claim.shape[self.along])
-            joined = joined.movedim(-1, self.along)
+            joined = self.ring.joined(self.part, self.claim.shape[self.along], self.along)
             if joined.stride() != self.claim.stride():
                 shape, strides = self.claim.shape, self.claim.stride()
                 joined = torch.empty_strided(shape, strides, dtype=joined.dtype, device=joined.device).copy_(joined)
@@ -50,14 +50,21 @@ class Numbers:
 
 
 class Held(Tensor):
-    """A tensor that is to be taken for whole, of which this rank holds a part along the vocabulary's dimension."""
+    """A tensor that is to be taken for whole, of which this rank holds a part along one dimension."""
 
     numbers: Numbers
     _views: tuple[_View, ...]
     claim: Tensor
     along: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What is learned and plain meets it through a node of the graph that gives it a plain gradient."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if torch.is_grad_enabled() and not (name.startswith("__") or name.endswith("_")):
+            args, kwargs = tree_map(_met, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @staticmethod
     def __new__(cls: type[Held], numbers: Numbers, views: tuple[_View, ...], claim: Tensor, along: int) -> Held:
@@ -98,7 +105,7 @@ class Held(Tensor):
 
     @property
     def box(self) -> tuple[int, int]:
-        """The first number of this rank along the vocabulary, and how many it has."""
+        """The first number of this rank along that dimension, and how many it has."""
         box = Box.share((self.shape[self.along],), 0, self.numbers.ring.index, self.numbers.ring.of)
         return box.start[0], box.count
 
@@ -143,6 +150,27 @@ class Held(Tensor):
         return self.whole().data_ptr()
 
 
+class _Met(torch.autograd.Function):
+    """The same; its gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient.whole() if isinstance(gradient, Held) else gradient
+
+
+def _met(each: Any) -> Any:
+    if isinstance(each, Held) or not isinstance(each, Tensor) or not each.requires_grad:
+        return each
+    made = _Met.apply(each)  # type: ignore[no-untyped-call]
+    made.met = True
+    return made
+
+
 def beside(tensor: Held, other: Tensor) -> Tensor | None:
     """What a rank needs of a tensor that meets its part of another one; None where it cannot be."""
     width, place = tensor.shape[tensor.along], other.dim() - tensor.dim() + tensor.along
@@ -150,8 +178,8 @@ def beside(tensor: Held, other: Tensor) -> Tensor | None:
         if other.apart:
             return other.held if place == other.along and other.shape[place] == width else None
         other = other.whole()
-    elif other.requires_grad:
-        return None  # its gradient is a plain tensor too
     if place < 0 or other.shape[place] == 1:
         return other
+    if other.requires_grad and torch.is_grad_enabled() and not hasattr(other, "met"):
+        return None  # its gradient has to be a plain tensor
     return other.narrow(place, *tensor.box)

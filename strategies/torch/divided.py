@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -172,15 +172,24 @@ class Divided(Member):
             return Split()
         from trainwright.strategies.torch.profile import plainly, traced
         from trainwright.strategies.torch.splitting import Splitter
+        from trainwright.strategies.torch.trial import unsuited
 
         assert spec.sample is not None, "a job brings a sample"
         caller = self._caller_for(spec, plan)
         columns, call = caller.tensors(spec.sample()), (spec.inputs, spec.keywords)
         given = columns if spec.step else {name: columns[name] for name in spec.inputs}
-        splitter = Splitter(model, plainly(given, call, spec.step), degree, self._where)
+        run = plainly(given, call, spec.step)
+        splitter = Splitter(model, run, degree, self._where)
         if spec.tensor_plan:
-            return splitter.planned(spec.tensor_plan)
-        return splitter.found(lambda bones: traced(bones, given, call, spec.step))
+            split = splitter.planned(spec.tensor_plan)
+        else:
+            split = splitter.found(lambda bones: traced(bones, given, call, spec.step))
+        if plan.sequence and (why := unsuited(model, split, run, degree, self._where)):
+            raise JobError(
+                [f"sequence=1: between layers that are divided the model needs all tokens: {why}; leave it out"],
+                where=self._where,
+            )
+        return replace(split, sequence=plan.sequence)
 
     def _caller_for(self, spec: ModelSpec, plan: Plan) -> Caller:
         """How the job's functions are called in host memory, before there is a replica."""
@@ -191,7 +200,8 @@ class Divided(Member):
         place = self._placed
         if place.tensors is None:
             return {}
-        self._ring = Ring(index=self._part.tensor, of=place.mesh.tensor, group=place.tensors)
+        index, of = self._part.tensor, place.mesh.tensor
+        self._ring = Ring(index=index, of=of, group=place.tensors, sequence=split.sequence)
         return divide(model, split, self._ring, self._where)
 
     def _same_start(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, distributed, nn
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.parts import Box, unhooked
+from trainwright.strategies.torch.sequence import Stream, held_by_token, scattered
 from trainwright.strategies.torch.vocabulary import parted
 
 ROLES = ("column", "row", "gathered", "vocabulary")
@@ -35,12 +36,14 @@ class Split:
         groups: modules between which values are divided, so that no cut may lie there.
         attributes: of modules, that are another number on each rank.
         random: columns from which on each rank draws its own random numbers, until the next row.
+        sequence: between these layers each rank holds some of the tokens, in training.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     groups: tuple[tuple[str, ...], ...] = ()
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     random: frozenset[str] = frozenset()
+    sequence: bool = False
 
     def joined(self, other: Split) -> Split:
         """Both."""
@@ -62,13 +65,15 @@ class Ring:
     Attributes:
         index, of: this one's place.
         group: in which they communicate; another one after each formation.
+        sequence: each holds some of the tokens between divided regions, in training.
     """
 
     index: int
     of: int
     group: distributed.ProcessGroup | None = None
+    sequence: bool = False
     _shared: list[tuple[torch.device, Tensor]] | None = None
-    _copies: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)  # by what was given, and its version
+    _copies: dict[int, tuple[Tensor, int, Any]] = field(default_factory=dict)  # by what was given, and its version
 
     def copied(self, tensor: Tensor) -> Tensor:
         """The tensor, whose gradient is the sum over the ranks.
@@ -78,11 +83,23 @@ class Ring:
         """
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
-        _, version, copy = self._copies.get(id(tensor), (None, -1, tensor))
-        if version != tensor._version:
-            copy = _Copied.apply(tensor, self)  # type: ignore[no-untyped-call]
-            self._copies[id(tensor)] = tensor, tensor._version, copy
+        copy: Tensor = self._once(tensor, partial(_Copied.apply, tensor, self))
         return copy
+
+    def streamed(self, tensor: Tensor) -> Stream | None:
+        """All tokens of what each rank holds some of; likewise shared. None where this rank has all of them."""
+        if not held_by_token(tensor):
+            return None
+        found: Stream = self._once(tensor, partial(Stream.of, tensor, self))
+        return found
+
+    def _once(self, tensor: Tensor, make: Callable[[], Any]) -> Any:
+        """What was made of a tensor, as long as nobody has changed it."""
+        _, version, made = self._copies.get(id(tensor), (None, -1, None))
+        if version != tensor._version:
+            made = make()
+            self._copies[id(tensor)] = tensor, tensor._version, made
+        return made
 
     def forget(self) -> None:
         """What was shared is not asked for any more."""
@@ -100,13 +117,24 @@ class Ring:
         distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.group)
         return top
 
-    def joined(self, tensor: Tensor, width: int) -> Tensor:
-        """What the ranks hold along the last dimension, one after the other."""
-        each = -(-width // self.of)
-        own = nn.functional.pad(tensor, (0, each - tensor.shape[-1])).contiguous()
+    def joined(self, tensor: Tensor, width: int, along: int = -1) -> Tensor:
+        """What the ranks hold along a dimension, one after the other."""
+        own = _padded(tensor, -(-width // self.of), along).contiguous()
         pieces = [torch.empty_like(own) for _ in range(self.of)]
         distributed.all_gather(pieces, own, group=self.group)
-        return torch.cat(pieces, dim=-1)[..., :width]
+        return torch.cat(pieces, dim=along).narrow(along, 0, width)
+
+    def scattered(self, tensor: Tensor, along: int) -> Tensor:
+        """This rank's share, along a dimension, of the sum over the ranks."""
+        width = tensor.shape[along]
+        each = -(-width // self.of)
+        whole = _padded(tensor, each * self.of, along).movedim(along, 0).contiguous()
+        own = whole.new_empty((each, *whole.shape[1:]))
+        distributed.reduce_scatter_tensor(own, whole, group=self.group)
+        return own[: Box.share((width,), 0, self.index, self.of).count].movedim(0, along)
+
+    def asked(self, func: Any) -> None:
+        """An operation is about to gather what is held apart."""
 
     def enter(self, device: torch.device) -> None:
         """From here on each rank draws its own random numbers: what it computes no other rank does."""
@@ -121,6 +149,13 @@ class Ring:
         for device, state in self._shared or ():
             _generator(device).set_state(state)
         self._shared = None
+
+
+def _padded(tensor: Tensor, width: int, along: int) -> Tensor:
+    """With zeros up to a width along a dimension."""
+    shape = [*tensor.shape]
+    shape[along] = width - shape[along]
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim=along) if shape[along] else tensor
 
 
 def divide(model: nn.Module, split: Split, ring: Ring, where: str) -> dict[str, Box]:
@@ -221,6 +256,13 @@ def _column(ring: Ring, module: Any, turned: bool, given: Tensor, *, opens: bool
     """Some of the outputs of a linear layer."""
     if opens and module.training:
         ring.enter(given.device)
+    return _outputs(ring, module, turned, given)
+
+
+def _outputs(ring: Ring, module: Any, turned: bool, given: Tensor) -> Tensor:
+    """Of a linear layer of which each rank has some outputs."""
+    if (stream := ring.streamed(given)) is not None:
+        return stream.linear(module.weight.T if turned else module.weight, module.bias)
     return _linear(ring.copied(given), module.weight, module.bias, turned)
 
 
@@ -228,13 +270,14 @@ def _row(ring: Ring, module: Any, turned: bool, given: Tensor) -> Tensor:
     """A linear layer of which each rank is given some of the inputs."""
     ring.leave()
     ring.forget()
-    made: Tensor = _Summed.apply(_linear(given, module.weight, None, turned), ring)  # type: ignore[no-untyped-call]
+    made = _sum(ring, _linear(given, module.weight, None, turned))
     return made if module.bias is None else made + module.bias.to(made.dtype)
 
 
 def _gathered(ring: Ring, module: Any, turned: bool, given: Tensor) -> Tensor:
     """A linear layer whose outputs are wanted whole; in training they are gathered by who needs them so."""
-    part = _linear(_Copied.apply(given, ring), module.weight, module.bias, turned)  # type: ignore[no-untyped-call]
+    part = _outputs(ring, module, turned, given)
+    ring.forget()
     if torch.is_grad_enabled():
         return parted(part, ring, module.out_features)
     return ring.joined(part, module.out_features)
@@ -254,7 +297,14 @@ def _vocabulary(ring: Ring, module: Any, _turned: bool, given: Tensor) -> Tensor
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
     else:
         found = module.weight.new_zeros(*given.shape, module.embedding_dim) + module.weight.sum()
-    whole: Tensor = _Summed.apply(found, ring)  # type: ignore[no-untyped-call]
+    return _sum(ring, found)
+
+
+def _sum(ring: Ring, partial: Tensor) -> Tensor:
+    """The sum over the ranks: all of it, or this rank's tokens of it."""
+    if ring.sequence and torch.is_grad_enabled():
+        return scattered(partial, ring)
+    whole: Tensor = _Summed.apply(partial, ring)  # type: ignore[no-untyped-call]
     return whole
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from trainwright.strategies.torch import entropy
+from trainwright.strategies.torch import entropy, norms
 from trainwright.strategies.torch.apart import Held, beside
 from trainwright.strategies.torch.parts import Box
 
@@ -48,8 +48,8 @@ class Parted(Held):
         kwargs = kwargs or {}
         packet = func._overloadpacket
         rule = _RULES.get(packet)
-        if rule is None and torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
-            rule = _pointwise
+        if rule is None and torch.Tag.pointwise in func.tags and "out" not in kwargs:
+            rule = _in_place if func._schema.is_mutable else _pointwise
         made = rule(func, args, kwargs) if rule else None
         return _done_whole(func, args, kwargs) if made is None else made
 
@@ -109,6 +109,8 @@ def _done_whole(func: Any, args: Any, kwargs: Any) -> Any:
     def opened(each: Any) -> Any:
         if not isinstance(each, Parted):
             return each
+        if each.apart:
+            each.numbers.ring.asked(func)
         whole = each.whole()
         held[id(whole)] = each
         return whole
@@ -168,6 +170,21 @@ def _shape(func: Any, args: Any, kwargs: Any) -> Any:
     return tensor.viewed(seen, claim, place)
 
 
+def _expanded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Longer or more dimensions beside that of which each rank has some."""
+    tensor, claim = args[0], _claimed(func, args, kwargs)
+    place = claim.dim() - tensor.dim() + tensor.along
+    if not tensor.apart or claim.shape[place] != tensor.shape[tensor.along] or claim.shape[place] == 1:
+        return None
+
+    def seen(held: Tensor) -> Tensor:
+        shape = [*claim.shape]
+        shape[place] = held.shape[tensor.along]
+        return held.expand(shape)
+
+    return tensor.viewed(seen, claim, place)
+
+
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Another type or order in memory."""
     (tensor, *_), claim = args, _claimed(func, args, kwargs)
@@ -200,12 +217,26 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     return tensor.like(func(*given[0], **given[1]), claim, claim.dim() - tensor.dim() + tensor.along)
 
 
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Number by number, in the place of what is held."""
+    tensor, *rest = args
+    if not isinstance(tensor, Parted) or not tensor.apart:
+        return None
+    given = [beside(tensor, each) if isinstance(each, Tensor) else each for each in rest]
+    if any(each is None and other is not None for each, other in zip(given, rest, strict=True)):
+        return None
+    func(tensor.held, *given, **kwargs)
+    return tensor
+
+
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     """Over the vocabulary too, or not."""
     tensor = args[0]
     if not tensor.apart:
         return None
     over = [each % tensor.dim() for each in (args[1] if len(args) > 1 and args[1] else range(tensor.dim()))]
+    if tensor.along in over and func._overloadpacket is _aten.mean:
+        return None
     made = func(tensor.held, *args[1:], **kwargs)
     if tensor.along in over:
         return tensor.numbers.ring.summed(made)
@@ -232,12 +263,16 @@ def _back(func: Any, args: Any, kwargs: Any) -> Any:
 _RULES: Mapping[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(_SHAPES, _shape),
+    _aten.expand: _expanded,
     **dict.fromkeys(_COPIES, _copy),
     **dict.fromkeys(_LIKE, _new),
     **dict.fromkeys((_aten.slice_backward, _aten.select_backward), _back),
     **dict.fromkeys((_aten.nll_loss_forward, _aten.nll_loss2d_forward), entropy.chosen),
     **dict.fromkeys((_aten.nll_loss_backward, _aten.nll_loss2d_backward), entropy.chosen_back),
-    _aten.sum: _sum,
+    **dict.fromkeys((_aten.native_layer_norm, _aten._fused_rms_norm), norms.layer_norm),
+    **dict.fromkeys((_aten.native_layer_norm_backward, _aten._fused_rms_norm_backward), norms.layer_norm_back),
+    _aten.native_dropout: norms.dropout,
+    **dict.fromkeys((_aten.sum, _aten.mean), _sum),
     _aten._log_softmax: entropy.log_softmax,
     _aten._log_softmax_backward_data: entropy.log_softmax_back,
 }

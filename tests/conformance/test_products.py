@@ -97,6 +97,7 @@ class Language(nn.Module):
 # the mesh, the schedule, what is sharded, and the most of the model's numbers that a rank may hold
 PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
     "tp": (Mesh(tensor=2), "", 0, 0.62),
+    "sequence": (Mesh(tensor=2), "", 0, 0.62),
     "fsdp x tp": (Mesh(shard=2, tensor=2), "", 3, 0.33),
     "dp x fsdp x tp": (Mesh(data=2, shard=2, tensor=2), "", 3, 0.33),
     "fsdp x pp": (Mesh(pipeline=2, shard=2), "1f1b", 2, 0.33),
@@ -104,6 +105,9 @@ PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
     "dp x pp x tp": (Mesh(pipeline=2, data=2, tensor=2), "gpipe", 0, 0.42),
     "fsdp x pp x tp": (Mesh(pipeline=2, shard=2, tensor=2), "1f1b", 2, 0.22),
 }
+
+
+SEQUENCE = ("sequence", "pp x tp")  # tokens are divided between the layers that are
 
 
 def numbers_of(files: Mapping[str, bytes]) -> int:
@@ -138,7 +142,7 @@ def world_of(
     if schedule == "interleaved":
         cuts = ("blocks.0", "blocks.1", "norm")
     plan = replace(plan, mesh=mesh, schedule=schedule, zero=zero, cuts=cuts, chunks=2 if len(cuts) > 1 else 1)
-    plan = replace(plan, precision=precision)
+    plan = replace(plan, precision=precision, sequence=name in SEQUENCE)
     data, ids = problems.columns(problem), problems.batches(problem)
     feeds = [problems.feeds(problem, plan, step, ids[step], data) for step in range(steps)]
     return World(pool, "torch", plan, job), feeds

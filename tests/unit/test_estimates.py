@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -359,3 +360,14 @@ def test_replica_after_replica_fills_the_nodes() -> None:
     assert not inside.remote and inside.data == Group(size=8, local=4)
     assert work("pp=16").remote and work("pp=3,dp=5").remote, "the third replica lies on both nodes"
     assert not work("pp=8").remote, "one node holds it"
+
+
+def test_tokens_divided_over_tensor_ranks_leave_no_activation_whole() -> None:
+    plan = tw.Plan.parse("tp=8,sequence=1,micro_batch=1")
+    assert plan.sequence and plan.text == "tp=8,sequence=1,micro_batch=1" and tw.Plan.parse(plan.text) == plan
+    plain = tw.Plan.parse("tp=8,micro_batch=1")
+    kept = [layer_memory(GPT, each, batch_size=1, precision="bf16").kept for each in (plan, plain)]
+    whole = 2 * gathered(GPT).kept_numbers * np.where(gathered(GPT).splits > 0, gathered(GPT).shared_kept, 1.0)
+    assert kept[1] - kept[0] == pytest.approx(whole * 7 / 8)
+    with pytest.raises(PlanError, match="sequence=1 divides tokens"):
+        estimated("dp=8,sequence=1", NODE)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conformance.test_products import Language
+from tests.conformance.test_products import WIDTH, Language
 from tests.unit.test_torch_splitting import split
 from tests.unit.torch_ring import ThreadRing, on_ranks
 from trainwright.strategies.torch.parts import Box
-from trainwright.strategies.torch.tensors import divide
-from trainwright.strategies.torch.vocabulary import plain
+from trainwright.strategies.torch.tensors import Ring, divide
+from trainwright.strategies.torch.trial import unsuited
+from trainwright.strategies.torch.vocabulary import Parted, plain
 
-GIVEN = torch.linspace(-2.0, 2.0, 12, dtype=torch.float64).view(2, 6)
+ROWS, TOKENS = 2, 6
+GIVEN = torch.linspace(-2.0, 2.0, ROWS * TOKENS, dtype=torch.float64).view(ROWS, TOKENS)
+ROW = GIVEN[:1].to("meta")
 
 
 def learned(model: nn.Module) -> dict[str, Tensor]:
@@ -22,23 +27,90 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def test_ranks_add_up_once_for_all_layers_that_are_given_the_same() -> None:
-    model = Language()
-    how = split(model)
+class Normed(nn.Module):
+    """Two blocks with RMS norms and something learned around them."""
+
+    def __init__(self, between: Any = torch.tanh) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, 12) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(12, WIDTH) for _ in range(2))
+        self.norm, self.gain, self.between = nn.RMSNorm(WIDTH), nn.Parameter(torch.ones(WIDTH)), between
+        self.places = nn.Parameter(torch.ones(TOKENS, WIDTH))
+        self.double()
+
+    def forward(self, given: Tensor) -> Tensor:
+        hidden = given.unsqueeze(-1) * self.gain
+        for up, down in zip(self.ups, self.downs, strict=True):
+            normed = self.norm(hidden)
+            scaled = normed * (normed.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * self.gain
+            hidden = self.between(hidden + down(torch.tanh(up(scaled)))) + self.places
+        return hidden
+
+
+def taught(model: nn.Module, of: int, *, sequence: bool) -> list[ThreadRing]:
+    """Each rank's exchanges, once its gradients were found to be its parts of one device's."""
+    how, expected = split(model, of, given=GIVEN[:1]), learned(copy.deepcopy(model))
 
     def run(ring: ThreadRing) -> tuple[dict[str, Tensor], dict[str, Box], ThreadRing]:
         own = copy.deepcopy(model)
         boxes = divide(own, how, ring, "rank 0")
-        return learned(own), boxes, ring
+        with torch.autograd.graph.saved_tensors_hooks(ring.keep, lambda saved: saved):
+            return learned(own), boxes, ring
 
-    found, whole = on_ranks(2, run), learned(model)
-    for gradients, boxes, ring in found:
-        blocks = 2 * len(model.blocks)  # attention and what comes after it
-        assert ring.calls == {"summed": (1 + blocks) + (1 + blocks), "joined": 1}  # the table, forward; the head, back
-        assert gradients.keys() == whole.keys()
+    found = on_ranks(of, run, sequence=sequence)
+    for gradients, boxes, _ in found:
+        assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
-            part = boxes[name].inside(Box.all_of(whole[name].shape)) if name in boxes else ...
-            torch.testing.assert_close(gradient, whole[name][part], rtol=1e-9, atol=1e-12)
+            part = boxes[name].inside(Box.all_of(expected[name].shape)) if name in boxes else ...
+            assert type(gradient) is Tensor
+            torch.testing.assert_close(gradient, expected[name][part], rtol=1e-9, atol=1e-12)
+    return [ring for _, _, ring in found]
+
+
+def test_ranks_add_up_once_for_all_layers_that_are_given_the_same() -> None:
+    for ring in taught(Language(), 2, sequence=False):
+        blocks = 2 * 2  # attention and what comes after it, twice
+        assert ring.calls == {"summed": (1 + blocks) + (1 + blocks), "joined": 1}  # the table, forward; the head, back
+        assert ROWS * TOKENS * WIDTH in ring.kept, "what blocks are given is kept whole"
+
+
+def test_each_rank_holds_some_of_the_tokens_between_divided_regions() -> None:
+    for ring in taught(Language(), 2, sequence=True):
+        assert ring.calls["scattered"] == 10 and not ring.asks
+        assert ROWS * TOKENS * WIDTH not in ring.kept, "all tokens are kept"
+
+
+@pytest.mark.parametrize("of", [2, 4])
+def test_norms_and_what_is_learned_between_regions_get_the_gradient_of_all_tokens(of: int) -> None:
+    for ring in taught(Normed(), of, sequence=True):  # 6 tokens on 4 ranks: the last one has none
+        assert not ring.asks
+
+
+@pytest.mark.parametrize(
+    ("between", "degree", "why"),
+    [
+        (torch.tanh, 2, ""),
+        (lambda hidden: hidden.cumsum(1), 2, "aten.cumsum"),
+        (lambda hidden: hidden - hidden.mean(1, keepdim=True), 2, "aten.mean"),
+        (torch.tanh, 12, "6 tokens, and 12 ranks"),
+    ],
+)
+def test_a_forward_that_needs_all_tokens_between_regions_is_found_out(between: Any, degree: int, why: str) -> None:
+    model = Normed(between)
+    found = unsuited(model, split(model, degree, given=GIVEN[:1]), lambda bones: bones(ROW), degree, "rank 0")
+    assert why in found and bool(why) == bool(found)
+
+
+def test_dropout_draws_for_all_tokens_and_keeps_a_rank_its_own() -> None:
+    whole = torch.ones(2, 6, 3, dtype=torch.float64)
+    torch.manual_seed(1)
+    expected, mask = torch.native_dropout(whole, 0.5, True)
+    torch.manual_seed(1)
+    claim = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+    given = Parted.of(whole[:, 3:], Ring(index=1, of=2), 1, claim)
+    made, kept = torch.native_dropout(given, 0.5, True)
+    assert isinstance(made, Parted) and isinstance(kept, Parted)
+    assert torch.equal(made.held, expected[:, 3:]) and torch.equal(kept.held, mask[:, 3:])
 
 
 def test_what_was_changed_in_place_is_shared_no_more() -> None:

@@ -109,6 +109,7 @@ APART: dict[str, Loss] = {
     "two steps": lambda logits: nn.functional.nll_loss(logits[:, 1].log_softmax(-1), TARGETS[:, 1], reduction="none"),
     "soft": lambda logits: cross_entropy(logits.flatten(0, 1), torch.full((12, WIDTH), 1 / WIDTH).double()),
     "hooked": hooked,
+    "in place": doubled,
     "twice": lambda logits: flat(logits) + flat(logits * 0.5),
 }
 WHOLE: dict[str, Loss] = {
@@ -117,7 +118,6 @@ WHOLE: dict[str, Loss] = {
     "choice": lambda logits: -logits.log_softmax(-1).gather(-1, TARGETS.clamp(min=0).unsqueeze(-1)),
     "some classes": lambda logits: logits[..., :5].exp(),
     "mixed": lambda logits: logits.view(-1).square(),
-    "in place": doubled,
     "masked in place": masked,
     "behind a view": cut,
     "some rows": lambda logits: cross_entropy(logits[TARGETS != -100], TARGETS[TARGETS != -100]),

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.strategies.torch.parts import Box
 from trainwright.strategies.torch.tensors import Ring
+from trainwright.strategies.torch.vocabulary import Parted
 
 
 @dataclass(kw_only=True)
@@ -35,10 +37,18 @@ class Meeting:
 
 @dataclass(kw_only=True)
 class ThreadRing(Ring):
-    """A ring over threads; `calls` counts its collectives and `numbers` what this rank put into them."""
+    """A ring over threads.
+
+    Attributes:
+        calls, numbers: its collectives, and what this rank puts into them.
+        asks: operations that gather.
+        kept: sizes of what autograd saves.
+    """
 
     meeting: Meeting
     calls: Counter[str] = field(default_factory=Counter)
+    asks: list[str] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
     numbers: Counter[str] = field(default_factory=Counter)
 
     def _exchanged(self, name: str, tensor: Tensor) -> list[Tensor]:
@@ -49,20 +59,33 @@ class ThreadRing(Ring):
     def summed(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._exchanged("summed", tensor)).sum(0)
 
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Autograd saves it: a plain tensor of so many numbers."""
+        if not isinstance(tensor, Parted):
+            self.kept.add(tensor.numel())
+        return tensor
+
+    def asked(self, func: Any) -> None:
+        self.asks.append(str(func._overloadpacket))
+
     def highest(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._exchanged("highest", tensor)).amax(0)
 
-    def joined(self, tensor: Tensor, width: int) -> Tensor:
-        return torch.cat(self._exchanged("joined", tensor), dim=-1)
+    def joined(self, tensor: Tensor, width: int, along: int = -1) -> Tensor:
+        return torch.cat(self._exchanged("joined", tensor), dim=along)
+
+    def scattered(self, tensor: Tensor, along: int) -> Tensor:
+        box = Box.share((tensor.shape[along],), 0, self.index, self.of)
+        return torch.stack(self._exchanged("scattered", tensor)).sum(0).narrow(along, box.start[0], box.count)
 
 
-def on_ranks(of: int, run: Callable[[ThreadRing], Any]) -> list[Any]:
+def on_ranks(of: int, run: Callable[[ThreadRing], Any], *, sequence: bool = False) -> list[Any]:
     """What each of so many ranks gives."""
     meeting = Meeting(of=of)
 
     def one(index: int) -> Any:
         try:
-            return run(ThreadRing(index=index, of=of, meeting=meeting))
+            return run(ThreadRing(index=index, of=of, meeting=meeting, sequence=sequence))
         except BaseException:
             meeting.barrier.abort()
             raise

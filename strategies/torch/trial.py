@@ -1,0 +1,71 @@
+"""Whether tokens may be divided between the regions that tensor parallelism divides: one forward without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.strategies.torch.parts import Box
+from trainwright.strategies.torch.survey import skeleton
+from trainwright.strategies.torch.tensors import Ring, Split, divide
+
+
+def unsuited(model: nn.Module, split: Split, run: Callable[[nn.Module], object], degree: int, where: str) -> str:
+    """What a forward does between its first divided layer and its last that needs all tokens; empty where nothing.
+
+    Args:
+        run: calls a model without data.
+        degree: ranks that divide it.
+    """
+    bones, ring = skeleton(model).train(), _Rehearsal(index=0, of=degree, sequence=True)
+    divide(bones, split, ring, where)
+    with torch.enable_grad():
+        run(bones)
+    if ring.shortest < degree:
+        return f"there are {ring.shortest} tokens, and {degree} ranks to divide them"
+    if not ring.scatters:
+        return "no divided layer ends with a sum over the ranks"
+    return next((what for what, before in ring.asks if 0 < before < ring.scatters), "")
+
+
+@dataclass(kw_only=True)
+class _Rehearsal(Ring):
+    """A ring of which no other rank is there, on the meta device.
+
+    Attributes:
+        asks: what gathered tokens, and after how many sums.
+        scatters: sums so far.
+        shortest: fewest tokens that were divided.
+    """
+
+    asks: list[tuple[str, int]] = field(default_factory=list)
+    scatters: int = 0
+    shortest: int = 2**62
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def highest(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def joined(self, tensor: Tensor, width: int, along: int = -1) -> Tensor:
+        shape = [*tensor.shape]
+        shape[along] = width
+        return tensor.new_empty(shape)
+
+    def scattered(self, tensor: Tensor, along: int) -> Tensor:
+        self.scatters, self.shortest = self.scatters + 1, min(self.shortest, tensor.shape[along])
+        return tensor.narrow(along, 0, Box.share((tensor.shape[along],), 0, self.index, self.of).count).clone()
+
+    def enter(self, device: torch.device) -> None:
+        """Random numbers of nobody."""
+
+    def leave(self) -> None:
+        """Random numbers of nobody."""
+
+    def asked(self, func: Any) -> None:
+        self.asks.append((str(func._overloadpacket), self.scatters))
