@@ -107,7 +107,7 @@ PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
 }
 
 
-SEQUENCE = ("sequence", "pp x tp")  # tokens are divided between the layers that are
+SEQUENCE = ("fsdp x tp", "pp x tp")  # tokens are divided between the layers that are
 
 
 def numbers_of(files: Mapping[str, bytes]) -> int:
