@@ -97,7 +97,6 @@ class Language(nn.Module):
 # the mesh, the schedule, what is sharded, and the most of the model's numbers that a rank may hold
 PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
     "tp": (Mesh(tensor=2), "", 0, 0.62),
-    "sequence": (Mesh(tensor=2), "", 0, 0.62),
     "fsdp x tp": (Mesh(shard=2, tensor=2), "", 3, 0.33),
     "dp x fsdp x tp": (Mesh(data=2, shard=2, tensor=2), "", 3, 0.33),
     "fsdp x pp": (Mesh(pipeline=2, shard=2), "1f1b", 2, 0.33),
