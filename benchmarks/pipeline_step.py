@@ -28,7 +28,7 @@ NOTE = (
 def measure(folder: Path, *, quick: bool) -> list[Figure]:
     """The figures of this benchmark."""
     plan = f"pp=2,schedule=1f1b,accumulation={MICRO_BATCHES}"
-    against, pairs = "torch's PipelineStage and Schedule1F1B", 4 if quick else 30
+    against, pairs = "torch's PipelineStage and Schedule1F1B", 4 if quick else 60
     figures = duel("pipeline_step", folder, _by_hand, against, pairs=pairs, plan=plan, model=build_deep)
     return [*figures, _bound(folder / "bound", 3 if quick else 20, plan)]
 

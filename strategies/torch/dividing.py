@@ -71,9 +71,13 @@ class Calls:
     Args:
         model: divided.
         names: of the parameters that are trained.
+
+    Attributes:
+        names: in their order.
     """
 
     def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+        self.names = tuple(names.values())
         self.order = 0
         self.used: set[str] = set()
         self._watched: set[nn.Module] = set()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from trainwright.core.data import Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec
@@ -21,46 +21,58 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.torch.compiling import compile_blocks
 from trainwright.strategies.torch.divided import Divided
 from trainwright.strategies.torch.dividing import Calls, divide, gathered, released
-from trainwright.strategies.torch.mesh import Place
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective
-from trainwright.strategies.torch.parts import WHOLE, Box, local
+from trainwright.strategies.torch.parts import WHOLE, Box
 from trainwright.strategies.torch.replica import Replica
-from trainwright.strategies.torch.step import Runner, Totals
+from trainwright.strategies.torch.step import Runner
+from trainwright.strategies.torch.tensor_parallel import MeshRunner
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedRunner(Runner):
+class ShardedRunner(MeshRunner):
     """Runs micro-batches of a divided model.
 
-    FSDP2 reduces the model's gradients alone. The sums that travel in DDP's reduction, the norm over all parts and what
-    `calls` kept go through one more, small all-reduce, before anything is applied.
+    FSDP2 reduces the model's gradients alone. The sums that travel in DDP's reduction and what `calls` kept go through
+    one more, small all-reduce: it begins with the last gradients' reduction, and costs no wait of its own.
 
     Attributes:
         calls: what each step ran.
-        place: of this rank.
     """
 
     calls: Calls
-    place: Place
-    tells_own: bool = False
 
-    def settle(self, replica: Replica, *, wants_norm: bool) -> tuple[list[Tensor], Totals]:
-        """This rank's parts of the averaged gradients and the sums over all ranks.
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """The last backward of a step ends by telling, before FSDP2 waits for the gradients of the first layers."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        carry = self.objective.carry  # its gradient comes before FSDP2 queues what it does at the end
+        hook = carry.register_post_accumulate_grad_hook(lambda _: queue(self.tell))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def tell(self) -> None:
+        """Begin to add up what travels, of all ranks."""
+        order, used = self.calls.take()
+        carried = self.objective.carry.grad
+        assert carried is not None, "carry is part of every objective"
+        facts = torch.tensor([order, order**2, *(name in used for name in self.calls.names)], dtype=torch.float64)
+        sums = torch.cat((self.place.told(carried) / self.objective.world, facts.to(carried.device)))
+        self.telling.append((sums, distributed.all_reduce(sums, async_op=True)))
+
+    def reduce(self, replica: Replica) -> None:
+        """FSDP2 has reduced every gradient.
 
         Raises:
             JobError: on every rank, where they did not run the same blocks.
         """
-        order, used = self.calls.take()
-        carried, names = self.objective.carry.grad, replica.names.values()
-        assert carried is not None, "carry is part of every objective"
-        square = self.place.square(replica) if wants_norm else carried.new_zeros(()).double()
-        facts = torch.tensor([order, order**2, *(name in used for name in names)], dtype=torch.float64)
-        beside = (each.to(carried.device) for each in (square.reshape(1), facts))
-        sums = torch.cat((self.place.told(carried) / self.objective.world, *beside))
-        distributed.all_reduce(sums)
-        weight, loss, wish, *told, norm, orders, squared = sums[: len(carried) + 3].tolist()
-        uses = sums[len(carried) + 3 :].tolist()
+        sums, work = self.telling.pop()
+        assert work is not None, "this rank is in the group"
+        work.wait()
+        told = len(sums) - len(self.calls.names)
+        orders, squared = sums[told - 2 : told].tolist()
         if int(orders) ** 2 != int(squared) * self.place.mesh.size:  # equal for equal orders alone
             raise JobError(
                 [
@@ -69,13 +81,10 @@ class ShardedRunner(Runner):
                 ],
                 where=self.where,
             )
-        for parameter, count in zip(replica.trainable, uses, strict=True):
+        for parameter, count in zip(replica.trainable, sums[told:].tolist(), strict=True):
             if not count:
                 parameter.grad = None  # as on one device: the optimizer passes it by
-        gradients = [local(each.grad) for each in replica.trainable if each.grad is not None]
-        return gradients, Totals(
-            weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=norm**0.5 if wants_norm else None
-        )
+        self.telling.append((sums[: told - 2], work))
 
 
 class Sharded(Divided):

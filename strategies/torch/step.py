@@ -62,6 +62,10 @@ class Runner:
         """The rank, for errors."""
         return self.objective.caller.where
 
+    def ending(self) -> AbstractContextManager[Any]:
+        """A context for a step's last micro-batch."""
+        return nullcontext()
+
     def accumulate(self, replica: Replica, feed: Feed, *, sampled: bool) -> None:
         """Forward and backward of every micro-batch; the last backward reduces what all of them gave."""
         self.objective.begin()
@@ -69,7 +73,7 @@ class Runner:
         for number, (micro, share) in enumerate(each):
             replica.reseed(fold(replica.spec.seed, feed.step, micro, share.data_rank, 0))
             last = number == len(each) - 1
-            with nullcontext() if last else self.local():
+            with self.ending() if last else self.local():
                 run(self, share, replica.laps.forward)
             replica.laps.backward(reduced=last and self.reduced is not self.objective)
             if sampled:
