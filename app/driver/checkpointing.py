@@ -76,6 +76,7 @@ def _begin_upload(turn: Turn, copies: Sequence[m.Snapshot]) -> None:
         step=state.step,
         path=path,
         owing=frozenset(workers),
+        generation=state.generation,
         size_bytes=sum(copy.size_bytes for copy in copies),
         blocked_s=max(copy.blocked_s for copy in copies),
         started_s=turn.now_s,

@@ -127,7 +127,8 @@ def is_stale(state: State, event: m.Happening) -> bool:
         case m.Returned(verb="stop") | m.Raised(verb="stop" | "interrupt"):
             return True
         case m.Returned(verb="upload") | m.Raised(verb="upload"):
-            return state.upload is None or event.worker not in state.upload.owing
+            upload = state.upload  # one given up may still be answered
+            return upload is None or event.worker not in upload.owing or event.generation != upload.generation
         case m.Returned(verb="keep") | m.Raised(verb="keep"):
             keeping = state.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
@@ -219,6 +220,9 @@ def _expired(turn: Turn, event: m.Expired) -> None:
 
 def _advance(turn: Turn) -> None:
     """Follow up on what an event completed."""
+    if training.waits_for_nobody(turn.state):
+        turn.disarm("upload")
+        turn.change(phase=Phase.READY)
     if ending.nothing_left(turn.state):
         ending.close(turn, "stopped")
     elif turn.state.phase is Phase.READY:

@@ -31,7 +31,7 @@ def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
     }
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
     free = [slot for slot in range(settings.most) if slot not in held]
-    members = _seated(ranked, free[: max(0, workers - len(ranked))])
+    members = _seated(ranked, free[: max(0, workers - len(ranked))], turn.state.plan)
     rank_of = {member.worker: rank for rank, member in enumerate(members) if member.worker != NOBODY}
     turn.enter(
         Phase.GATHERING,
@@ -57,13 +57,15 @@ def _adopted(turn: Turn, living: Sequence[m.Living]) -> Plan | None:
     theirs = _held(living, state.copied)
     if layouts is None or theirs is None:
         return None
+    own = layouts.on(settings.workers, settings.fewest)
+    if own is not None and own.layout == theirs.layout:
+        turn.change(plan=theirs)  # whose parts seat them where there are more or fewer replicas now
+        return None
     if theirs.workers < settings.fewest and settings.last_resort is not None:
         settings = replace(settings, min_workers=settings.last_resort)  # as the driver before did
-    own, plan = layouts.on(settings.workers, settings.fewest), layouts.on(theirs.workers, settings.fewest)
+    plan = layouts.on(theirs.workers, settings.fewest)
     if plan is None or (plan.layout, plan.workers) != (theirs.layout, theirs.workers):
         return None  # the run's plans are others by now
-    if own is not None and own.layout == plan.layout:
-        return None
     turn.change(settings=settings, plan=plan)
     why = f"those who outlived the driver before hold {plan.name} of a step that no copy is of"
     told = Replanned(plan=asdict(plan), name=plan.name, former=layouts.plans[0].name, workers=plan.workers, why=why)
@@ -77,19 +79,24 @@ def _held(living: Sequence[m.Living], copied: int) -> Plan | None:
     if newest is None or newest.plan is None or newest.step <= copied:
         return None
     plan = newest.plan
-    alike = [one for one in living if one.plan is not None and one.plan.layout == plan.layout]
-    parts = {one.plan.mesh.part_of(one.rank * plan.devices_per_worker) for one in alike if one.plan is not None}
+    parts = {_part(one, plan) for one in living} - {-1}
     return plan if len(parts) * plan.mesh.data == plan.mesh.size else None
 
 
-def _seated(living: Sequence[m.Living], free: Sequence[int]) -> tuple[Member, ...]:
+def _seated(living: Sequence[m.Living], free: Sequence[int], plan: Plan | None) -> tuple[Member, ...]:
     """Those who live at the ranks that they held, whose part of the model they have; nobody yet in the free slots."""
     size = len(living) + len(free)
     found: dict[int, Member] = {}
     rest: list[Member] = []
     for one in living:
         member = Member(
-            worker=one.worker, slot=_slot(one), node=one.node, home=one.home, told=not one.waiting, fresh=one.waiting
+            worker=one.worker,
+            slot=_slot(one),
+            node=one.node,
+            home=one.home,
+            told=not one.waiting,
+            fresh=one.waiting,
+            part=_part(one, plan),
         )
         if 0 <= one.rank < size and one.rank not in found:
             found[one.rank] = member
@@ -97,6 +104,14 @@ def _seated(living: Sequence[m.Living], free: Sequence[int]) -> tuple[Member, ..
             rest.append(member)
     others = iter((*rest, *(Member(worker=NOBODY, slot=slot) for slot in free)))
     return tuple(found.get(rank) or next(others) for rank in range(size))
+
+
+def _part(living: m.Living, plan: Plan | None) -> int:
+    """The part of a replica that one holds in the layout of a plan; -1 for none."""
+    held = living.plan
+    if plan is None or held is None or held.layout != plan.layout:
+        return -1
+    return held.mesh.part_of(living.rank * held.devices_per_worker)
 
 
 def _slot(living: m.Living) -> int:

@@ -2,7 +2,7 @@
 
 A step is blamed where it, or the throwaway step before it, ended the same rank in the same way, and no step beyond it
 was ever completed. Which step that is, is known once the survivors have told where they stand; where there are none,
-the first steps after a failure are taken one at a time (see `careful`).
+or steps overlap, the first steps after a failure are taken one at a time (see `careful`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def backoff_s(failures: int) -> float:
 
 def careful(state: State, until: int) -> int:
     """The step to run to, until at most: one at a time past the highest one known, where the last tries failed."""
-    if not state.failures or state.heal is None or state.heal.source == "replica":
+    streamed = state.plan is not None and state.plan.streamed  # a step begins the next one, which may be the cause
+    if not state.failures or state.heal is None or (state.heal.source == "replica" and not streamed):
         return until
     return min(until, state.high if state.step < state.high else state.step + 1)
 

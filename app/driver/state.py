@@ -179,8 +179,7 @@ class Upload:
     """The one checkpoint on its way to the store.
 
     Attributes:
-        owing: workers whose files are not there yet. The slot is taken until it is empty, so that an answer
-            always belongs to the newest upload.
+        owing: workers whose files are not there yet; their answers are of its `generation`, others to one given up.
         trouble: why it will not become a checkpoint.
         committing: all files are stored and the log is being written.
     """
@@ -188,6 +187,7 @@ class Upload:
     step: int
     path: str
     owing: frozenset[int]
+    generation: Generation
     files: tuple[FileEntry, ...] = ()
     size_bytes: int = 0
     blocked_s: float = 0.0

@@ -61,14 +61,20 @@ def _wants_evaluation(state: State) -> bool:
 def _grow(turn: Turn) -> None:
     """Take recruits in; where all begin anew for that, from a checkpoint of this very step, which is waited for."""
     state, upload = turn.state, turn.state.upload
+    quick = state.upload_s < turn.settings.upload_deadline_s
     if not state.loses_state(wanted(state)) or state.committed >= state.step:
         regroup(turn)
-    elif upload is None and state.considered != state.step and state.upload_s < turn.settings.upload_deadline_s:
+    elif quick and upload is None and state.considered != state.step:
         snapshot(turn, "upload")
-    elif upload is not None and upload.step == state.step:
+    elif quick and upload is not None and upload.step == state.step:
         _await_upload(turn)
     else:
         _run(turn)  # an older one is on its way, this one failed, or the last one took too long: at the next pause
+
+
+def waits_for_nobody(state: State) -> bool:
+    """Whether an upload is waited for on behalf of recruits that are gone by now."""
+    return state.phase is Phase.WAITING and not (state.ending or leaving.goers(state) or may_grow(state))
 
 
 def put_off_growing(turn: Turn) -> None:

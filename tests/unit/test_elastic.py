@@ -98,10 +98,11 @@ def test_nobody_joins_a_run_that_is_to_end() -> None:
     assert story.segment(2, stopped=True).calls("snapshot")
 
 
-def relaid() -> Story:
+def relaid(**settings: object) -> Story:
     """One worker is left of two stages; another is up, and the checkpoint that both would begin from is waited for."""
     plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
-    story = progressed(Story(min_workers=1, layouts=plans, total_steps=40, steps_per_epoch=40).running(), 1)
+    steps = {"total_steps": 40, "steps_per_epoch": 40, **settings}
+    story = progressed(Story(min_workers=1, layouts=plans, **steps).running(), 1)
     story.tell(m.Died(worker=1, cause="its node is gone"))
     story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
     story.returns("leave", StateTag(step=2), workers=[0]).expires("shrink").formed(StateTag(step=None))
@@ -120,6 +121,21 @@ def test_a_store_that_is_slow_puts_growing_off_and_ends_nobody() -> None:
     story.returns("upload", (), workers=[0]).now_s += story.state.settings.upload_deadline_s
     story.committed(4).segment(12)
     assert [call.verb for call in story.all(m.Call)] == ["run"], "the next one would take as long"
+
+
+def test_a_checkpoint_that_is_due_is_not_waited_for_where_the_last_one_took_too_long() -> None:
+    story = relaid(checkpoint_steps=20).expires("upload").returns("upload", (), workers=[0])
+    story.now_s += story.state.settings.upload_deadline_s
+    story.committed(4).segment(20).snapshot(20)
+    assert [call.verb for call in story.all(m.Call)] == ["upload", "run"] and story.state.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("end", [m.Died(worker=2, cause="its node is gone"), m.Noticed(worker=2, left_s=25.0)])
+def test_nobody_waits_for_a_store_where_the_one_who_was_to_join_is_gone(end: m.Happening) -> None:
+    story = relaid().tell(end)
+    assert [call.verb for call in story.all(m.Call)] == ["run"] and "upload" not in story.state.timers
+    assert story.returns("upload", (), workers=[0]).all(m.Commit)
+    assert story.committed(4).state.phase is Phase.RUNNING and story.state.committed == 4
 
 
 def test_a_store_that_is_quick_lets_it_grow_from_a_checkpoint_of_that_step() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulation.plans import Plans, staged
+from tests.simulation.plans import Plans, stage_piece, staged, whole_of
 from tests.unit.story import HEAD, Story
 from trainwright.core import events
 from trainwright.core.checkpoint import FileEntry
@@ -116,6 +116,42 @@ def test_a_recruit_that_lives_too_waits_until_that_state_is_safe() -> None:
 )
 def test_a_state_that_is_not_lost_in_the_run_s_own_layout_changes_nothing(story: Story) -> None:
     assert len(story.state.members) == 2 and story.all(m.Place) and not story.emitted(events.Replanned)
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks", "bounds", "stages"),
+    [
+        (2, [0, 1], {"workers": 4, "min_workers": 2}, [0, 0, 1, 1]),
+        (2, [0, 1], {"workers": 4}, [0, 0, 1, 1]),
+        (4, [0, 1, 2], {"workers": 2, "max_workers": 4}, [0, 1]),
+    ],
+    ids=["fewer than now", "fewer than may be now", "more than now"],
+)
+def test_the_newest_state_lives_on_where_the_driver_before_had_more_or_fewer_replicas(
+    before: int, ranks: list[int], bounds: dict[str, int], stages: list[int]
+) -> None:
+    """Whoever holds a stage gets a rank of it; one who holds what others hold too goes where some must."""
+    plan = staged(2, before)
+    those = [replace(living(rank, rank), rank=rank, plan=plan, step=9) for rank in ranks]
+    story = taken_over(*those, layouts=Plans(plans=(staged(2, 2),)), **bounds)
+    story.returns("leave", StateTag(step=9), workers=ranks)
+    if story.state.starting:
+        story.start()
+    held = {rank: plan.mesh.stage_of(rank) for rank in ranks}
+    members = [member.worker for member in story.state.members]
+    assert {stage for worker, stage in zip(members, stages, strict=True) if held.get(worker) == stage} == {0, 1}
+    assert not story.emitted(events.Replanned)
+    tags = [
+        StateTag(
+            step=9 if held.get(worker) == stage else None,
+            layout="pp",
+            pieces=frozenset({stage_piece(stage, 2)}),
+            whole=whole_of(2),
+        )
+        for worker, stage in zip(members, stages, strict=True)
+    ]
+    heal = story.formed(*tags).state.heal
+    assert heal is not None and (heal.source, heal.step) == ("replica", 9)
 
 
 def test_a_part_of_a_state_is_no_reason_to_keep_its_layout() -> None:

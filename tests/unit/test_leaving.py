@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from tests.simulation.plans import stage_piece, whole_of
 from tests.unit.story import FILES, HEAD, Story
+from trainwright.core.errors import StorageError
 from trainwright.core.events import Failed, Leaving, Promoted, Resized
 from trainwright.core.group import StateTag
 from trainwright.driver import messages as m
@@ -67,6 +69,32 @@ def test_a_slow_store_does_not_make_those_who_go_late() -> None:
     story.now_s += 20.0
     story.expires("notice")
     assert [kill.worker for kill in story.all(m.Kill)] == [0]
+
+
+def half(rank: int, step: int | None) -> StateTag:
+    """What a rank of two stages holds."""
+    return StateTag(step=step, layout="pp", pieces=frozenset({stage_piece(rank, 2)}), whole=whole_of(2))
+
+
+def test_a_late_answer_of_an_upload_given_up_is_no_part_of_the_next_one() -> None:
+    story = Story(total_steps=100, steps_per_epoch=100, checkpoint_steps=8).up(HEAD)
+    story.formed(half(0, None), half(1, None)).returns("heal", half(0, 4), half(1, 4)).tell(notice(0))
+    story.segment(6, stopped=True).returns("snapshot", m.Snapshot(step=6, size_bytes=8, blocked_s=0.1))
+    generation, failure = story.state.generation, m.Failure(kind="storage", error=StorageError("slow"))
+    late = [
+        m.Returned(worker=1, generation=generation, verb="upload", value=FILES),
+        m.Raised(worker=1, generation=generation, verb="upload", failure=failure),
+    ]
+    story.now_s += 20.0
+    story.expires("notice")
+    assert [kill.worker for kill in story.all(m.Kill)] == [0] and story.state.upload is None
+    story.returns("leave", half(1, 6), workers=[1]).start().formed(half(0, None), half(1, 6))
+    story.returns("heal", half(0, 4), half(1, 4)).segment(8)
+    story.returns("snapshot", m.Snapshot(step=8, size_bytes=8, blocked_s=0.1))
+    upload = story.state.upload
+    assert upload is not None and upload.step == 8 and upload.owing == {1, 2}
+    assert story.tell(*late).state.upload == upload
+    assert story.returns("upload", FILES).all(m.Commit)[0].files == FILES * 2
 
 
 def test_steps_go_on_while_one_who_goes_still_writes_an_older_checkpoint() -> None:

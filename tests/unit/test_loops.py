@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from tests.simulation.plans import Plans, staged
 from tests.unit.story import HEAD, Story
 from trainwright.core import events
 from trainwright.core.errors import HangError, TrainwrightError, WorkerLost
@@ -58,6 +60,15 @@ def test_the_last_straw_names_the_step_the_samples_and_the_way_out() -> None:
     assert isinstance(error, WorkerLost)
     assert "step 3 failed 2 times on rank 1: killed by SIGKILL; its share of that batch holds samples 312" in error.what
     assert "failure 2 in a row" in error.what and 'on_crash_loop="skip"' in error.remedy
+
+
+@pytest.mark.parametrize(("schedule", "until"), [("1f1b", 8), ("pipedream", 3)])
+def test_steps_that_overlap_are_taken_one_at_a_time_after_a_failure(schedule: str, until: int) -> None:
+    """Else a batch that ends the step before its own would be blamed on that one, of which replicas hold the state."""
+    plan = replace(staged(2, 2), schedule=schedule)
+    story = looping(1, layouts=Plans(plans=(plan,)), steps_per_epoch=8)
+    assert story.state.heal is not None and story.state.heal.source == "replica"
+    assert {call.argument for call in story.returns("heal", StateTag(step=2)).calls("run")} == {until}
 
 
 def test_failures_that_differ_are_no_loop() -> None:
