@@ -110,7 +110,7 @@ DIED = (
         ),
         (f"{DIED}its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY ...", "the node ran out of memory"),
         (f"{DIED}its node has died.", "its node was lost"),
-        (f"{DIED}... Destroying worker since its placement group was removed. ...", "its room on the cluster was given"),
+        (f"{DIED}... Destroying worker since its placement group was removed. ...", "its room on the cluster"),
         ("something else\nat length", "something else"),
         ("", "RuntimeError"),
     ],
