@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _SIGNS = (
     ("NODE_OUT_OF_MEMORY", "Ray ended its process, because the node ran out of memory"),
+    ("placement group was removed", "its room on the cluster was given back"),
     ("its node has died", "its node was lost"),
     ("node is dead", "its node was lost"),
     ("temporarily unavailable", "its process or node cannot be reached"),

@@ -93,6 +93,7 @@ def generate(
         raise JobError(problems)
     index = job.train.index()
     column = _column(job, job.train.row(index, job.columns))
+    _cast(given, column.dtype)
     outputs = () if output is None else (output,)
     plan = None if here else trained_plan(job)
     replica = replica_of(plan) if plan else None  # others would have nothing to do
@@ -108,7 +109,7 @@ def generate(
             ask = stack.enter_context(ranks).predict
 
         def predict(tokens: Tokens, place: int) -> Logits:
-            return _logits(ask({job.arguments[0]: tokens.astype(column.dtype)}, place))
+            return _logits(ask({job.arguments[0]: _cast(tokens, column.dtype)}, place))
 
         return continued(predict, given.astype(np.int64), column.shape[1], count, sampling)
 
@@ -139,15 +140,24 @@ def _column(job: Job, first: Batch) -> npt.NDArray[Any]:
     return column
 
 
+def _cast(tokens: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Tokens as the model is given them. Raises JobError where one does not fit."""
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not least <= token <= most:
+            raise JobError([f"token {token} does not fit the {dtype} that the model was trained on: {least} to {most}"])
+    return tokens.astype(dtype)
+
+
 def _logits(pieces: Sequence[Columns]) -> Logits:
-    """Of one place in all rows: the model's only output."""
+    """The model's only output (rows, vocabulary), given it at one place: (rows, 1, vocabulary) in pieces."""
     names = list(pieces[0])
     if len(names) != 1:
         raise JobError([f"the model has outputs {', '.join(names)}: name the logits: output=..."])
     logits = np.concatenate([piece[names[0]] for piece in pieces])
-    if logits.ndim != 2:
+    if logits.ndim != 3 or logits.shape[1] != 1:
         raise JobError([f"the model's {names[0]} is no logits (rows, tokens, vocabulary): name the logits: output=..."])
-    return logits
+    return logits[:, 0]
 
 
 def _problems(job: Job, prompts: npt.NDArray[Any], count: int) -> list[str]:

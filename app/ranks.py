@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from ray.exceptions import RayError
 
 from trainwright import words
 from trainwright.actors import WORKER, Berth
-from trainwright.adoption import BEAT_S, lasting, run_name
+from trainwright.adoption import BEAT_S, run_name
 from trainwright.causes import cause_of
 from trainwright.core.arranging import seats
 from trainwright.core.checkpoint import CheckpointRef
@@ -85,7 +84,7 @@ class Ranks:
         )  # fmt: skip
         self._order, self._judged = ray.put(order), evaluate
         self._run = run_name(store.uri_of(job.name))
-        self._rooms = Rooms(self._plan, elastic=False)
+        self._rooms = Rooms(self._plan, elastic=False, lasting=False)
         self._actors: list[Any] = []
         self._nodes: list[str] = []
         self._number = self._failures = 0
@@ -152,6 +151,8 @@ class Ranks:
                     raise
                 self._note(f"begins again on new workers: {error.what} ({error.where})")
                 self._closed.wait(backoff_s(self._failures))
+                self._rooms.give_back()  # workers that had not heard of us for long gave it back themselves
+                self._rooms = Rooms(self._plan, elastic=False, lasting=False)
             else:
                 self._failures = 0
                 return answers
@@ -175,11 +176,11 @@ class Ranks:
 
     def _place(self) -> None:
         """A process for each rank, where the plan wants it to be."""
-        options, name = resources(self._plan.placement), f"trainwright-ranks/{uuid.uuid4().hex}"
+        options = resources(self._plan.placement)
         self._nodes = ["a node that is not known yet"] * self._plan.workers
         for slot in range(self._plan.workers):
             berth, where = Berth(worker=slot, slot=slot, run=self._run), self._rooms.of(slot)
-            made = WORKER.options(scheduling_strategy=where, **options, **lasting(f"{name}/{slot}"))
+            made = WORKER.options(scheduling_strategy=where, **options)  # not detached: Ray ends it with this process
             self._actors.append(made.remote(self._order, berth, TOKEN))
         late = ResourceError(
             f"the cluster did not start {words.count(self._plan.workers, 'worker')} within "

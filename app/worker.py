@@ -78,6 +78,7 @@ class Worker:
         self._stream: Stream | None = None
         self._evaluation: Stream | None = None
         self._feeds: Feeds | None = None
+        self._judged: tuple[int, Feeds] | None = None  # of the evaluation set, and the batch that they stand at
         self._following: Feed | None = None  # that the step before was told of
         self._overflowed = 0  # steps that changed nothing
         self._passed: set[int] = set()  # steps whose loss was not finite
@@ -156,12 +157,12 @@ class Worker:
             "feeding": plan.feed_of(rank),
             "static_shapes": self._engine.capabilities.static_shapes,
             "columns": job.columns,
+            "accumulation": plan.accumulation,  # to evaluate takes no more memory than to train
         }
         skip = job.on_error == "skip"
         self._stream = Stream(
             job.train,
             order.train,
-            accumulation=plan.accumulation,
             fetcher=order.fetcher,
             salvage=Salvage(job.skip_limit, self._quarantine) if skip else None,
             **shared,
@@ -296,10 +297,16 @@ class Worker:
         return self._sums(self._evaluation_feeds())
 
     def evaluate_some(self, steps: range) -> Sums:
-        """The same over some batches of it."""
+        """The same over some batches of it, which are read ahead from those that were asked for before."""
         assert self._evaluation is not None, "asked for only where there is an evaluation set"
-        with self._evaluation.feeds(steps.start) as feeds:
-            return self._sums(itertools.islice(feeds, len(steps)))
+        if self._judged is None or self._judged[0] != steps.start:
+            self._close_judged()
+            self._judged = steps.start, self._evaluation.feeds(steps.start)
+        _, feeds = self._judged
+        self._judged = -1, feeds  # nobody knows where, should it fail
+        sums = self._sums(itertools.islice(feeds, len(steps)))
+        self._judged = steps.stop, feeds
+        return sums
 
     def _sums(self, feeds: Iterable[Feed]) -> Sums:
         return sum((self._engine.evaluate_step(feed) for feed in feeds), Sums())
@@ -377,3 +384,9 @@ class Worker:
         if self._feeds is not None:
             self._feeds.close()
         self._feeds = self._following = None
+        self._close_judged()
+
+    def _close_judged(self) -> None:
+        if self._judged is not None:
+            self._judged[1].close()
+        self._judged = None

@@ -39,7 +39,8 @@ class Predicting:
     """The model's outputs are wanted for some feeds.
 
     Attributes:
-        place: along the second dimension, the only one that is wanted of outputs (rows, places, ...); None for all.
+        place: along the second dimension, the only one that is kept of outputs (rows, places, ...), others stay as they
+            are; None for all.
     """
 
     feeds: tuple[Feed, ...]
@@ -49,7 +50,8 @@ class Predicting:
         """What is wanted of a feed's outputs."""
         if self.place is None:
             return outputs
-        return {name: value[:, self.place] if value.ndim > 2 else value for name, value in outputs.items()}
+        kept = slice(self.place, self.place + 1)
+        return {name: value[:, kept] if value.ndim > 2 else value for name, value in outputs.items()}
 
 
 class Layouts(Protocol):

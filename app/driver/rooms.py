@@ -25,10 +25,16 @@ class Rooms:
     """The bundles of a run: one group with a bundle for each node, or a group for each slot of a world that may change.
 
     Ray never divides a bundle. Where the nodes are not to be had for us alone, one holds the slots of a tensor group.
+
+    Args:
+        plan: of the run.
+        elastic: the world may change.
+        lasting: the room outlives the process that asked for it, for another one to take over; else Ray frees it then.
     """
 
-    def __init__(self, plan: Plan, *, elastic: bool) -> None:
+    def __init__(self, plan: Plan, *, elastic: bool, lasting: bool = True) -> None:
         self._placement, self._elastic, self._workers = plan.placement, elastic, plan.workers
+        self._lifetime = "detached" if lasting else None
         self._together = 1 if elastic else tensor_workers(plan.mesh, plan.devices_per_worker)
         self._ends: tuple[int, ...] = ()  # the first slot after each bundle of the one group
         self._groups: dict[int, PlacementGroup] = {}
@@ -85,9 +91,8 @@ class Rooms:
         shares = [self._together * room for room in self._even() if room]
         if len(shares) > 1:
             group = self._group(shares)
-            if group.wait(MOVE_S):
+            if _placed(group):
                 return group
-            remove_placement_group(group)
         return self._group([self._together] * (self._workers // self._together))
 
     def _even(self) -> tuple[int, ...]:
@@ -104,7 +109,7 @@ class Rooms:
     def _group(self, shares: Sequence[int]) -> PlacementGroup:
         """A group with bundles of so many slots."""
         bundles, strategy = [self._bundle(slots) for slots in shares], _STRATEGY[bool(self._placement.accelerators)]
-        group: PlacementGroup = placement_group(bundles, strategy=strategy, lifetime="detached")
+        group: PlacementGroup = placement_group(bundles, strategy=strategy, lifetime=self._lifetime)
         return group
 
     def _bundle(self, slots: int) -> dict[str, float]:
@@ -128,13 +133,23 @@ class Rooms:
         """Have a bundle on a node that is not shunned, if one has room; the old one stays held, and empty."""
         elsewhere = [{NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}] if self._shunned else None
         bundles = [self._bundle(self._together)]
-        group = placement_group(bundles, bundle_label_selector=elsewhere, lifetime="detached")
-        if group.wait(MOVE_S):
+        group = placement_group(bundles, bundle_label_selector=elsewhere, lifetime=self._lifetime)
+        if _placed(group):
             self._groups[-1 - len(self._groups)] = self._moved[number] = group
             self._homes.pop(number, None)  # not known before the first of its processes is up there
         else:
             self._full_until_s = time.monotonic() + FULL_S
+
+
+def _placed(group: PlacementGroup) -> bool:
+    """Whether the group has its room at once. One that has not is removed, also where the wait for it is broken off."""
+    placed = False
+    try:
+        placed = group.wait(MOVE_S)
+    finally:
+        if not placed:
             remove_placement_group(group)
+    return placed
 
 
 def _alive() -> dict[str, dict[str, float]]:

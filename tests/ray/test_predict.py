@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from tests.unit.torch_jobs import Net, adam, feed, loss, one_device
+from trainwright.adoption import Orphanage
 from trainwright.checkpoints import CheckpointWriter
 from trainwright.core.checkpoint import checkpoint_path
 from trainwright.core.data import Batch, Cursor
@@ -51,6 +52,8 @@ class Strike:
         if row["id"] == 1000 + self.at and self._due():
             if self.what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == "orphan":
+                Orphanage().end()
             if self.what == "hang":
                 threading.Event().wait()
             raise LookupError("struck")

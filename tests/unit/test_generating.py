@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
 import trainwright as tw
+from trainwright import generating
+from trainwright.core.data import Columns, Feed
 from trainwright.core.errors import JobError
 from trainwright.generating import Logits, Sampling, Tokens, continued
 
@@ -72,3 +77,40 @@ def test_what_cannot_be_continued_is_said_at_once() -> None:
     with pytest.raises(JobError) as caught:
         tw.generate(job, [[0.5]], count=0, temperature=-1.0, top_k=0)
     assert len(caught.value.problems) == 5
+
+
+def served(monkeypatch: pytest.MonkeyPatch, logits: npt.NDArray[np.float64], dtype: type[np.integer]) -> tw.Job:
+    """A job whose model, trained on tokens of a type, answers every feed with the same for each row."""
+
+    def predict_step(feed: Feed) -> Columns:
+        return {"output": np.stack([logits] * feed.rows)}
+
+    engine = SimpleNamespace(load=lambda reader: None, predict_step=predict_step)
+    monkeypatch.setattr(generating, "reader_of", lambda job, step: None)
+    monkeypatch.setattr(generating, "lone_engine", lambda spec, plan: engine)
+    return tw.Job(name="n", model=lambda: torch.nn.Embedding(VOCABULARY, VOCABULARY), optimizer=torch.optim.SGD,
+                  loss=max, inputs="x", batch_size=4,
+                  train=tw.datasets.table({"x": np.zeros((4, CONTEXT), dtype)}))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(VOCABULARY,), (1, VOCABULARY), (CONTEXT, 2, VOCABULARY)])
+def test_an_output_that_is_not_one_of_each_token_is_no_logits(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    job = served(monkeypatch, np.zeros(shape), np.int64)
+    with pytest.raises(JobError, match=r"is no logits \(rows, tokens, vocabulary\)"):
+        tw.generate(job, [[1, 2]], count=2, here=True)
+
+
+def test_tokens_that_the_column_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both those that are given and those that are drawn."""
+    logits = np.zeros((CONTEXT, 300))
+    logits[:, 255] = 1.0
+    job = served(monkeypatch, logits, np.uint8)
+    assert tw.generate(job, [[255]], count=2, temperature=0.0, here=True).tolist() == [[255, 255, 255]]
+    for prompt in (256, -1):
+        with pytest.raises(JobError, match=f"token {prompt} does not fit the uint8 .*: 0 to 255"):
+            tw.generate(job, [[1, prompt]], count=1, here=True)
+    logits[:, 299] = 2.0
+    with pytest.raises(JobError, match="token 299 does not fit"):
+        tw.generate(job, [[1]], count=2, temperature=0.0, here=True)

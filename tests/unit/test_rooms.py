@@ -23,6 +23,7 @@ class Group:
     selector: list[dict[str, str]] | None
     placed: Callable[[Group], bool]
     waits: list[float]
+    lifetime: str | None
     removed: bool = False
 
     def wait(self, timeout_s: float) -> bool:
@@ -42,8 +43,10 @@ class Place:
     waits: list[float] = field(default_factory=list)
     now_s: float = 0.0
 
-    def group(self, bundles: Any, *, bundle_label_selector: Any = None, **options: Any) -> Group:
-        made = Group(bundles, bundle_label_selector, lambda group: self.placed(group), self.waits)
+    def group(
+        self, bundles: Any, *, lifetime: str | None, bundle_label_selector: Any = None, strategy: str = "PACK"
+    ) -> Group:
+        made = Group(bundles, bundle_label_selector, lambda group: self.placed(group), self.waits, lifetime)
         self.groups.append(made)
         return made
 
@@ -62,10 +65,10 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     return found
 
 
-def held(mesh: Mesh) -> rooms.Rooms:
+def held(mesh: Mesh, **how: bool) -> rooms.Rooms:
     """Room for a plan, half of its slots on each of two nodes."""
     plan = Plan(strategy="", engine="", mesh=mesh, batch_size=8, placement=Placement(cpus=1.0))
-    found = rooms.Rooms(plan, elastic=False)
+    found = rooms.Rooms(plan, elastic=False, **how)
     for slot in range(plan.workers):
         found.of(slot)
         found.found(slot, (A, B)[2 * slot // plan.workers])
@@ -97,3 +100,27 @@ def test_a_node_lost_where_others_have_room_is_waited_for_once(place: Place) -> 
     spots: list[Any] = [found.of(slot) for slot in range(4, 8)]
     assert [group for group, _ in spots] == place.groups[1:] and place.waits == [rooms.MOVE_S]
     assert all(group.selector is None for group in place.groups), "no node is shunned"
+
+
+def test_a_wait_for_room_that_is_broken_off_leaves_none_held(place: Place) -> None:
+    def broken(group: Group) -> bool:
+        raise KeyboardInterrupt
+
+    found = held(Mesh(data=2, tensor=2))
+    place.placed = broken
+    with pytest.raises(KeyboardInterrupt):
+        held(Mesh(data=8))
+    found.shun(B)
+    with pytest.raises(KeyboardInterrupt):
+        found.of(2)
+    assert [group.removed for group in place.groups] == [False, True, True]
+
+
+@pytest.mark.parametrize(("lasting", "lifetime"), [(True, "detached"), (False, None)])
+def test_room_that_nobody_will_take_over_ends_with_who_asked_for_it(
+    place: Place, lasting: bool, lifetime: str | None
+) -> None:
+    found = held(Mesh(data=2, tensor=2), lasting=lasting)
+    found.shun(B)
+    found.of(2)
+    assert [group.lifetime for group in place.groups] == [lifetime] * 2

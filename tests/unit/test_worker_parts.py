@@ -15,7 +15,7 @@ import pytest
 
 import trainwright as tw
 from trainwright.causes import cause_of
-from trainwright.core.data import Batch, Feed, StepReport
+from trainwright.core.data import Batch, Feed, StepReport, Sums
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh, Placement, Plan
@@ -110,6 +110,7 @@ DIED = (
         ),
         (f"{DIED}its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY ...", "the node ran out of memory"),
         (f"{DIED}its node has died.", "its node was lost"),
+        (f"{DIED}... Destroying worker since its placement group was removed. ...", "its room on the cluster"),
         ("something else\nat length", "something else"),
         ("", "RuntimeError"),
     ],
@@ -172,13 +173,16 @@ class Given(Iterator[Feed]):
 
     prefetch = None
 
-    def __init__(self) -> None:
-        self.step = -1
+    def __init__(self, start: int = 0) -> None:
+        self.start, self.step, self.closed = start, start - 1, False
 
     def __next__(self) -> Feed:
         self.step += 1
         batch = Batch(columns={}, weights=np.full(2, float(self.step != 4)), samples=np.arange(2))
         return Feed(step=self.step, parts=((batch,),), data_ranks=range(1), total=1, rows=2)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +214,45 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     told.clear()
     worker.run(2)
     assert told == [(0, None), (1, None), (1, None)]
+
+
+def test_what_is_judged_piece_by_piece_is_read_once_but_for_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged, begun, failing = list[int](), list[Given](), set[int]()
+
+    def evaluate_step(feed: Feed) -> Sums:
+        judged.append(feed.step)
+        if feed.step in failing:
+            raise ValueError
+        return Sums(totals={"loss": (float(feed.step), 1.0)})
+
+    def feeds(start: int) -> Given:
+        begun.append(Given(start))
+        return begun[-1]
+
+    monkeypatch.setattr(Store, "exists", lambda self, path: False)
+    worker: Any = Worker(order_of(table_job()))
+    worker._engine, worker._evaluation = SimpleNamespace(evaluate_step=evaluate_step), SimpleNamespace(feeds=feeds)
+    assert worker.evaluate_some(range(2)) + worker.evaluate_some(range(2, 5)) == Sums(totals={"loss": (10.0, 5.0)})
+    failing.add(6)
+    with pytest.raises(ValueError):
+        worker.evaluate_some(range(5, 8))
+    failing.clear()
+    worker.evaluate_some(range(5, 8))
+    worker.evaluate_some(range(2))
+    assert judged == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 0, 1]
+    assert [(feeds.start, feeds.closed) for feeds in begun] == [(0, True), (5, True), (0, False)]
+
+
+def test_it_evaluates_in_as_small_pieces_as_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what fits the device in training may not in evaluation."""
+    monkeypatch.setattr(Store, "exists", lambda self, path: False)
+    judged = tw.datasets.table({"x": np.zeros((5, 2), np.float32), "y": np.zeros(5, np.int64)})
+    order = replace(order_of(table_job(evaluate=judged)), evaluate=judged.index())
+    worker: Any = Worker(order)
+    worker._open(0, replace(order.plan, accumulation=2))
+    with worker._evaluation.feeds() as feeds:
+        weights = [[batch.weights.tolist() for batch in feed.parts[0]] for feed in feeds]
+    assert sorted(weights) == [[[0.0], [1.0]], [[1.0], [1.0]], [[1.0], [1.0]]]
 
 
 def order_of(job: tw.Job) -> WorkOrder:
