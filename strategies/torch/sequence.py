@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.apart import Held
+from trainwright.strategies.torch.apart import Held, first_order
 from trainwright.strategies.torch.vocabulary import Parted
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         return _whole(gradients[0]), None
 
 
@@ -119,6 +120,7 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         return _own(gradients[0], ctx.ring, ctx.along), None
 
 
@@ -134,6 +136,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         (gradient,), (weight, part) = gradients, ctx.saved_tensors
         given, weighted, biased, *_ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
