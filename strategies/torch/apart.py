@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from trainwright.core.errors import JobError
 from trainwright.strategies.torch.parts import Box
 
 if TYPE_CHECKING:
@@ -150,6 +151,17 @@ class Held(Tensor):
         return self.whole().data_ptr()
 
 
+def first_order() -> None:
+    """Raise JobError in a backward whose result is to be differentiated: it would be without this rank's graph."""
+    if torch.is_grad_enabled():
+        raise JobError(
+            [
+                "a gradient through divided layers cannot be differentiated once more (create_graph=True): use tp=1, "
+                "or a loss without a gradient in it"
+            ]
+        )
+
+
 class _Met(torch.autograd.Function):
     """The same; its gradient is gathered."""
 
@@ -159,6 +171,7 @@ class _Met(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         (gradient,) = gradients
         return gradient.whole() if isinstance(gradient, Held) else gradient
 

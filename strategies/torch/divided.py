@@ -186,7 +186,7 @@ class Divided(Member):
             split = splitter.found(lambda bones: traced(bones, given, call, spec.step))
         if plan.sequence and (why := unsuited(model, split, run, degree, self._where)):
             raise JobError(
-                [f"sequence=1: between layers that are divided the model needs all tokens: {why}; leave it out"],
+                [f"sequence=1: the model's tokens cannot be divided between layers that are: {why}; leave it out"],
                 where=self._where,
             )
         return replace(split, sequence=plan.sequence)

@@ -50,6 +50,7 @@ def chosen(func: Any, args: Any, kwargs: Any) -> Any:
     along = min(tensor.dim() - 1, 1)
     if not isinstance(tensor, Held) or not tensor.apart or tensor.along != along:
         return None
+    targets = targets.long()  # bytes have no -100, and index as a mask
     _check(targets, tensor.shape[along], ignored)
     counts, here, places = _places(tensor, targets, ignored)
     held = tensor.held if tensor.box[1] else tensor.held.new_zeros(_with(tensor.shape, along, 1))
@@ -69,6 +70,7 @@ def chosen_back(func: Any, args: Any, kwargs: Any) -> Any:
     along = min(tensor.dim() - 1, 1)
     if not isinstance(tensor, Held) or not tensor.apart or tensor.along != along:
         return None
+    targets = targets.long()
     counts, here, places = _places(tensor, targets, ignored)
     slopes = -gradient * _weights(tensor, weight, targets, counts) / (total if reduction == _MEAN else 1.0)
     made = torch.zeros_like(tensor.held, memory_format=torch.contiguous_format)
@@ -94,6 +96,8 @@ def _weights(tensor: Held, weight: Tensor | None, targets: Tensor, counts: Tenso
 
 def _check(targets: Tensor, width: int, ignored: int) -> None:
     """Raise IndexError, as on one device, for a target that is not in the vocabulary."""
+    if targets.is_meta:
+        return
     wrong = (targets != ignored) & ((targets < 0) | (targets >= width))
     if targets.is_cuda:
         torch._assert_async(~wrong.any())

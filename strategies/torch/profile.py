@@ -153,13 +153,14 @@ def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any
     return step(model, on)
 
 
-def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[[nn.Module], Any]:
-    """Calls a model on the meta device with one row of columns."""
-    first = {name: value[:1].to("meta") for name, value in columns.items()}
+def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[..., Any]:
+    """Calls a model on the meta device with one row of columns, or `rows` of them."""
+    meta = {name: value.to("meta") for name, value in columns.items()}
 
-    def run(bones: nn.Module) -> Any:
+    def run(bones: nn.Module, rows: int = 1) -> Any:
+        given = {name: value.new_empty((rows, *value.shape[1:])) for name, value in meta.items()}
         with torch.device("meta"):
-            return called(bones, dict(first), call, step)
+            return called(bones, given, call, step)
 
     return run
 

@@ -8,13 +8,13 @@ is made. A column's input is gathered again in backward, not kept. What needs al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.apart import Held
+from trainwright.strategies.torch.apart import Held, first_order
 from trainwright.strategies.torch.vocabulary import Parted
 
 if TYPE_CHECKING:
@@ -33,20 +33,43 @@ def held_by_token(tensor: Tensor) -> bool:
 
 
 @dataclass(kw_only=True)
+class Again:
+    """Gathers tokens in backward, once for all layers that were given them; until then it holds none.
+
+    Attributes:
+        width: tokens of all ranks.
+        along: their dimension.
+        layers: how many will ask.
+    """
+
+    ring: Ring
+    width: int
+    along: int
+    layers: int = 0
+    _asked: int = 0
+    _whole: Tensor | None = None
+
+    def of(self, part: Tensor) -> Tensor:
+        """All tokens, of which this rank has a part; kept until the last of the layers has asked."""
+        whole = self.ring.joined(part, self.width, self.along) if self._whole is None else self._whole
+        self._asked += 1
+        self._whole = whole if self._asked % self.layers else None
+        return whole
+
+
+@dataclass(kw_only=True)
 class Stream:
     """What columns are given, gathered once for all of them, and once for all of their backwards.
 
     Attributes:
-        ring: the ranks.
-        held: this rank's tokens.
         whole: all tokens, of the graph: its gradient is this rank's share of a sum.
+        part: this rank's tokens.
+        again: all tokens in backward.
     """
 
-    ring: Ring
-    held: Held
     whole: Tensor
-    _users: int = 0
-    _again: Tensor | None = field(default=None)
+    part: Tensor
+    again: Again
 
     @classmethod
     def of(cls, given: Tensor, ring: Ring) -> Stream:
@@ -56,22 +79,13 @@ class Stream:
             given = given.to(torch.get_autocast_dtype(kind))
         assert isinstance(given, Held), "each rank holds some of the tokens"
         whole: Tensor = _Entered.apply(given, ring)  # type: ignore[no-untyped-call]
-        return cls(ring=ring, held=given, whole=whole)
+        again = Again(ring=ring, width=given.shape[given.along], along=given.along)
+        return cls(whole=whole, part=given.held, again=again)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Some outputs of a linear layer; `weight` is (outputs, inputs)."""
-        self._users += 1
-        made: Tensor = _Linear.apply(self.whole, weight, bias, self.held.held, self)  # type: ignore[no-untyped-call]
+        made: Tensor = _Linear.apply(self.whole, weight, bias, self.part, self.again)  # type: ignore[no-untyped-call]
         return made
-
-    def again(self, part: Tensor) -> Tensor:
-        """All tokens in backward, until the last of the layers has asked."""
-        if self._again is None:
-            self._again = self.ring.joined(part, self.held.shape[self.held.along], self.held.along)
-        whole, self._users = self._again, self._users - 1
-        if not self._users:
-            self._again = None
-        return whole
 
 
 def _whole(gradient: Tensor) -> Tensor:
@@ -92,6 +106,7 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         return _whole(gradients[0]), None
 
 
@@ -105,6 +120,7 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         return _own(gradients[0], ctx.ring, ctx.along), None
 
 
@@ -112,20 +128,22 @@ class _Linear(torch.autograd.Function):
     """A linear layer that keeps a rank's tokens of its input."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, weight: Tensor, bias: Tensor | None, part: Tensor, stream: Stream) -> Tensor:
-        ctx.stream, ctx.biased = stream, bias is not None
+    def forward(ctx: Any, whole: Tensor, weight: Tensor, bias: Tensor | None, part: Tensor, again: Again) -> Tensor:
+        ctx.again, ctx.biased = again, bias is not None
+        again.layers += ctx.needs_input_grad[1]
         ctx.save_for_backward(weight, part)
         return nn.functional.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         (gradient,), (weight, part) = gradients, ctx.saved_tensors
         given, weighted, biased, *_ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
-        whole = ctx.stream.again(part)
+        whole = ctx.again.of(part) if weighted else None
         return (
             gradient @ weight.to(gradient.dtype) if given else None,
-            (rows.mT @ whole.flatten(0, -2).to(gradient.dtype)).to(weight.dtype) if weighted else None,
+            (rows.mT @ whole.flatten(0, -2).to(gradient.dtype)).to(weight.dtype) if whole is not None else None,
             rows.sum(0).to(weight.dtype) if biased and ctx.biased else None,
             None,
             None,

@@ -19,10 +19,12 @@ from torch import Tensor, distributed, nn
 
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.apart import first_order
 from trainwright.strategies.torch.parts import Box, unhooked
 from trainwright.strategies.torch.sequence import Stream, held_by_token, scattered
 from trainwright.strategies.torch.vocabulary import parted
 
+_Key = tuple[Callable[..., Any], int, bool]
 ROLES = ("column", "row", "gathered", "vocabulary")
 
 
@@ -73,7 +75,7 @@ class Ring:
     group: distributed.ProcessGroup | None = None
     sequence: bool = False
     _shared: list[tuple[torch.device, Tensor]] | None = None
-    _copies: dict[int, tuple[Tensor, int, Any]] = field(default_factory=dict)  # by what was given, and its version
+    _copies: dict[_Key, tuple[Tensor, int, Any]] = field(default_factory=dict)  # what was given, and its version then
 
     def copied(self, tensor: Tensor) -> Tensor:
         """The tensor, whose gradient is the sum over the ranks.
@@ -83,22 +85,23 @@ class Ring:
         """
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
-        copy: Tensor = self._once(tensor, partial(_Copied.apply, tensor, self))
+        copy: Tensor = self._once(_Copied.apply, tensor)
         return copy
 
     def streamed(self, tensor: Tensor) -> Stream | None:
         """All tokens of what each rank holds some of; likewise shared. None where this rank has all of them."""
         if not held_by_token(tensor):
             return None
-        found: Stream = self._once(tensor, partial(Stream.of, tensor, self))
+        found: Stream = self._once(Stream.of, tensor)
         return found
 
-    def _once(self, tensor: Tensor, make: Callable[[], Any]) -> Any:
-        """What was made of a tensor, as long as nobody has changed it."""
-        _, version, made = self._copies.get(id(tensor), (None, -1, None))
+    def _once(self, make: Callable[[Tensor, Ring], Any], tensor: Tensor) -> Any:
+        """What was made of a tensor, with a graph or without one, as long as nobody has changed it."""
+        key = make, id(tensor), torch.is_grad_enabled()
+        _, version, made = self._copies.get(key, (None, -1, None))
         if version != tensor._version:
-            made = make()
-            self._copies[id(tensor)] = tensor, tensor._version, made
+            made = make(tensor, self)
+            self._copies[key] = tensor, tensor._version, made
         return made
 
     def forget(self) -> None:
@@ -330,6 +333,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         return ctx.ring.summed(gradients[0]), None
 
 
@@ -342,6 +346,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         return gradients[0], None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,22 +15,31 @@ from trainwright.strategies.torch.survey import skeleton
 from trainwright.strategies.torch.tensors import Ring, Split, divide
 
 
-def unsuited(model: nn.Module, split: Split, run: Callable[[nn.Module], object], degree: int, where: str) -> str:
-    """What a forward does between its first divided layer and its last that needs all tokens; empty where nothing.
+def unsuited(model: nn.Module, split: Split, run: Callable[..., object], degree: int, where: str) -> str:
+    """Why not: above all, what a forward needs all tokens for before its last divided layer; empty where nothing.
 
     Args:
-        run: calls a model without data.
+        run: calls a model without data, with `rows` of them.
         degree: ranks that divide it.
     """
+    tried = (_tried(model, split, partial(run, rows=rows), degree, where) for rows in (1, 2))  # one row hides views
+    return next(filter(None, tried), "")
+
+
+def _tried(model: nn.Module, split: Split, run: Callable[[nn.Module], object], degree: int, where: str) -> str:
+    """The same of one run."""
     bones, ring = skeleton(model).train(), _Rehearsal(index=0, of=degree, sequence=True)
     divide(bones, split, ring, where)
-    with torch.enable_grad():
-        run(bones)
+    try:
+        with torch.enable_grad():
+            run(bones)
+    except Exception as error:
+        return f"without data it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if ring.shortest < degree:
         return f"there are {ring.shortest} tokens, and {degree} ranks to divide them"
     if not ring.scatters:
         return "no divided layer ends with a sum over the ranks"
-    return next((what for what, before in ring.asks if 0 < before < ring.scatters), "")
+    return next((f"it needs all for {what}" for what, before in ring.asks if 0 < before < ring.scatters), "")
 
 
 @dataclass(kw_only=True)

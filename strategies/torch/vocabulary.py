@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from trainwright.strategies.torch import entropy, norms
-from trainwright.strategies.torch.apart import Held, beside
+from trainwright.strategies.torch.apart import Held, beside, first_order
 from trainwright.strategies.torch.parts import Box
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         (gradient,) = gradients
         if isinstance(gradient, Parted):
             if gradient.apart and gradient.along == gradient.dim() - 1:
@@ -96,6 +97,7 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first_order()
         return gradients[0]
 
 

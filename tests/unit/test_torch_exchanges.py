@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -12,14 +13,20 @@ from torch import Tensor, nn
 from tests.conformance.test_products import WIDTH, Language
 from tests.unit.test_torch_splitting import split
 from tests.unit.torch_ring import ThreadRing, on_ranks
+from trainwright.core.errors import JobError
 from trainwright.strategies.torch.parts import Box
-from trainwright.strategies.torch.tensors import Ring, divide
+from trainwright.strategies.torch.sequence import Stream, scattered
+from trainwright.strategies.torch.tensors import Ring, Split, divide
 from trainwright.strategies.torch.trial import unsuited
-from trainwright.strategies.torch.vocabulary import Parted, plain
+from trainwright.strategies.torch.vocabulary import Parted, parted, plain
 
 ROWS, TOKENS = 2, 6
 GIVEN = torch.linspace(-2.0, 2.0, ROWS * TOKENS, dtype=torch.float64).view(ROWS, TOKENS)
-ROW = GIVEN[:1].to("meta")
+
+
+def called(bones: nn.Module, rows: int) -> Tensor:
+    made: Tensor = bones(GIVEN[:rows].to("meta"))
+    return made
 
 
 def learned(model: nn.Module) -> dict[str, Tensor]:
@@ -92,13 +99,71 @@ def test_norms_and_what_is_learned_between_regions_get_the_gradient_of_all_token
         (torch.tanh, 2, ""),
         (lambda hidden: hidden.cumsum(1), 2, "aten.cumsum"),
         (lambda hidden: hidden - hidden.mean(1, keepdim=True), 2, "aten.mean"),
+        (lambda hidden: torch.tanh(hidden.view(-1, WIDTH)).view(hidden.shape), 2, "aten.view"),  # apart in one row
         (torch.tanh, 12, "6 tokens, and 12 ranks"),
     ],
 )
 def test_a_forward_that_needs_all_tokens_between_regions_is_found_out(between: Any, degree: int, why: str) -> None:
     model = Normed(between)
-    found = unsuited(model, split(model, degree, given=GIVEN[:1]), lambda bones: bones(ROW), degree, "rank 0")
+    found = unsuited(model, split(model, degree, given=GIVEN[:1]), called, degree, "rank 0")
     assert why in found and bool(why) == bool(found)
+
+
+def test_a_loss_within_the_forward_is_tried_and_what_it_raises_is_the_reason() -> None:
+    def scored(bones: nn.Module, rows: int) -> Tensor:
+        targets = torch.zeros(rows, dtype=torch.long, device="meta")
+        return nn.functional.cross_entropy(called(bones, rows), targets)
+
+    def read(bones: nn.Module, rows: int) -> float:
+        return float(called(bones, rows).sum())
+
+    model = Language()
+    how = split(model, 2, given=GIVEN[:1])
+    assert unsuited(model, how, scored, 2, "rank 0") == ""
+    assert "without data it raised RuntimeError: " in unsuited(model, how, read, 2, "rank 0")
+
+
+def test_all_tokens_are_let_go_after_the_forward_and_gathered_once_in_backward() -> None:
+    def run(ring: ThreadRing) -> tuple[bool, int]:
+        given = scattered(torch.ones(2, 6, 3, requires_grad=True) * 1.0, ring)
+        stream, learned = ring.streamed(given), torch.ones(4, 3, requires_grad=True)
+        assert stream is not None
+        made = [stream.linear(weight, None) for weight in (learned, learned, torch.ones(4, 3))]
+        seen = weakref.ref(stream.whole)
+        ring.forget()
+        del stream
+        gone = seen() is None
+        torch.autograd.backward(made, [torch.ones(2, 6, 4)] * 3)
+        return gone, ring.calls["joined"]
+
+    assert on_ranks(2, run) == [(True, 3)] * 2  # the third is the gradient of the sum
+
+
+LAYERS: dict[str, Any] = {
+    "copied": lambda given, ring: (ring.copied(given), given),
+    "tokens": lambda given, ring: (scattered(given, ring), given),
+    "gathered": lambda given, ring: (ring.streamed(held := scattered(given, ring)).whole, held),
+    "linear": lambda given, ring: (ring.streamed(scattered(given.detach(), ring)).linear(given[0], None), given),
+    "logits": lambda given, ring: (parted(given, ring, 6), given),
+    "whole": lambda given, ring: (plain(held := parted(given, ring, 6)), held),
+    "row": lambda given, ring: (divided(nn.Linear(6, 3), "row", ring)(given), given),
+    "learned": lambda given, ring: (scattered(torch.ones(2, 6, 3), ring) + given, given),
+}
+
+
+def divided(layer: nn.Module, role: str, ring: Ring) -> nn.Module:
+    divide(whole := nn.Sequential(layer), Split(roles={"0": role}), ring, "rank 0")
+    return whole
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_gradient_through_divided_layers_is_not_differentiated_again(name: str) -> None:
+    def run(ring: ThreadRing) -> None:
+        made, given = LAYERS[name](torch.ones(2, 6, 3, requires_grad=True), ring)
+        with pytest.raises(JobError, match="create_graph=True"), torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.grad(made, given, torch.ones(made.shape), create_graph=True)
+
+    on_ranks(2, run)
 
 
 def test_dropout_draws_for_all_tokens_and_keeps_a_rank_its_own() -> None:
@@ -121,3 +186,15 @@ def test_what_was_changed_in_place_is_shared_no_more() -> None:
         return first is again, ring.copied(given) is again, ring.copied(given.detach()).requires_grad
 
     assert on_ranks(1, run) == [(True, False, False)]
+
+
+def test_what_was_made_without_a_graph_or_in_another_way_is_not_shared() -> None:
+    def run(ring: ThreadRing) -> bool:
+        given = scattered(torch.ones(2, 6, 3, requires_grad=True) * 1.0, ring)
+        with torch.no_grad():
+            assert ring.streamed(given) is not None
+        assert isinstance(ring.copied(given), Tensor)
+        stream = ring.streamed(given)
+        return isinstance(stream, Stream) and stream.whole.requires_grad
+
+    assert on_ranks(2, run) == [True, True]

@@ -103,6 +103,7 @@ APART: dict[str, Loss] = {
         logits[:, :-1].reshape(-1, WIDTH).float().double(), TARGETS[:, 1:].reshape(-1), reduction="none"
     ),
     "contiguous": lambda logits: cross_entropy(logits[:, 1:].contiguous().view(-1, WIDTH), TARGETS[:, 1:].ravel()),
+    "bytes": lambda logits: cross_entropy(logits[:, 0], TARGETS[:, 0].byte(), weight=WEIGHT),
     "one": lambda logits: cross_entropy(logits[0, 0], TARGETS[0, 0]),
     "capped": lambda logits: flat(30.0 * torch.tanh(logits / 30.0)),
     "barred": lambda logits: flat(logits + torch.linspace(-1.0, 1.0, WIDTH, dtype=torch.float64)),
@@ -152,6 +153,19 @@ def test_a_target_that_is_not_in_the_vocabulary_is_refused_as_on_one_device(wron
             cross_entropy(parted(part, ring, WIDTH), torch.tensor([wrong]))
 
     on_ranks(2, run)
+
+
+def test_a_byte_is_a_target_also_where_it_wraps_to_the_ignored_one() -> None:
+    targets = torch.tensor([156, 3], dtype=torch.uint8)  # -100 as a byte is 156
+    whole = torch.arange(400.0).view(2, 200)
+
+    def run(ring: ThreadRing) -> Tensor:
+        box = Box.share((200,), 0, ring.index, ring.of)
+        part = whole[:, box.start[0] : box.stop[0]]
+        return plain(cross_entropy(parted(part, ring, 200), targets, reduction="none"))
+
+    for found in on_ranks(2, run):
+        torch.testing.assert_close(found, cross_entropy(whole, targets.long(), reduction="none"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
