@@ -224,7 +224,7 @@ def _nearest(misfits: Iterable[Infeasible], but: Collection[str] = ()) -> list[I
 def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rejected:
     ratio = estimate_of(plan).step_s / estimate_of(chosen).step_s
     if plan.strategy not in names or not pins.allow(plan):
-        said = f", though predicted {1 / ratio:.1f} times faster" if ratio < 1 else ""
+        said = f", though predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= WORTH_SAYING else ""
         return Rejected(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
     reason = f"predicted {ratio:.2f} times the step time of {chosen.strategy}"
     if plan.topology == "independent":

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from trainwright import words
 from trainwright.core.events import Event, Formed, Steps
+from trainwright.core.plan import Plan
 from trainwright.narration import Figures, Line, Narrator, Tone
 from trainwright.planview import plan_line
 
@@ -44,7 +45,7 @@ class Progress:
     """Shows a run while it goes. A listener of the journal, and a context manager that closes itself.
 
     Args:
-        decision: its plan is the first line.
+        decision: its plan is the first line, what is to be known of it the next ones.
         verbose: also checkpoints, processes and the tracebacks of failures that were recovered from.
         console: where to write; stderr by default, so that stdout is left for data.
         surface: shows lines and figures; by default the one that suits the console.
@@ -60,7 +61,7 @@ class Progress:
     ) -> None:
         self._narrator = Narrator(verbose=verbose)
         self._surface = surface or surface_for(console or Console(file=sys.stderr))
-        self._plan = f"plan {plan_line(decision.chosen)}" if decision is not None else ""
+        self._first = [] if decision is None else _of_plan(decision.chosen)
 
     def __enter__(self) -> Self:
         return self
@@ -70,11 +71,9 @@ class Progress:
 
     def on(self, event: Event) -> None:
         """Take one event."""
-        if self._plan:
-            self._surface.line(Line(text=self._plan, tone="good"))
-            self._plan = ""
+        first, self._first = self._first, []
         lines = self._narrator.tell(event)
-        for line in lines:
+        for line in (*first, *lines):
             self._surface.line(line)
         if isinstance(event, (Steps, Formed)) or lines:
             self._surface.show(self._narrator.figures, news=isinstance(event, Formed))
@@ -82,6 +81,12 @@ class Progress:
     def close(self) -> None:
         """Take the bar away; a second call does nothing."""
         self._surface.close()
+
+
+def _of_plan(plan: Plan) -> list[Line]:
+    """The plan, and what the user should know about it."""
+    notes = [Line(text=f"  note: {note}") for note in plan.notes]
+    return [Line(text=f"plan {plan_line(plan)}", tone="good"), *notes]
 
 
 def surface_for(console: Console) -> Surface:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
+
+FIRST = "stopping after this step, with a checkpoint; a second signal stops at once, without it"
+SECOND = "stopping at once, without a checkpoint"
+_STDERR = 2
 
 
 class Stoppable(Protocol):
@@ -25,9 +30,11 @@ class Stops:
         self.last = 0
 
     def take(self, number: int, _frame: FrameType | None) -> None:
-        """First a checkpoint, then no more waiting."""
+        """First a checkpoint, then no more waiting; what is done is said at once."""
         self._run.stop(now=self.last != 0)
-        self.last = number
+        told, self.last = SECOND if self.last else FIRST, number
+        with contextlib.suppress(OSError):  # the terminal may be gone: that is why the signal came
+            os.write(_STDERR, f"\n{told}\n".encode())  # a print may be what was interrupted
 
 
 @contextlib.contextmanager

@@ -31,10 +31,13 @@ def main() -> None:
     job = load_job(str(GPT), given.set)
     learnt = Tokenizer.from_file(f"data/king-james/tokens-{job.model.args[0].vocabulary}.json")
     prompt = learnt.encode(given.prompt).ids
-    (text,) = tw.generate(
-        job, [prompt], count=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed,
-        here=given.here,
-    )  # fmt: skip
+    try:
+        (text,) = tw.generate(
+            job, [prompt], count=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed,
+            here=given.here,
+        )  # fmt: skip
+    except tw.TrainwrightError as error:
+        parser.exit(1, f"{error}\n")
     print(learnt.decode(text.tolist()))
 
 

@@ -135,7 +135,8 @@ def test_plain_lines_when_not_a_terminal() -> None:
             progress.on(event)
     lines = out.getvalue().splitlines()
     assert lines[0] == "plan data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step"
-    assert lines[1].startswith("run demo:") and lines[-1] == "done: 20 steps after 12.0 s"
+    assert lines[1] == "  note: batch norm is local to each worker"
+    assert lines[2].startswith("run demo:") and lines[-1] == "done: 20 steps after 12.0 s"
     assert any(line.startswith("step 20/20, epoch 2/2, loss 0.0500, 2,560 samples/s") for line in lines)
     assert "\x1b" not in out.getvalue()
 
