@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -155,13 +154,8 @@ def other_rows(facts: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]
     return rows
 
 
-def plan_facts(plan: Plan) -> dict[str, Any]:
-    """The plan as a JSON-able dict, for `RunStarted.plan`; `plan_from` reads it back."""
-    return asdict(plan)
-
-
 def plan_from(facts: Mapping[str, Any]) -> Plan | None:
-    """The plan of `RunStarted.plan`, also after a trip through JSON; None when it holds no plan."""
+    """The plan of `RunStarted.plan` (its `asdict`), also after a trip through JSON; None when it holds no plan."""
     if not {"strategy", "engine", "mesh", "batch_size", "placement"} <= facts.keys():
         return None
     estimate = facts.get("estimate")
