@@ -7,10 +7,11 @@ start at step 0), then `warm`, then `train_step` and `evaluate_step`. After a fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
+from trainwright.core.asynchrony import Staleness, Unit
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.collation import Collation
 from trainwright.core.data import Batch, Columns, Feed, StepReport, Sums
@@ -140,11 +141,43 @@ class Engine(Protocol):
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint, saved in any layout."""
 
-    def serve(self) -> None:
-        """A server's or follower's life: returns when the leader says so or is gone."""
-
     def interrupt(self, deadline_s: float) -> bool:
         """Make a blocked call of another thread raise. False means: kill the process."""
 
     def leave(self) -> None:
         """The group ends, the process lives on with its state. Safe to call at any time, twice too."""
+
+
+class Coordinated(Engine, Protocol):
+    """What an engine of the coordinator topology has beside: rank 0 leads."""
+
+    def follow(self) -> None:
+        """Of all but rank 0: do what that wants; returns when it says so or is gone."""
+
+
+class Independent(Engine, Protocol):
+    """What an engine of the independent topology has beside: its workers step alone, against servers.
+
+    From `form` to `leave` a server answers its workers, whatever else is asked of it, so that one may join at any time;
+    an error of that comes from the next call. Between two calls of `serve` no update is applied, and all servers stand
+    at the same step: snapshots and evaluations are of one state. In `train_step` a worker pulls, computes and pushes
+    its part of the unit that it was given last.
+    """
+
+    def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
+        """A server: let the workers take the steps before `until`; ends when all are applied on all servers.
+
+        The first server gives each step's report, over all its units, when that is complete, in order; the others give
+        none. Once `wish()` is true (the first server's is heard) no step is begun any more: those begun are completed,
+        and the last report has `wish`.
+        """
+
+    def lease(self) -> Unit | None:
+        """A worker: what to compute next. Waits while nothing may be begun; None when no step is left to take.
+
+        Raises:
+            PeerLost: a server is gone, or does not answer within the deadline.
+        """
+
+    def staleness(self) -> Staleness:
+        """The first server: of what was pushed since it was asked last."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from trainwright.core.data import Feeding
-from trainwright.core.group import Topology
+from trainwright.core.group import Role, Topology
 from trainwright.core.sections import STREAMED, loss_stage
 
 
@@ -107,7 +107,12 @@ class Plan:
         sequence: between the layers that tensor parallelism divides each of its ranks holds some of the tokens.
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: what `zero` divides is kept and updated in the memory of the host, and visits the device.
-        servers: that hold the parameters, where workers step alone.
+        servers: processes that hold the parameters, where workers step alone.
+        consistency: how far these may be apart (see `Consistency.parse`).
+        wire: in what form they push gradients: `full`, `fp16`, `bf16`, `int8` or `topk(share)`.
+        local_steps: steps that each of them takes by itself between two pushes.
+        outer: how the servers apply what several local steps came to: `average` (local SGD) or `nesterov` (DiLoCo),
+            with a learning rate and momentum of their own: `nesterov(0.7,0.9)`.
         stages: layers of each of the pipeline's sections, in order: of each stage, or of each of its chunks; empty
             where they are as equal as can be.
         cuts: modules with whose calls the sections after the first begin.
@@ -134,6 +139,10 @@ class Plan:
     zero: int = 0
     offload: bool = False
     servers: int = 0
+    consistency: str = ""
+    wire: str = "full"
+    local_steps: int = 1
+    outer: str = ""
     stages: tuple[int, ...] = ()
     cuts: tuple[str, ...] = ()
     estimate: Estimate | None = None
@@ -189,6 +198,17 @@ class Plan:
     def workers(self) -> int:
         """Number of worker actors."""
         return self.mesh.size // self.devices_per_worker
+
+    @property
+    def processes(self) -> int:
+        """Number of actors: workers and servers."""
+        return self.servers + self.workers
+
+    def role_of(self, rank: int) -> Role:
+        """Of a process: a coordinator comes first, then servers, then workers."""
+        if self.topology == "coordinator":
+            return "chief" if rank == 0 else "server" if rank <= self.servers else "worker"
+        return "server" if rank < self.servers else "worker"
 
     @property
     def layout(self) -> Plan:

@@ -110,9 +110,6 @@ class Base:
         self._settle(self.state)
         return self._tag()
 
-    def serve(self) -> None:
-        """Nobody is served in this topology."""
-
     def interrupt(self, deadline_s: float) -> bool:
         """Cut all connections, so that a blocked call raises; True when no call is left within the deadline."""
         for held in (self._port, self._connections):

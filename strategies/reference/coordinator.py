@@ -50,7 +50,7 @@ class Coordinator(Replicated):
             self._state, report = advance(self.program, self.state, feed, total)
         return report
 
-    def serve(self) -> None:
+    def follow(self) -> None:
         """Compute shares until rank 0 leaves or is gone. Rank 0 serves nobody and returns at once.
 
         Raises:

@@ -77,9 +77,6 @@ class TensorFlowEngine(ABC):
         """False: nothing makes a collective of TensorFlow raise from another thread."""
         return False
 
-    def serve(self) -> None:  # noqa: B027  # nothing to do is what an engine of a collective does
-        """Return at once: in a collective every rank steps."""
-
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:

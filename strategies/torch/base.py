@@ -67,9 +67,6 @@ class TorchEngine:
         """False: nothing that one rank does by itself can be made to raise from another thread."""
         return False
 
-    def serve(self) -> None:
-        """Return at once: in a collective every rank steps."""
-
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:

@@ -294,7 +294,7 @@ class World:
     def _follow(self) -> None:
         if self._coordinated and not self._serving:
             for number, rank in enumerate(self.ranks[1:], 1):
-                rank.send("serve", *self._faults.pop(number, ()))
+                rank.send("follow", *self._faults.pop(number, ()))
             self._serving = True
 
     def _led(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -128,9 +128,13 @@ class Session:
                 reports.append(self.engine.train_step(weightless(feed)))
         return reports
 
-    def serve(self, fault: str = "", after: int = 0) -> None:
-        """Serve; `fault` strikes after so many calls of the loss."""
+    def follow(self, fault: str = "", after: int = 0) -> None:
+        """Do what rank 0 wants; `fault` strikes after so many calls of the loss."""
         self.faulty.arm(fault, after)
+        self._stepping(self.engine.follow)
+
+    def serve(self) -> None:
+        """Serve workers that come and go."""
         self._stepping(self.engine.serve)
 
     def evaluate(self, feeds: Sequence[Feed]) -> Sums:

@@ -131,7 +131,7 @@ def test_results_do_not_depend_on_the_number_of_actors_of_a_coordinator() -> Non
         engines = formed(Coordinator, actors)
         whole = feed(batch(), batch(5), ranks=range(4))
         report, *_ = together(
-            lambda leader=engines[0], whole=whole: _then_leave(leader, whole), *(one.serve for one in engines[1:])
+            lambda leader=engines[0], whole=whole: _then_leave(leader, whole), *(one.follow for one in engines[1:])
         )
         copies = {states.to_bytes(one.state) for one in engines}
         assert len(copies) == 1 and report.weight == 44
