@@ -66,7 +66,7 @@ class Base:
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
         """Make model and optimizer, the same on every rank for one seed; step None."""
         self._program = Program(spec, self._where())
-        self._state = self._part(self._program.initial())
+        self._hold(self._part(self._initial()))
         return self._tag()
 
     def evaluate_step(self, feed: Feed) -> Sums:
@@ -84,7 +84,7 @@ class Base:
 
     def restore(self, copy: StateCopy) -> StateTag:
         """Take a state copied by `snapshot`."""
-        self._state = replace(copy.state.copy(), step=copy.step)
+        self._hold(replace(copy.state.copy(), step=copy.step))
         return self._tag()
 
     def save(self, copy: StateCopy, writer: Writer) -> None:
@@ -100,7 +100,7 @@ class Base:
             whole = merge(from_bytes(reader.read(name)) for name in names)
         except (ValueError, KeyError, OSError) as error:
             raise CheckpointError(f"the checkpoint's {names} cannot be read: {error}", where=self._where()) from error
-        self._state = self._part(fitted(whole, self.program.initial()))
+        self._hold(self._part(fitted(whole, self._initial())))
         return self._tag()
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
@@ -164,6 +164,14 @@ class Base:
                 if self._connections is not None:
                     self._connections.cut()
                 raise
+
+    def _initial(self) -> State:
+        """The whole state before the first step."""
+        return self.program.initial()
+
+    def _hold(self, state: State) -> None:
+        """Take a state from elsewhere."""
+        self._state = state
 
     def _part(self, whole: State) -> State:
         """What this rank holds of a state."""

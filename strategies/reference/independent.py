@@ -1,242 +1,187 @@
-"""The independent topology: workers step alone against servers, each of which holds a shard of the state.
+"""The independent topology in numpy float64: the executable meaning of `core.engine.Independent`.
 
-A worker pulls parameters, computes the mean gradient of its own share, and pushes it; each server applies pushes in
-the order in which they come (Li et al., OSDI 2014, without bounded delay). Workers may die and join without a new
-generation.
-
-A push is applied exactly once: it carries (session, sequence), a server remembers the last sequence of each session,
-and a worker whose connection broke dials again and repeats its request, which a server that had applied it answers
-alike.
+The servers' side and the workers' are `trainwright.strategies.servers`'; here are a shard, and what a worker computes.
 """
 
 from __future__ import annotations
 
-import json
-import selectors
-import time
-import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
+from trainwright.core.asynchrony import Staleness, Unit
 from trainwright.core.data import Columns, Feed, StepReport, Sums
-from trainwright.core.errors import PeerLost
-from trainwright.core.group import Capabilities, Group, Peer, StateTag
+from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.group import Address, Capabilities, Generation, Group, Peer, Role, StateTag
+from trainwright.core.plan import Plan
+from trainwright.strategies.hosts import own_host
 from trainwright.strategies.reference.base import PREFIX, SUFFIX, Base, weightless
-from trainwright.strategies.reference.model import Array
 from trainwright.strategies.reference.optimizers import Arrays
-from trainwright.strategies.reference.state import State, decode, encode
-from trainwright.strategies.reference.wire import Link, Port, dial
-
-Message = Mapping[str, npt.NDArray[Any]]
-_VERSION, _WISH, _PUSH = "version", "wish", "push"
-_ATTEMPTS = 3
-
-
-def shard_of(sizes: Mapping[str, int], shards: int) -> tuple[tuple[str, ...], ...]:
-    """Deal parameters to shards: the largest first, each to the shard that holds least so far; ties by name."""
-    dealt: list[list[str]] = [[] for _ in range(shards)]
-    loads = [0] * shards
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = loads.index(min(loads))
-        dealt[least].append(name)
-        loads[least] += sizes[name]
-    return tuple(tuple(sorted(names)) for names in dealt)
+from trainwright.strategies.reference.program import Totals
+from trainwright.strategies.reference.shards import NumpyBank, beginning, local, part_of, shards_of, whole_of, write
+from trainwright.strategies.reference.state import State
+from trainwright.strategies.servers.bank import Shard
+from trainwright.strategies.servers.clients import Clients
+from trainwright.strategies.servers.desk import Desk
+from trainwright.strategies.servers.follower import Follower
+from trainwright.strategies.servers.lead import Lead
+from trainwright.strategies.servers.lines import Listener
+from trainwright.strategies.servers.rules import Rules
 
 
-class Clients:
-    """A worker's links to the servers. A broken link is dialled again and the request repeated."""
+@dataclass(kw_only=True)
+class _Work:
+    """What a worker has done of its unit.
 
-    def __init__(self, group: Group, servers: Sequence[Peer]) -> None:
-        self._group, self._servers = group, tuple(servers)
-        self._links: dict[int, Link] = {}
-        self._end = False
+    Attributes:
+        pulled: the parameters that it began with.
+        now: those that its local steps came to.
+        sums: of each step: weighted sum of losses, sum of weights.
+        norms: of each step's gradient, before clipping.
+    """
 
-    def open(self) -> None:
-        """Reach every server. Raises PeerLost."""
-        for index in range(len(self._servers)):
-            self._link(index, time.monotonic() + self._group.deadline_s)
-
-    def ask(self, index: int, request: bytes) -> dict[str, npt.NDArray[Any]]:
-        """Send a request to one server and wait for its answer. Raises PeerLost, at the latest at the deadline."""
-        until = time.monotonic() + self._group.deadline_s
-        for attempt in range(_ATTEMPTS):
-            try:
-                link = self._link(index, until)
-                link.send(request, until)
-                return decode(link.receive(until))
-            except PeerLost:
-                self._drop(index)
-                if attempt == _ATTEMPTS - 1 or self._end or time.monotonic() > until:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
-
-    def cut(self) -> None:
-        """End all links, from any thread."""
-        self._end = True
-        for link in tuple(self._links.values()):
-            link.cut()
-
-    def close(self) -> None:
-        """End and free all links."""
-        self._end = True
-        for link in self._links.values():
-            link.close()
-
-    def _link(self, index: int, until: float) -> Link:
-        if index not in self._links:
-            self._links[index] = dial(self._servers[index], self._group.generation, self._group.rank, until)
-        return self._links[index]
-
-    def _drop(self, index: int) -> None:
-        link = self._links.pop(index, None)
-        if link is not None:
-            link.close()
-
-
-class Desk:
-    """A server's listening port and its workers' links."""
-
-    def __init__(self, port: Port, group: Group) -> None:
-        self._port, self._group = port, group
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(port, selectors.EVENT_READ)
-        self._workers: dict[Link, int] = {}
-        self.ended = False
-
-    @property
-    def workers(self) -> int:
-        """Workers connected now."""
-        return len(self._workers)
-
-    def wait(self, until: float) -> list[Link]:
-        """Links with a request, after a wait that ends at `until` at the latest; newcomers are let in on the way."""
-        ready: list[Link] = []
-        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
-            if isinstance(key.fileobj, Link):
-                ready.append(key.fileobj)
-            elif not self.ended:
-                self._admit()
-        return ready
-
-    def dismiss(self, link: Link) -> None:
-        """A worker is gone."""
-        self._selector.unregister(link)
-        del self._workers[link]
-        link.close()
-
-    def cut(self) -> None:
-        """End everything, from any thread."""
-        self.ended = True
-        self._port.cut()
-        for link in tuple(self._workers):
-            link.cut()
-
-    def close(self) -> None:
-        """End and free everything."""
-        self.cut()
-        self._selector.close()
-        for link in self._workers:
-            link.close()
-        self._workers = {}
-
-    def _admit(self) -> None:
-        try:
-            joined = self._port.accept(self._group.generation, time.monotonic() + self._group.deadline_s)
-        except PeerLost:
-            return  # it had hung up before it was let in, or the port was cut
-        if joined is not None:
-            rank, link = joined
-            self._workers[link] = rank
-            self._selector.register(link, selectors.EVENT_READ)
+    pulled: Arrays
+    now: Arrays
+    sums: list[tuple[float, float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
 
 
 class Independent(Base):
     """One rank of the independent topology; its role in the group says whether it is a server or a worker.
 
-    A server holds the pieces `shard-0` ... `shard-(n-1)` in rank order of the n servers, and counts the updates applied
-    as its steps. A worker holds nothing; its own steps are those it was fed.
+    A server holds one of the pieces `shard-0` ... `shard-(n-1)`, in rank order of the n servers. A worker holds none;
+    with local steps its optimizer's state is its own, and goes when it goes.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(topology="independent", tolerates=frozenset({"worker"}))
 
     def __init__(self, *, host: str | None = None) -> None:
         super().__init__(host=host)
-        self._session, self._sequence = "", 0
-        self._seen: dict[str, int] = {}
+        self._listener: Listener | None = None
+        self._plan: Plan | None = None
+        self._bank: NumpyBank | None = None
+        self._shards: tuple[Shard, ...] = ()
+        self._sound = True
+        self._own_slots: Arrays | None = None
+        self._work: _Work | None = None
+        self._rules: Rules
+        self._parameters: Arrays = {}
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Listen on a port that the system chooses, under which servers are found."""
+        self.leave()
+        self._listener = Listener(self._host or own_host())
+        return self._listener.address
 
     def form(self, group: Group) -> StateTag:
         """A server opens its desk; a worker, at any time, reaches every server. Raises PeerLost."""
-        port = self._enter(group)
-        servers = self._servers
+        assert self._listener is not None, "reserve comes first"
+        listener, self._listener, self._group = self._listener, None, group
         if self._serving:
-            self._connections = Desk(port, group)
-            self._seen = {}
-            return self._tag()
-        port.close()
-        self._connections = clients = Clients(group, servers)
-        self._session, self._sequence = uuid.uuid4().hex, 0
-        with self._acting():
-            clients.open()
+            kind = Lead if self._index == 0 else Follower
+            self._connections = kind(listener, group, self._servers)
+        else:
+            listener.close()
+            self._connections = clients = Clients(group, self._servers)
+            with self._acting():
+                clients.open()
+        if self._program is not None:
+            self._program.where = self._where()
+            self._equip()
         return self._tag()
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """Make model and optimizer, the same on every rank for one seed; step None."""
+        self._plan = plan
+        super().build(spec, plan)
+        self._equip()
+        return self._tag()
+
+    def snapshot(self) -> StateCopy:
+        """A deep copy of a server's shard, between two calls of `serve`."""
+        if not isinstance(self._connections, Desk):
+            return super().snapshot()
+        self._connections.check()
+        with self._connections.lock:
+            return super().snapshot()
 
     def warm(self, feed: Feed) -> None:
         """A worker's throwaway step: pull and compute, push nothing."""
-        with self._acting():
-            self._gradients(weightless(feed), self._pull())
+        if not self._serving:
+            self._computed(weightless(feed), self._newest())
+
+    def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
+        """Let the workers take the steps before `until`."""
+        assert self._bank is not None, "build comes first"
+        self._settle(self.state)
+        with self._busy:
+            yield from self._desk.serve(self.state.step or 0, until, wish)
+        self._state = State(parameters=self._bank.parameters, slots=self._bank.slots, step=self._desk.step)
+
+    def staleness(self) -> Staleness:
+        """Of what was applied at this server since it was asked last."""
+        return self._desk.staleness()
+
+    def lease(self) -> Unit | None:
+        """A worker's next unit; None when the servers' `serve` ended."""
+        with self._busy:
+            self._work, grant = None, self._clients.lease()
+        return None if grant is None else grant.unit
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of this worker, against the newest parameters. A share without weight pushes nothing.
+        """One step of the unit that was leased last: its first begins with a pull, its last ends with a push.
 
         Raises:
             PeerLost: a server is gone or did not answer within the deadline.
             NonFiniteLoss, JobError, UserCodeError: nothing was pushed.
         """
-        with self._acting():
-            parameters = self._pull()
-            vector = self._gradients(feed, parameters)
-            totals, rate = self.program.totals(vector), self.program.rate(feed.step)
-            mean = self.program.mean_gradients(totals, feed.step) if totals.weight > 0 else None
-            gradients, norm = mean if mean is not None else ({}, 0.0)
-            wish = feed.wish
-            if gradients or feed.wish:
-                wish = self._push(gradients, wish=feed.wish, rate=rate) or wish
+        with self._busy:
+            unit, work = self._going_on(feed)
+            totals, rate = self._computed(feed, work.now), self.program.rate(feed.step)
+            gradients, norm = self._gradients(totals, feed.step)
+            if gradients and local(self.plan):
+                slots = self._own_slots or self.program.optimizer.initial(work.now)
+                work.now, self._own_slots = self.program.update(work.now, gradients, slots, rate)
+            work.sums.append((totals.loss, totals.weight))
+            work.norms.append(norm)
+            if len(work.sums) == unit.steps:
+                self._push(work, gradients)
         return StepReport(
             step=feed.step + 1,
             loss=totals.loss / totals.weight if totals.weight > 0 else 0.0,
             weight=totals.weight,
             learning_rate=rate,
             gradient_norm=None if self.program.spec.clip_norm is None else norm,
-            wish=wish,
+            wish=feed.wish,
         )
 
     def evaluate_step(self, feed: Feed) -> Sums:
-        """Sums at the servers' newest parameters."""
+        """Sums at the servers' newest parameters, in a worker."""
         return self.program.evaluate(self._newest(), feed)
 
     def predict_step(self, feed: Feed) -> Columns:
-        """Outputs at the servers' newest parameters."""
+        """Outputs at the servers' newest parameters, in a worker."""
         return self.program.predict(self._newest(), feed)
 
-    def serve(self) -> None:
-        """Answer workers until one wished to stop and all have left, or no worker was there for a whole deadline.
+    def interrupt(self, deadline_s: float) -> bool:
+        """Cut all connections, so that a blocked call raises; True when no call is left within the deadline."""
+        if self._listener is not None:
+            self._listener.cut()
+        ended = super().interrupt(deadline_s)
+        return ended and (not isinstance(self._connections, Desk) or self._connections.join(deadline_s))
 
-        A worker's death ends its link and nothing else. A worker serves nobody and returns at once.
-        """
-        if not self._serving:
-            return
-        desk, alone_since = self._desk, time.monotonic()
-        wished = False
-        with self._busy:
-            while not desk.ended:
-                if desk.workers:
-                    alone_since = time.monotonic()
-                elif wished or time.monotonic() > alone_since + self.group.deadline_s:
-                    return
-                for link in desk.wait(time.monotonic() + self.group.deadline_s / 10):
-                    wished = self._attend(desk, link, wished) or wished
+    def leave(self) -> None:
+        """End the group and keep the state."""
+        if isinstance(self._connections, Desk):
+            self._connections.cut()
+            self._sound = self._sound and self._connections.sound
+        super().leave()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    # --- the group ---
 
     @property
     def _servers(self) -> tuple[Peer, ...]:
@@ -245,6 +190,11 @@ class Independent(Base):
     @property
     def _serving(self) -> bool:
         return self.group.peers[self.group.rank].role == "server"
+
+    @property
+    def _index(self) -> int:
+        """Place of this server among the servers."""
+        return [peer.rank for peer in self._servers].index(self.group.rank)
 
     @property
     def _desk(self) -> Desk:
@@ -257,19 +207,44 @@ class Independent(Base):
         return self._connections
 
     @property
-    def _dealt(self) -> tuple[tuple[str, ...], ...]:
-        """Parameter names by server."""
-        sizes = {name: value.size for name, value in self.program.initial().parameters.items()}
-        return shard_of(sizes, len(self._servers))
+    def plan(self) -> Plan:
+        """The plan; `build` comes first."""
+        assert self._plan is not None, "build comes first"
+        return self._plan
+
+    # --- the state ---
+
+    def _equip(self) -> None:
+        """What this group needs of the state: a server's shard where others reach it, a worker's room for all."""
+        self._shards = shards_of(self.program.initial().parameters, len(self._servers))
+        self._rules, self._own_slots = Rules.of(self.plan, self.program.spec), None
+        if not self._serving:
+            self._clients.lay(self._shards, [shard.trained_bytes for shard in self._shards])
+            return
+        fresh = self._part(self._initial())
+        if self.state.parameters.keys() != fresh.parameters.keys():  # it held another piece, or none
+            self._state = fresh
+        self._bank = NumpyBank(self._shards[self._index], self.program, self.plan, self.state)
+        self._desk.open(self._bank, self._rules)
+        self._state = replace(self.state, parameters=self._bank.parameters)
+
+    def _initial(self) -> State:
+        return beginning(self.program, self.plan)
 
     def _part(self, whole: State) -> State:
         """A server keeps its shard, a worker nothing."""
-        return whole.only(self._dealt[self._index] if self._serving else ())
+        if not self._serving:
+            return State(parameters={}, slots={}, step=whole.step)
+        return part_of(whole, shards_of(whole.parameters, len(self._servers))[self._index])
 
-    @property
-    def _index(self) -> int:
-        """Place of this server among the servers."""
-        return [peer.rank for peer in self._servers].index(self.group.rank)
+    def _hold(self, state: State) -> None:
+        """A server's workers pull this from now on."""
+        self._state, self._sound = state, True
+        if self._bank is not None and isinstance(self._connections, Desk):
+            with self._connections.lock:
+                self._bank.take(state)
+                self._connections.renewed()
+            self._state = replace(state, parameters=self._bank.parameters)
 
     def _tag(self) -> StateTag:
         names = [f"shard-{index}" for index in range(len(self._servers))]
@@ -278,84 +253,58 @@ class Independent(Base):
             layout=f"sharded-{len(names)}",
             pieces=frozenset({names[self._index]} if self._serving else ()),
             whole=frozenset(names),
+            sound=self._sound and (not isinstance(self._connections, Desk) or self._connections.sound),
         )
 
     def _file(self) -> str:
         return f"{PREFIX}-{self.group.rank:05d}{SUFFIX}"
 
-    def _gradients(self, feed: Feed, parameters: Arrays) -> Array:
-        """The vector of sums of this worker's feed."""
+    # --- a worker's steps ---
+
+    def _going_on(self, feed: Feed) -> tuple[Unit, _Work]:
+        """The unit that this step is of, and what was done of it; it begins with a pull."""
+        grant = self._clients.grant
+        done = 0 if self._work is None else len(self._work.sums)
+        if grant is None or feed.step != grant.unit.step + done or tuple(feed.data_ranks) != (grant.unit.share,):
+            raise TrainwrightError(
+                f"fed step {feed.step} of data ranks {list(feed.data_ranks)} after {done} steps of {grant}",
+                where=self._where(),
+            )
+        if self._work is None:
+            pulled = self._pulled(grant.needs)
+            self._work = _Work(pulled=pulled, now=pulled)
+        return grant.unit, self._work
+
+    def _pulled(self, needs: int) -> Arrays:
+        """The servers' newest parameters, which hold the updates of so many rounds at least."""
+        if self._clients.pull(needs):
+            shapes = {name: value.shape for name, value in self.program.model.parameters.items()}
+            self._parameters = whole_of(self._shards, self._clients.memory, shapes)
+        return self._parameters
+
+    def _newest(self) -> Arrays:
+        with self._busy:
+            return self._pulled(0)
+
+    def _computed(self, feed: Feed, parameters: Arrays) -> Totals:
+        """Sums over this worker's feed."""
         vectors = [
             self.program.share(parameters, part, step=feed.step, data_rank=data_rank)
             for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         ]
-        return sum(vectors[1:], start=vectors[0])
+        return self.program.totals(sum(vectors[1:], start=vectors[0]))
 
-    def _newest(self) -> Arrays:
-        """All parameters, in the model's order; a server has only its own and no business with outputs."""
-        with self._acting():
-            return self._pull()
+    def _gradients(self, totals: Totals, step: int) -> tuple[Arrays, float]:
+        """The mean gradient, and its norm before clipping; none where there is no weight."""
+        if totals.weight <= 0:
+            return {}, 0.0
+        return self.program.mean_gradients(totals, step, clip=not self._rules.clips)
 
-    def _pull(self) -> Arrays:
-        """Parameters of all servers."""
-        pulled: dict[str, Array] = {}
-        for index in range(len(self._servers)):
-            pulled.update(_parameters(self._clients.ask(index, encode(_request(self._session)))))
-        return {name: pulled[name] for name in self.program.model.parameters}
-
-    def _push(self, gradients: Arrays, *, wish: bool, rate: float) -> bool:
-        """Each server gets the gradients of its shard. True when some worker wished to stop."""
-        self._sequence += 1
-        heard = False
-        for index, names in enumerate(self._dealt):
-            mine = {name: gradients[name] for name in names} if gradients else {}
-            request = _request(self._session, self._sequence, wish, rate, mine)
-            heard = bool(self._clients.ask(index, encode(request))[_WISH]) or heard
-        return heard
-
-    def _attend(self, desk: Desk, link: Link, wished: bool) -> bool:
-        """Answer one request. True when it wished to stop."""
-        until = time.monotonic() + self.group.deadline_s
-        try:
-            request = decode(link.receive(until))
-        except PeerLost:
-            desk.dismiss(link)
-            return False
-        head = json.loads(request.pop(_PUSH).tobytes())
-        self._apply(head, request)
-        wish = wished or bool(head["wish"])
-        answer: dict[str, npt.NDArray[Any]] = {_WISH: np.array(wish), _VERSION: np.array(self.state.step or 0)}
-        if not head["sequence"]:
-            answer.update({f"/{name}": value for name, value in self.state.parameters.items()})
-        try:
-            link.send(encode(answer), until)
-        except PeerLost:
-            desk.dismiss(link)
-        return bool(head["wish"])
-
-    def _apply(self, head: Mapping[str, Any], gradients: Arrays) -> None:
-        """Apply a push that has not been seen; a pull has sequence 0."""
-        session, sequence = str(head["session"]), int(head["sequence"])
-        if sequence <= self._seen.get(session, 0):
-            return
-        self._seen[session] = sequence
-        if not gradients:
-            return
-        named = _parameters(gradients)
-        state = self.state
-        parameters, slots = self.program.optimizer.update(state.parameters, named, state.slots, float(head["rate"]))
-        self._state = State(parameters=parameters, slots=slots, step=(state.step or 0) + 1)
-
-
-def _request(
-    session: str, sequence: int = 0, wish: bool = False, rate: float = 0.0, gradients: Arrays | None = None
-) -> Message:
-    """A pull (sequence 0) or a push, as named arrays."""
-    head = json.dumps({"session": session, "sequence": sequence, "wish": wish, "rate": rate})
-    named = {f"/{name}": value for name, value in (gradients or {}).items()}
-    return {_PUSH: np.frombuffer(head.encode(), np.uint8), **named}
-
-
-def _parameters(message: Message) -> dict[str, Array]:
-    """The arrays of a message that belong to parameters."""
-    return {name[1:]: value for name, value in message.items() if name.startswith("/")}
+    def _push(self, work: _Work, gradients: Arrays) -> None:
+        """Push the gradient of a step, or how far local steps went."""
+        weight = sum(weight for _, weight in work.sums)
+        if weight > 0:
+            went = {name: work.now[name] - value for name, value in work.pulled.items()}
+            for shard, outbox in zip(self._shards, self._clients.outbox, strict=True):
+                write(shard, went if local(self.plan) else gradients, outbox)
+        self._clients.push(weight=weight, sums=work.sums, norm=sum(work.norms) / len(work.norms))

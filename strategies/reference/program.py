@@ -83,8 +83,8 @@ class Program:
         loss, weight, wishes = vector[start:]
         return Totals(gradients=gradients, loss=float(loss), weight=float(weight), wish=bool(wishes > 0))
 
-    def mean_gradients(self, totals: Totals, step: int) -> tuple[Arrays, float]:
-        """Gradients scaled by 1 / weight, then clipped; and their global norm before clipping.
+    def mean_gradients(self, totals: Totals, step: int, *, clip: bool = True) -> tuple[Arrays, float]:
+        """Gradients scaled by 1 / weight, then clipped unless that is for others; and their norm before clipping.
 
         Raises:
             NonFiniteLoss: the norm is not finite although the loss was.
@@ -93,7 +93,7 @@ class Program:
         norm = float(np.sqrt(sum(float(np.vdot(value, value)) for value in mean.values())))
         if not np.isfinite(norm):
             raise NonFiniteLoss(f"the gradient of step {step + 1} is not finite, nothing was applied", where=self.where)
-        limit = self.spec.clip_norm
+        limit = self.spec.clip_norm if clip else None
         if limit is not None and norm > limit:
             mean = {name: value * (limit / norm) for name, value in mean.items()}
         return mean, norm
@@ -104,6 +104,11 @@ class Program:
             return self.optimizer.learning_rate
         with self._user("schedule"):
             return self.optimizer.learning_rate * float(self.spec.schedule(step, self.spec.total_steps))
+
+    def update(self, parameters: Arrays, gradients: Arrays, slots: Arrays, rate: float) -> tuple[Arrays, Arrays]:
+        """The optimizer's: new parameters and slots."""
+        with self._user("optimizer"):
+            return self.optimizer.update(parameters, gradients, slots, rate)
 
     def evaluate(self, parameters: Arrays, feed: Feed) -> Sums:
         """Sums of `loss` and of each metric over all rows of the feed; dropout is off."""
@@ -231,7 +236,7 @@ def advance(program: Program, state: State, feed: Feed, vector: Array) -> tuple[
     if totals.weight > 0:
         gradients, norm = program.mean_gradients(totals, feed.step)
         loss = totals.loss / totals.weight
-        parameters, slots = program.optimizer.update(parameters, gradients, slots, rate)
+        parameters, slots = program.update(parameters, gradients, slots, rate)
     report = StepReport(
         step=feed.step + 1,
         loss=loss,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from trainwright.core.errors import CheckpointError, TrainwrightError
 from trainwright.strategies.reference.optimizers import Arrays
 
 _MODEL, _OPTIMIZER, _STEP = "model/", "optimizer/", "step"
+_CUT = re.compile(r"(?P<name>.+)\[(?P<start>\d+):\d+\]")
 _LENGTH = struct.Struct(">Q")
 
 
@@ -44,15 +46,6 @@ class State:
         return State(
             parameters={name: value.copy() for name, value in self.parameters.items()},
             slots={name: value.copy() for name, value in self.slots.items()},
-            step=self.step,
-        )
-
-    def only(self, names: Iterable[str]) -> State:
-        """The part that belongs to the parameters `names`; slots of no parameter, such as a count, stay."""
-        mine = set(names)
-        return State(
-            parameters={name: value for name, value in self.parameters.items() if name in mine},
-            slots={name: value for name, value in self.slots.items() if name.partition("/")[2] in mine | {""}},
             step=self.step,
         )
 
@@ -103,8 +96,13 @@ def from_bytes(data: bytes) -> State:
     )
 
 
+def cut_name(name: str, start: int, stop: int) -> str:
+    """What the rows from `start` to before `stop` of an array are called."""
+    return f"{name}[{start}:{stop}]"
+
+
 def merge(parts: Iterable[State]) -> State:
-    """One state of the disjoint shards of one step; the order does not matter."""
+    """One state of the disjoint shards of one step; the order does not matter. Rows come together again."""
     parameters: dict[str, Any] = {}
     slots: dict[str, Any] = {}
     steps: list[int | None] = []
@@ -112,7 +110,21 @@ def merge(parts: Iterable[State]) -> State:
         parameters.update(part.parameters)
         slots.update(part.slots)
         steps.append(part.step)
-    return State(parameters=parameters, slots=slots, step=max((step for step in steps if step is not None), default=0))
+    step = max((step for step in steps if step is not None), default=0)
+    return State(parameters=_joined(parameters), slots=_joined(slots), step=step)
+
+
+def _joined(arrays: Arrays) -> Arrays:
+    """Arrays of which there are rows, as a whole."""
+    whole: dict[str, Any] = {}
+    cut: dict[str, dict[int, Any]] = {}
+    for name, value in arrays.items():
+        found = _CUT.fullmatch(name)
+        if found is None:
+            whole[name] = value
+        else:
+            cut.setdefault(found["name"], {})[int(found["start"])] = value
+    return whole | {name: np.concatenate([rows[start] for start in sorted(rows)]) for name, rows in cut.items()}
 
 
 def fitted(loaded: State, built: State) -> State:

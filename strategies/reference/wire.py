@@ -1,12 +1,7 @@
-"""Frames between processes over TCP, with a deadline on every wait, and the star that collectives run on.
-
-Nothing on the wire can execute (frames hold arrays and JSON), so a hello only has to keep strangers and
-members of older generations out; it is no secret.
-"""
+"""Frames between processes over TCP, with a deadline on every wait, and the star that collectives run on."""
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import struct
@@ -19,12 +14,10 @@ import numpy as np
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.strategies.reference.model import Array
+from trainwright.strategies.servers.frames import HELLO_BYTES, HELLO_S, REMEDY, hello, left, lost, rank_of
 
 _HEADER = struct.Struct(">Q")
-_HELLO_BYTES, _HELLO_S = 4096, 2.0
-_LONGEST_S = 1e6  # what a socket takes as a timeout
 _WELCOME = b"welcome"
-_REMEDY = "the first rank that failed says why"
 
 
 class Link:
@@ -42,10 +35,10 @@ class Link:
     def send(self, payload: bytes, until: float) -> None:
         """Send one frame; `until` is on the clock of `time.monotonic`. Raises PeerLost."""
         try:
-            self._socket.settimeout(_left(until))
+            self._socket.settimeout(left(until))
             self._socket.sendall(_HEADER.pack(len(payload)) + payload)
         except OSError as error:
-            raise self._lost(error) from error
+            raise lost(self.peer, error) from error
 
     def receive(self, until: float, limit: int | None = None) -> bytes:
         """Receive one frame, of at most `limit` bytes. Raises PeerLost."""
@@ -55,7 +48,7 @@ class Link:
                 raise ConnectionError("a frame too long")
             return self._exactly(size, until)
         except OSError as error:
-            raise self._lost(error) from error
+            raise lost(self.peer, error) from error
 
     def cut(self) -> None:
         """End the connection, from any thread: a blocked call of another thread raises."""
@@ -71,17 +64,12 @@ class Link:
         buffer = bytearray(size)
         view, have = memoryview(buffer), 0
         while have < size:
-            self._socket.settimeout(_left(until))
+            self._socket.settimeout(left(until))
             count = self._socket.recv_into(view[have:])
             if not count:
                 raise ConnectionError("end of stream")
             have += count
         return bytes(buffer)
-
-    def _lost(self, error: OSError) -> PeerLost:
-        late = isinstance(error, TimeoutError)
-        what = "did not answer within the deadline" if late else f"closed the connection ({error})"
-        return PeerLost(f"{self.peer} {what}", remedy=_REMEDY)
 
 
 class Port:
@@ -98,17 +86,16 @@ class Port:
     def accept(self, generation: Generation, until: float) -> tuple[int, Link] | None:
         """Wait for a member of the generation: its rank and link. None for a stranger. Raises PeerLost."""
         try:
-            self._socket.settimeout(_left(until))
+            self._socket.settimeout(left(until))
             connection, _ = self._socket.accept()
         except OSError as error:
-            raise PeerLost("no other rank joined within the deadline", remedy=_REMEDY) from error
+            raise PeerLost("no other rank joined within the deadline", remedy=REMEDY) from error
         link = Link(connection, "a joining rank")
         try:
-            hello = json.loads(link.receive(min(until, time.monotonic() + _HELLO_S), _HELLO_BYTES))
-            rank, token, number = (int(hello[key]) for key in ("rank", "token", "number"))
-        except (PeerLost, ValueError, KeyError, TypeError):
-            rank, token, number = -1, -1, -1
-        if (token, number) != (generation.token, generation.number):
+            rank = rank_of(link.receive(min(until, time.monotonic() + HELLO_S), HELLO_BYTES), generation)
+        except PeerLost:
+            rank = None
+        if rank is None:
             link.close()
             return None
         link.peer = f"rank {rank}"
@@ -127,12 +114,11 @@ class Port:
 def dial(peer: Peer, generation: Generation, rank: int, until: float) -> Link:
     """Connect to a peer that has reserved its port, and say who we are. Raises PeerLost."""
     try:
-        connection = socket.create_connection((peer.address.host, peer.address.port), _left(until))
+        connection = socket.create_connection((peer.address.host, peer.address.port), left(until))
     except OSError as error:
-        raise PeerLost(f"rank {peer.rank} cannot be reached ({error})", remedy=_REMEDY) from error
+        raise PeerLost(f"rank {peer.rank} cannot be reached ({error})", remedy=REMEDY) from error
     link = Link(connection, f"rank {peer.rank}")
-    hello = {"rank": rank, "token": generation.token, "number": generation.number}
-    link.send(json.dumps(hello).encode(), until)
+    link.send(hello(generation, rank), until)
     return link
 
 
@@ -152,7 +138,7 @@ class Star:
         until = self.until()
         if self.group.rank:
             self._add(0, dial(self.group.peers[0], self.group.generation, self.group.rank, until))
-            self._links[0].receive(until, _HELLO_BYTES)
+            self._links[0].receive(until, HELLO_BYTES)
         else:
             self._gather_members(until)
             for rank in self.others:
@@ -204,10 +190,10 @@ class Star:
             for rank in self.others:
                 selector.register(self._links[rank], selectors.EVENT_READ, rank)
             while len(frames) < len(self.others):
-                ready = selector.select(_left(until))
+                ready = selector.select(left(until))
                 if not ready:
                     late = [rank for rank in self.others if rank not in frames]
-                    raise PeerLost(f"ranks {late} did not answer within the deadline", remedy=_REMEDY)
+                    raise PeerLost(f"ranks {late} did not answer within the deadline", remedy=REMEDY)
                 for key, _ in ready:
                     frames[key.data] = self.receive(key.data, until)
                     selector.unregister(key.fileobj)
@@ -255,8 +241,3 @@ class Star:
         self._links[rank] = link
         if self._end:  # cut by another thread just before
             link.cut()
-
-
-def _left(until: float) -> float:
-    """Seconds left, never none: a call that is late still takes what is there already."""
-    return min(max(until - time.monotonic(), 1e-3), _LONGEST_S)

@@ -22,7 +22,6 @@ from trainwright.strategies.reference import state as states
 from trainwright.strategies.reference.base import Base
 from trainwright.strategies.reference.coordinator import Coordinator, pack, unpack
 from trainwright.strategies.reference.engine import NewProcess, Reference
-from trainwright.strategies.reference.independent import Clients, Independent
 from trainwright.strategies.reference.losses import Graded, cross_entropy
 from trainwright.strategies.reference.model import Mlp
 from trainwright.strategies.reference.optimizers import Sgd
@@ -191,28 +190,6 @@ def test_a_checkpoint_without_or_with_damaged_files_is_refused() -> None:
             engine.load(_Files(files))
 
 
-@pytest.mark.parametrize("lost", ["request", "answer"])
-def test_a_push_whose_connection_breaks_is_applied_once(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, worker = Independent(host="127.0.0.1"), Independent(host="127.0.0.1")
-    addresses = [server.reserve(FIRST, "server"), worker.reserve(FIRST, "worker")]
-    peers = tuple(
-        Peer(rank=rank, address=address, role=role)
-        for rank, (address, role) in enumerate(zip(addresses, ("server", "worker"), strict=True))
-    )
-    for rank, engine in enumerate((server, worker)):
-        engine.form(Group(generation=FIRST, rank=rank, peers=peers, deadline_s=20.0))
-        engine.build(SPEC, PLAN)
-    broken = _break_push(monkeypatch, lost)
-    with ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(server.serve)
-        worker.train_step(feed(batch()))
-        worker.train_step(replace(feed(batch(), step=1), wish=True))
-        worker.leave()
-        serving.result(20.0)
-    assert broken == [lost] and server.state.step == 2
-    server.leave()
-
-
 # --- helpers ----------------------------------------------------------------------------------------------
 
 
@@ -225,23 +202,6 @@ class _Files:
 
     def read(self, name: str) -> bytes:
         return self.files[name]
-
-
-def _break_push(monkeypatch: pytest.MonkeyPatch, lost: str) -> list[str]:
-    """Break the first push's connection, before the server can see it or after it has answered."""
-    ask, broken = Clients.ask, []
-
-    def breaking(self: Clients, index: int, request: bytes) -> Any:
-        pushes = b'"sequence": 0' not in request
-        if pushes and not broken:
-            broken.append(lost)
-            if lost == "answer":
-                ask(self, index, request)
-            self._links[index].cut()
-        return ask(self, index, request)
-
-    monkeypatch.setattr(Clients, "ask", breaking)
-    return broken
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

@@ -1,0 +1,132 @@
+"""The gate of one server: which pushes are applied, when, and in which order. Pure.
+
+Pushes come in any order, twice, late, and of units that have long been applied. In `async` each unit is an update of
+its own, at once. Else a server keeps what it is told until the first server closes the round and names the units that
+count in it, so that all servers apply the same ones, round after round, each round's in the order of its units.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from trainwright.core.asynchrony import Consistency, Staleness, Unit
+from trainwright.strategies.servers.book import Closing
+
+T = TypeVar("T")
+Verdict = Literal["apply", "keep", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(Generic[T]):
+    """An update to apply now.
+
+    Attributes:
+        closing: the round that it is of.
+        pushes: of the units that count, in their order.
+    """
+
+    closing: Closing
+    pushes: tuple[T, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept(Generic[T]):
+    worker: str
+    seen: int
+    push: T
+
+
+class Gate(Generic[T]):
+    """What one server has applied and holds in this generation; T is what a push is to the caller.
+
+    Args:
+        shares: units of a round.
+        consistency: whether an update is of a round or of one unit.
+
+    Attributes:
+        version: updates applied: rounds, or units in `async`.
+    """
+
+    def __init__(self, *, shares: int, consistency: Consistency) -> None:
+        self._shares, self._consistency = shares, consistency
+        self.version = 0
+        self._open = 0  # the first round that is not complete here
+        self._applied: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
+        self._kept: dict[tuple[int, Unit], _Kept[T]] = {}
+        self._closings: dict[int, Closing] = {}
+        self._counts: Counter[int] = Counter()
+        self._dropped = 0
+
+    def offer(self, worker: str, unit: Unit, at: int, seen: int) -> Verdict:
+        """What to do with a push: apply it now, `keep` a copy of it, or drop it since it is here or came too late.
+
+        Args:
+            worker: that pushes.
+            unit: that it computed.
+            at: the round in which that counts.
+            seen: this server's version whose parameters it computed on.
+        """
+        if self._consistency.waits:
+            kept = self._kept.get((at, unit))
+            first = None if kept is None else kept.worker
+            late = at < self.version or (at in self._closings and unit not in self._closings[at].units)
+        else:
+            first, late = self._applied.get(at, {}).get(unit.share), at < self._open
+        if late or first is not None:
+            self._dropped += first != worker
+            return "drop"
+        if self._consistency.waits:
+            return "keep"
+        self._counts[max(0, self.version - seen)] += 1
+        self._mark(worker, unit, at)
+        return "apply"
+
+    def keep(self, worker: str, unit: Unit, at: int, seen: int, push: T) -> None:
+        """A push that `offer` wants kept; it must stay as it is until its round is applied."""
+        self._kept[at, unit] = _Kept(worker=worker, seen=seen, push=push)
+
+    def close(self, closing: Closing) -> None:
+        """The first server says which units count in a round; those are here, or still come."""
+        self._closings[closing.at] = closing
+
+    def due(self) -> Update[T] | None:
+        """The next round's update, where that is closed and its units are here. `applied` follows it."""
+        closing = self._closings.get(self.version)
+        if closing is None or any((closing.at, unit) not in self._kept for unit in closing.units):
+            return None
+        return Update(closing=closing, pushes=tuple(self._kept[closing.at, unit].push for unit in closing.units))
+
+    def applied(self, update: Update[T]) -> None:
+        """The round that `due` gave is applied: what is kept of it is let go."""
+        at = update.closing.at
+        counted = set(update.closing.units)
+        for round_, unit in [key for key in self._kept if key[0] == at]:
+            kept = self._kept.pop((round_, unit))
+            if unit in counted:
+                self._counts[max(0, at - kept.seen)] += 1
+            else:
+                self._dropped += 1
+        del self._closings[at]
+        self.version += 1
+
+    @property
+    def behind(self) -> bool:
+        """Whether a round is closed and not applied."""
+        return bool(self._closings)
+
+    def staleness(self) -> Staleness:
+        """Of what was applied since this was asked last."""
+        counts, dropped = dict(self._counts), self._dropped
+        self._counts, self._dropped = Counter(), 0
+        unit: Literal["steps", "updates"] = "steps" if self._consistency.waits else "updates"
+        return Staleness(counts=counts, unit=unit, dropped=dropped)
+
+    def _mark(self, worker: str, unit: Unit, at: int) -> None:
+        """Remember that a unit is applied; of complete rounds nothing need be remembered."""
+        self.version += 1
+        self._applied.setdefault(at, {})[unit.share] = worker
+        while len(self._applied.get(self._open, ())) == self._shares:
+            del self._applied[self._open]
+            self._open += 1

@@ -1,0 +1,127 @@
+"""Forms on the wire: what comes out is near what went in, and nothing that is no number passes unseen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from trainwright.core.errors import PlanError
+from trainwright.strategies.servers.codecs import Codec, codec_of
+
+NAMES = ("full", "fp16", "bf16", "int8", "topk(0.3)", "topk(1)")
+LOSSY = {
+    "fp16": lambda x: 2.0**-11 * np.abs(x) + 2.0**-39 * np.abs(x).max(),
+    "bf16": lambda x: 2.0**-8 * np.abs(x) + 1e-40,
+    "int8": lambda x: np.repeat(np.maximum.reduceat(np.abs(x), np.arange(0, len(x), 256)), 256)[: len(x)] / 253 + 1e-43,
+}
+vectors = arrays.arrays(
+    np.float32,
+    st.one_of(st.integers(1, 40), st.just(1000)),
+    elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False),
+)
+few = settings(max_examples=60, deadline=None)
+
+
+def through(codec: Codec, values: np.ndarray, residual: np.ndarray | None = None) -> np.ndarray:
+    """What comes out at the other end, whatever was there before."""
+    data = memoryview(bytearray(codec.size_bytes(len(values))))
+    codec.encode(values, data, residual)
+    found = np.full_like(values, 7)
+    codec.decode(data, found)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [0, 1, 255, 257, 70_000])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_values_takes_the_stated_bytes_and_comes_out_near(name: str, count: int, dtype: type) -> None:
+    codec, values = codec_of(name, dtype), np.random.default_rng(count).normal(size=count).astype(dtype)
+    assert codec.size_bytes(count) % 8 == 0
+    data = memoryview(bytearray(b"\xff" * codec.size_bytes(count)))  # what lay there before must not show
+    codec.encode(values, data)
+    found = np.ones_like(values)
+    codec.add(data, found, 2.0)
+    if name != "topk(0.3)":
+        np.testing.assert_allclose(found, 1 + 2 * values, rtol=0.02, atol=0.1)
+    else:
+        assert count < 2 or 0.6 < np.mean(found == 1) < 0.71
+
+
+@pytest.mark.parametrize("name", ["full", "topk(1)"])
+@few
+@given(values=vectors)
+def test_what_loses_nothing_gives_the_same_bits(name: str, values: np.ndarray) -> None:
+    assert through(codec_of(name), values).tobytes() == (values + 0.0).tobytes()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@few
+@given(values=vectors)
+def test_errors_keep_to_their_bound(name: str, values: np.ndarray) -> None:
+    error = np.abs(through(codec_of(name), values).astype(np.float64) - values)
+    assert np.all(error <= LOSSY[name](values.astype(np.float64)))
+
+
+def test_small_gradients_survive_half_precision() -> None:
+    values = np.array([3e-9, -2e-12, 1e-8, 0.0], np.float32)
+    assert np.any(values.astype(np.float16) != values)
+    np.testing.assert_allclose(through(codec_of("fp16"), values), values, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so_and_spoils_no_far_value(name: str, bad: float) -> None:
+    values = np.linspace(-3, 3, 1000, dtype=np.float32)
+    values[700] = bad
+    found = through(codec_of(name), values)
+    assert not np.isfinite(found[700])
+    assert np.isfinite(found[:512]).all()
+    if name != "int8":
+        assert np.array_equal(found[700], bad, equal_nan=True)
+
+
+@few
+@given(pushes=st.lists(arrays.arrays(np.float32, 50, elements=st.floats(-99, 99, width=32)), min_size=1, max_size=6))
+def test_error_feedback_neither_loses_nor_invents(pushes: list[np.ndarray]) -> None:
+    codec, residual = codec_of("topk(0.1)"), np.zeros(50, np.float32)
+    for values in pushes:
+        whole = values + residual
+        found = through(codec, values, residual)
+        assert (found + residual).tobytes() == (whole + 0.0).tobytes()
+        assert np.count_nonzero(found) <= 5
+        assert np.abs(found[found != 0]).min(initial=np.inf) >= np.abs(residual).max()
+
+
+def test_what_did_not_count_is_taken_back_into_the_residual() -> None:
+    codec, values = codec_of("topk(0.5)"), np.array([4.0, 1.0, -3.0, 2.0])
+    residual, data = np.zeros(4), memoryview(bytearray(codec.size_bytes(4)))
+    codec.encode(values, data, residual)
+    assert residual.tolist() == [0, 1, 0, 2]
+    codec.add(data, residual)
+    assert residual.tolist() == values.tolist()
+
+
+def test_a_place_outside_is_refused() -> None:
+    codec = codec_of("topk(1)")
+    with pytest.raises(ValueError, match="outside"):
+        codec.add(memoryview(b"\xff" * 32), np.zeros(4))
+
+
+def test_bfloat16_is_torchs() -> None:
+    import torch
+
+    values = np.random.default_rng(0).normal(size=5000).astype(np.float32) * np.float32(1e30)
+    codec = codec_of("bf16")
+    data = bytearray(codec.size_bytes(len(values)))
+    codec.encode(values, memoryview(data))
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
+    assert np.array_equal(np.frombuffer(data, np.int16, len(values)), theirs)
+
+
+@pytest.mark.parametrize("text", ["half", "topk", "topk(0)", "topk(2)", "topk(x)", "topk(nan)", ""])
+def test_an_unknown_form_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="no form on the wire"):
+        codec_of(text)

@@ -1,0 +1,61 @@
+"""A worker's outbox: what a server keeps where it lies is not written before its round is applied."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.strategies.servers.outbox import Outbox
+
+SIZE = 100
+
+
+class Opened:
+    """Memory that was opened, the newest last."""
+
+    def __init__(self) -> None:
+        self.memories: list[bytearray] = []
+
+    def __call__(self, size_bytes: int) -> memoryview:
+        self.memories.append(bytearray(size_bytes))
+        return memoryview(self.memories[-1])
+
+
+@given(st.lists(st.sampled_from(["push", "drop", "apply", "break"]), max_size=30))
+def test_what_is_kept_stays_as_it_is_until_its_round_is_applied(turns: list[str]) -> None:
+    opened = Opened()
+    outbox = Outbox(opened, SIZE)
+    kept: dict[int, tuple[memoryview, bytes]] = {}
+    version = at = 0
+    for number, turn in enumerate(turns):
+        outbox.view[:] = content = bytes([number + 1]) * SIZE
+        if turn == "apply":
+            version = at
+            kept.clear()
+            outbox.applied(version)
+        elif turn == "break":
+            outbox.reopen(opened)
+            assert outbox.view == content
+        elif turn == "drop":
+            outbox.pushed(opened, at, kept=False, copied=False)
+        else:
+            here, keeps = outbox.view, outbox.keeps
+            assert here == memoryview(opened.memories[-1])[outbox.offset :][:SIZE]
+            if keeps:
+                kept[at] = here, content
+            outbox.pushed(opened, at, kept=keeps, copied=not keeps)
+            at += 1
+        assert all(memory == before for memory, before in kept.values())
+
+
+def test_a_sync_worker_has_its_pushes_copied_once_and_then_left_where_they_lie() -> None:
+    opened = Opened()
+    outbox = Outbox(opened, SIZE)
+    left = []
+    for at in range(5):
+        left.append(outbox.keeps)
+        outbox.pushed(opened, at, kept=left[-1], copied=not left[-1])
+        outbox.applied(at + 1)
+    assert left == [False, True, True, True, True]
+    assert len(opened.memories) == 2
+    assert len(opened.memories[1]) >= 2 * SIZE
