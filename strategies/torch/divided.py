@@ -141,7 +141,7 @@ class Divided(Member):
         problems = [*self._problems(spec, plan)]
         if self._part.tensors > 1 and spec.compile == "inductor":
             problems.append('compile="inductor" was not tried with tensor parallelism: leave it out, or use tp=1')
-        if self._part.tensors > 1 and not _by_numbers(spec):
+        if self._part.tensors > 1 and not by_numbers(spec):
             problems.append(
                 "the optimizer does not work number by number, so that it cannot step on parts of a layer: use one "
                 'that does, such as AdamW, or strategy="data_parallel"'
@@ -237,7 +237,6 @@ class Divided(Member):
     def _let_go(self) -> None:
         """Hold no model any more."""
         self._replica = self._runner = None
-        gc.unfreeze()  # what the worker froze after its first build: modules and their hooks are cycles
 
     def _again(self, spec: ModelSpec, plan: Plan) -> None:
         """Stay with what is held where it is still this rank's part; otherwise build as at first."""
@@ -261,7 +260,7 @@ class Divided(Member):
                     buffer.copy_(kept)
 
 
-def _by_numbers(spec: ModelSpec) -> bool:
+def by_numbers(spec: ModelSpec) -> bool:
     """Whether an optimizer does to parts of a parameter what it does to all of it; True where it cannot be tried."""
     assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
     start = torch.linspace(-1.0, 2.0, 16).view(4, 4)

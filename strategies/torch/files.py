@@ -8,9 +8,10 @@
 
 A divided model has three such files for each part, `model.shard-0-of-4.safetensors`, `model.stage-0-of-2.safetensors`,
 `model.stage-0-of-2.tensor-1-of-2.safetensors` and so on, each written by a rank that holds the part. What is not
-divided is in the files of all parts that have it. `state.json` also says of each tensor its type, its whole shape and
-which box of it is held. Any layout is loaded into any other: `read` puts together what a rank needs, from the files
-that hold some of it, one after the other, and alone from its own part's where that has all of it.
+divided is in the files of all parts that have it; of parameter servers' (`model.server-0-of-2.safetensors`), in one.
+`state.json` also says of each tensor its type, its whole shape and which box of it is held. Any layout is loaded into
+any other: `read` puts together what a rank needs, from the files that hold some of it, one after the other, and alone
+from its own part's where that has all of it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from trainwright.strategies.torch.state import HostState, Slots
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _FILE, STATE = "{}{}.safetensors", "state{}.json"
-_PARTS = re.compile(r"state((?:\.(?:stage|shard|tensor)-\d+-of-\d+)*)\.json")
+_PARTS = re.compile(r"state((?:\.(?:stage|shard|tensor|server)-\d+-of-\d+)*)\.json")
 _FORMAT = 2
 Facts = Mapping[str, Any]
 Wanted = Mapping[str, Box | None]
@@ -163,7 +164,7 @@ def _known(reader: Reader, wanted: Wanted | None, own: Part) -> Mapping[Part, Fa
         return known
     known |= {part: _facts(reader, part) for part in parts if part != own}
     kinds = {(part.stage, *sorted(facts["tensors"][MODEL])) for part, facts in known.items()}
-    if len({facts["step"] for facts in known.values()}) > 1 or len(kinds) > parts[0].stages:
+    if len({facts["step"] for facts in known.values()}) > 1 or len(kinds) > parts[0].stages * parts[0].servers:
         raise _damaged(STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first"))
     return known
 

@@ -56,9 +56,11 @@ class Laps:
 
     @property
     def own_s(self) -> float | None:
-        """From the beginning of the step to this rank's last gradient, or losses; None where no clock tells."""
-        ends = [when for phase, when in self._marks if phase in ("forward", "backward")]
-        return ends[-1] - self._marks[0][1] if ends and self._by_clock else None
+        """What this rank took for its losses and gradients, without waiting; None where no clock tells."""
+        if not self._by_clock:
+            return None
+        own = [end - start for (_, start), (phase, end) in pairwise(self._marks) if phase in ("forward", "backward")]
+        return sum(own) if own else None
 
     def ended(self) -> dict[str, float] | None:
         """Seconds by phase of the step that ends now, on a GPU of one before; None where none was timed."""

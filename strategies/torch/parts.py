@@ -19,6 +19,7 @@ class Part:
         stage, stages: which of so many stages of a pipeline.
         shard, shards: which of so many parts of each parameter, by FSDP2.
         tensor, tensors: which of so many parts of each layer that is divided, by tensor parallelism.
+        server, servers: which of so many parameter servers, each of which was dealt some tensors, and rows of others.
     """
 
     stage: int = 0
@@ -27,6 +28,8 @@ class Part:
     shards: int = 1
     tensor: int = 0
     tensors: int = 1
+    server: int = 0
+    servers: int = 1
 
     @property
     def _places(self) -> list[tuple[str, int, int]]:
@@ -35,6 +38,7 @@ class Part:
             ("stage", self.stage, self.stages),
             ("shard", self.shard, self.shards),
             ("tensor", self.tensor, self.tensors),
+            ("server", self.server, self.servers),
         ]
         return [each for each in places if each[2] > 1]
 
@@ -51,9 +55,10 @@ class Part:
     @property
     def every(self) -> tuple[Part, ...]:
         """All parts, in order."""
-        places = product(range(self.stages), range(self.shards), range(self.tensors))
-        counts = {"stages": self.stages, "shards": self.shards, "tensors": self.tensors}
-        return tuple(Part(stage=stage, shard=shard, tensor=tensor, **counts) for stage, shard, tensor in places)
+        counts = {"stages": self.stages, "shards": self.shards, "tensors": self.tensors, "servers": self.servers}
+        places = product(*(range(count) for count in counts.values()))
+        kinds = [name.removesuffix("s") for name in counts]
+        return tuple(Part(**dict(zip(kinds, place, strict=True)), **counts) for place in places)
 
     @property
     def whole(self) -> frozenset[str]:

@@ -18,6 +18,7 @@ from trainwright.strategies.torch.scaling import Scale
 
 Slots = dict[str, dict[str, Any]]
 BEFORE = "weights_before"  # among the optimizer's state of a parameter: the version before the last step
+OUTER = "outer_momentum"  # among the same: that of servers, for what several local steps came to
 _Memory = dict[tuple[str, ...], Tensor]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, type(None))
@@ -273,7 +274,7 @@ def _make_slots(replica: Replica, slots: Mapping[str, Mapping[str, Any]]) -> Non
     replica.optimizer.state.clear()
     for parameter, name in replica.names.items():
         for key, value in slots.get(name, {}).items():
-            if key == BEFORE:
+            if key == BEFORE or (key == OUTER and not replica.outer):
                 continue  # the replica has its own place for it, or no use
             made = _empty_slot(parameter, key, value, groups[parameter]) if isinstance(value, _Shape) else value
             replica.optimizer.state[parameter][key] = made

@@ -82,7 +82,7 @@ class Runner:
     def settle(self, replica: Replica, *, wants_norm: bool) -> tuple[list[Tensor], Totals]:
         """The averaged gradients and the sums over all ranks. Raises JobError where DDP could not average one."""
         gradients = _gradients(replica, self)
-        return gradients, _totals(self, gradients, wants_norm=wants_norm)
+        return gradients, totals_of(self, gradients, wants_norm=wants_norm)
 
 
 def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
@@ -104,9 +104,9 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
         length = None if totals.norm is None else totals.norm / runner.objective.scale
         totals, scatter = replace(totals, norm=length if wants_norm else None), probe.heard(totals.told)
-        overflowed = scale is not None and scale.factor > FLOOR and _overflowed(totals)
+        overflowed = scale is not None and scale.factor > FLOOR and overflows(totals)
         if not overflowed:
-            _check_finite(runner, totals, feed)
+            check_finite(runner, totals, feed)
         rate = replica.set_rates(feed.step, runner.where)
         if replica.versions is not None:
             replica.versions.turn()
@@ -178,7 +178,7 @@ def _gradients(replica: Replica, runner: Runner) -> list[Tensor]:
     return present
 
 
-def _totals(runner: Runner, gradients: list[Tensor], *, wants_norm: bool) -> Totals:
+def totals_of(runner: Runner, gradients: list[Tensor], *, wants_norm: bool) -> Totals:
     """Read what travelled in the reduction: the step's only wait for the device."""
     carried = runner.objective.carry.grad
     assert carried is not None, "carry is part of every objective"
@@ -198,8 +198,7 @@ def _scale(
     Args:
         totals: with the norm of the gradients as they would be without the scale of the losses.
     """
-    resolution = 4 * torch.finfo(runner.objective.carry.dtype).eps
-    factor = 1.0 if abs(totals.weight - rows) <= resolution * rows else rows / totals.weight
+    factor = to_mean(totals.weight, rows, runner.objective.carry.dtype)
     norm = None if totals.norm is None else totals.norm * factor
     if norm is not None and largest is not None and norm > largest:
         factor *= largest / norm
@@ -209,13 +208,18 @@ def _scale(
     return norm
 
 
-def _overflowed(totals: Totals) -> bool:
+def to_mean(weight: float, rows: int, kind: torch.dtype) -> float:
+    """From a mean over so many rows to that over the sum of their weights, added up in numbers of a kind."""
+    return 1.0 if abs(weight - rows) <= 4 * torch.finfo(kind).eps * rows else rows / weight
+
+
+def overflows(totals: Totals) -> bool:
     """Whether a gradient that counts is not finite, though its loss is."""
     finite = math.isfinite(totals.loss) and math.isfinite(totals.weight)
     return finite and bool(totals.weight) and totals.norm is not None and not math.isfinite(totals.norm)
 
 
-def _check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
+def check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
     """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
     if math.isfinite(totals.loss) and math.isfinite(totals.weight):
         if not totals.weight or totals.norm is None or math.isfinite(totals.norm):

@@ -8,13 +8,15 @@ import pytest
 
 from tests.conformance.cases import Case
 from tests.conformance.harness import Pool
+from tests.conformance.served import Kind
 
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Idle rank processes, kept between tests and ended after the last. Imports what the chosen tests need."""
-    chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    modules = {module for case in chosen if isinstance(case, Case) for module in case.imports}
+    given = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = [params.get("case", Kind(framework=params.get("framework", ""))) for params in given]
+    modules = {module for case in chosen if isinstance(case, Case | Kind) for module in case.imports}
     shared = Pool(sorted(modules))
     yield shared
     shared.close()

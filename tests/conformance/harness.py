@@ -6,7 +6,7 @@ import multiprocessing
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from typing import Any
 
@@ -119,9 +119,10 @@ class World:
         self._pool, self._framework, self._reusable = pool, framework, reusable
         self.plan, self.spec = plan, spec
         self._fresh = fresh or not reusable
-        self.ranks = [self._process() for _ in range(plan.workers)]
-        self._built = [False] * plan.workers
+        self.ranks = [self._process() for _ in range(plan.processes)]
+        self._built = [False] * plan.processes
         self._generation, self._serving = 0, False
+        self.groups: list[Group] = []
         self._faults: dict[int, tuple[str, int]] = {}
         self.pids: list[int] = self.every("open", lambda number: (plan.engine,))
 
@@ -159,15 +160,29 @@ class World:
         self._admit(absent, self._process())
         return outcomes
 
+    def rejoin(self, number: int, deadline_s: float = GROUP_S) -> None:
+        """A new process takes a dead one's place in the group that stands; the others are not told."""
+        self._admit(number, self._process())
+        rank, group = self.ranks[number], self.groups[number]
+        rank.call("reserve", group.generation, group.peers[number].role)
+        rank.call("form", replace(group, deadline_s=deadline_s))
+        rank.call("build", self.spec, self.plan)
+        self._built[number] = True
+
     def _groups(self, deadline_s: float) -> list[Group]:
         """A new generation as each rank is told of it, once all have bound a port."""
         self._generation += 1
         generation = Generation(token=1, number=self._generation)
-        addresses = self.every("reserve", lambda number: (generation, "worker"))
-        peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
+        addresses = self.every("reserve", lambda number: (generation, self.plan.role_of(number)))
+        roles = map(self.plan.role_of, range(len(addresses)))
+        peers = tuple(
+            Peer(rank=number, address=address, role=role)
+            for number, (address, role) in enumerate(zip(addresses, roles, strict=True))
+        )
         devices = ("cpu",) * self.plan.devices_per_worker
         shared: dict[str, Any] = {"generation": generation, "devices": devices, "deadline_s": deadline_s}
-        return [Group(rank=rank, peers=peers, **shared) for rank in range(len(self.ranks))]
+        self.groups = [Group(rank=rank, peers=peers, **shared) for rank in range(len(self.ranks))]
+        return self.groups
 
     def settle(self, source: int, feed: list[Feed] | None) -> list[StateTag]:
         """Transfer from `source` to all others, or what it does not hold from the first of its kind; and warm."""

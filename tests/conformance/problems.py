@@ -26,7 +26,7 @@ class Problem:
         accumulation: micro-batches of a data rank.
         loss: `cross_entropy` of target `y`; `weighted`: the same as Terms with the weights of column `w`;
             `tokens`: squared error to column `t`, (rows, k), as Terms with the weights of column `m`.
-        optimizer: `sgd` with momentum 0.9 or `adam`, at RATE.
+        optimizer: `sgd` with momentum 0.9, `plain` without, or `adam`, at RATE.
         inputs: `x`, or `x` and `z`, which the model joins.
         silent: batches of each epoch in which all weights are 0 (`weighted` only).
         zero_rank_of: with n, every row at a position p = 1 (mod n) of its batch has weight 0 (`weighted` only).
@@ -127,11 +127,12 @@ def plan_of(problem: Problem, engine: str, workers: int, devices: int, topology:
 
 
 def feeds(problem: Problem, plan: Plan, step: int, ids: Ids, data: Columns) -> list[Feed]:
-    """Each worker's feed of one global batch: the row at position i goes to data rank i mod n."""
+    """Each worker's feed of one global batch, or each share's: the row at position i goes to data rank i mod n."""
     total = plan.mesh.data_ranks
     answer = []
-    for worker in range(plan.workers):
-        ranks = plan.feed_of(worker).data_ranks
+    alone = plan.topology == "independent"  # who leases a share is fed it
+    for worker in range(plan.workers if alone else plan.processes):
+        ranks = range(worker, worker + 1) if alone else plan.feed_of(worker).data_ranks
         parts = tuple(tuple(_part(ids, rank, total, plan.accumulation, data)) for rank in ranks)
         answer.append(Feed(step=step, parts=parts, data_ranks=ranks, total=total, rows=len(ids)))
     return answer

@@ -7,16 +7,20 @@ import importlib
 import os
 import signal
 import threading
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FunctionType
 from typing import Any
 
+from tests.conformance import problems
+from tests.conformance.problems import Problem
+from trainwright.core.asynchrony import Staleness, Unit
 from trainwright.core.data import Columns, Feed, StepReport, Sums
-from trainwright.core.engine import Engine, ModelSpec, StateCopy
+from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
 from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
@@ -60,6 +64,12 @@ class Faulty:
         os.kill(os.getpid(), signal.SIGKILL)
         return result
 
+    def freeze(self, result: Any) -> Any:
+        """Once: until somebody lets it go on."""
+        self.arm("")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return result
+
     def error(self, result: Any) -> Any:
         raise ZeroDivisionError("the loss went wrong on purpose")
 
@@ -76,7 +86,7 @@ class Faulty:
 class Session:
     """An engine and what the harness wants remembered between verbs."""
 
-    engine: Engine
+    engine: Any
 
     def __init__(self) -> None:
         self.kept: dict[str, StateCopy] = {}
@@ -133,9 +143,32 @@ class Session:
         self.faulty.arm(fault, after)
         self._stepping(self.engine.follow)
 
-    def serve(self) -> None:
-        """Serve workers that come and go."""
-        self._stepping(self.engine.serve)
+    def serve(self, until: int) -> list[StepReport]:
+        """A server: let the steps before `until` be taken."""
+        return self._stepping(lambda: list(self.engine.serve(until, lambda: False)))
+
+    def work(self, problem: Problem, plan: Plan, fault: str = "", after: int = 0) -> list[Unit]:
+        """A worker: lease units and compute them until none is left; `fault` strikes after so many losses."""
+        self.faulty.arm(fault, after)
+        return self._stepping(lambda: list(self._worked(problem, plan)))
+
+    def _worked(self, problem: Problem, plan: Plan) -> Iterator[Unit]:
+        data, early = problems.columns(problem), 5
+        while True:
+            asked_s = time.monotonic()
+            if (unit := self.engine.lease()) is None:
+                early -= 1
+                if not early or time.monotonic() < asked_s + 0.5:
+                    return
+                continue  # it waited a while: the servers have not begun
+            early = 1
+            ids = problems.batches(problem, unit.step + unit.steps)
+            for step in range(unit.step, unit.step + unit.steps):
+                self.engine.train_step(problems.feeds(problem, plan, step, ids[step], data)[unit.share])
+            yield unit
+
+    def staleness(self) -> Staleness:
+        return self.engine.staleness()
 
     def evaluate(self, feeds: Sequence[Feed]) -> Sums:
         return sum((self.engine.evaluate_step(feed) for feed in feeds), start=Sums())

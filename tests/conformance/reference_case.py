@@ -16,6 +16,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.strategies.reference.losses import Graded, accuracy, cross_entropy, squared_error
 from trainwright.strategies.reference.model import Array, Mlp
 from trainwright.strategies.reference.optimizers import Adam, Sgd
+from trainwright.strategies.reference.state import from_bytes, merge, to_bytes
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -72,8 +73,9 @@ def parameters(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
 
 
 def state(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
-    """All arrays of a checkpoint by name."""
-    return {name: value for data in files.values() for name, value in np.load(io.BytesIO(data)).items()}
+    """All arrays of a checkpoint by name; rows of one are put together."""
+    whole = to_bytes(merge(from_bytes(data) for data in files.values()))
+    return dict(np.load(io.BytesIO(whole)).items())
 
 
 def by_hand(

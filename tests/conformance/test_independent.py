@@ -1,195 +1,208 @@
-"""The independent topology: ranks step alone against servers. Pushes count once; workers die and join as they like."""
+"""The independent topology: workers step alone against servers, and what comes of it is what one device does.
+
+All in float64, with uneven shares. What is timed by chance changes who computes what, and in `sync` no bit.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.conformance import problems, reference_case
-from tests.conformance.harness import Outcome, Pool, Rank
-from tests.conformance.problems import PROBLEMS
-from trainwright.core.data import Feed
-from trainwright.core.errors import PeerLost
-from trainwright.core.group import Address, Generation, Group, Peer, Role
-from trainwright.strategies.reference.model import Mlp
+from tests.conformance import problems, torch_case
+from tests.conformance.cases import CASES
+from tests.conformance.harness import Pool
+from tests.conformance.problems import PROBLEMS, Problem
+from tests.conformance.served import ENGINES, Served
+from trainwright.core.errors import NonFiniteLoss, PeerLost
 
-ENGINE = "trainwright.strategies.reference.independent:Independent"
-GENERATION = Generation(token=1, number=1)
-PROBLEM = replace(PROBLEMS["dividing"], steps=20)
-DEADLINE_S = 10.0
-
-
-class Cluster:
-    """Servers that serve, and workers that come and go, all in one generation."""
-
-    def __init__(self, pool: Pool, servers: int, problem: problems.Problem = PROBLEM, **fields: Any) -> None:
-        self._pool, self.problem = pool, problem
-        self.spec = replace(reference_case.spec(problem), **fields)
-        self.plan = problems.plan_of(problem, ENGINE, 2, 1, "independent")
-        self.servers = pool.take("reference", servers)
-        self._peers = [Peer(rank=rank, address=self._reserve(one, "server"), role="server")
-                       for rank, one in enumerate(self.servers)]  # fmt: skip
-        for rank, one in enumerate(self.servers):
-            self.enter(one, rank)
-        self._files = {}
-        for one in self.servers:
-            self._files.update(one.call("files"))
-            one.send("serve")
-
-    def _reserve(self, one: Rank, role: Role) -> Address:
-        one.call("open", ENGINE)
-        return one.call("reserve", GENERATION, role)
-
-    def enter(self, one: Rank, rank: int, peers: tuple[Peer, ...] = ()) -> None:
-        group = Group(generation=GENERATION, rank=rank, peers=peers or tuple(self._peers), deadline_s=DEADLINE_S)
-        one.call("form", group)
-        one.call("build", self.spec, self.plan)
-
-    def worker(self) -> Rank:
-        """A newcomer: the others need not know of it."""
-        (one,) = self._pool.take("reference", 1)
-        address = self._reserve(one, "worker")
-        rank = len(self.servers)
-        self.enter(one, rank, (*self._peers, Peer(rank=rank, address=address, role="worker")))
-        return one
-
-    def feeds(self, steps: range, *, wish: bool = False) -> list[Feed]:
-        """What the first of two workers is fed; `wish` in the last step."""
-        data, ids = problems.columns(self.problem), problems.batches(self.problem, steps.stop)
-        fed = [problems.feeds(self.problem, self.plan, step, ids[step], data)[0] for step in steps]
-        return [*fed[:-1], replace(fed[-1], wish=wish)]
-
-    def end(self, workers: list[Rank]) -> dict[str, np.ndarray]:
-        """One worker wishes to stop, all leave, and the servers return by themselves. Their parameters and slots."""
-        workers[0].call("train", self.feeds(range(1), wish=True))
-        for one in workers:
-            one.call("leave")
-        outcomes = [one.outcome(2 * DEADLINE_S) for one in self.servers]
-        assert outcomes == [Outcome()] * len(outcomes)
-        files: dict[str, bytes] = {}
-        for one in self.servers:
-            files.update(one.call("files"))
-            one.call("leave")
-        self._pool.give_back("reference", [*workers, *self.servers])
-        self.final = files
-        return reference_case.state(files)
-
-    @property
-    def fresh(self) -> dict[str, np.ndarray]:
-        """The servers' state before anything was pushed."""
-        return reference_case.state(self._files)
+STEPS = 12
+BY = {"rtol": 1e-9, "atol": 1e-12}
+ALL = replace(PROBLEMS["weights"], name="all", batch_size=21, rows=104, dropout=0.3, schedule=True, clip=True)
+ONE_DEVICE = next(case for case in CASES if case.name == "torch-one-device")
+PARALLEL = next(case for case in CASES if case.name == "torch-data-parallel")
 
 
-@contextmanager
-def cluster(pool: Pool, servers: int, problem: problems.Problem = PROBLEM, **fields: Any) -> Iterator[Cluster]:
-    """Servers that are killed where the test fails. `fields` replace those of the job."""
-    own = Cluster(pool, servers, problem, **fields)
-    try:
-        yield own
-    except BaseException:
-        for one in own.servers:
-            one.kill()
-        raise
+@pytest.fixture(params=sorted(ENGINES))
+def framework(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
-def test_one_worker_alone_is_plain_training(pool: Pool, servers: int) -> None:
-    problem = replace(PROBLEM, schedule=True, clip=True, optimizer="adam")
-    with cluster(pool, servers, problem) as own:
-        start = {name: value for name, value in own.fresh.items() if name.startswith("model/")}
-        worker = own.worker()
-        feeds = own.feeds(range(PROBLEM.steps))
-        reports = worker.call("train", feeds)
-        state = _without_last_step(own, worker)
-    ids = [problems.rows_of(feed) for feed in feeds]
-    losses, _, parameters = reference_case.by_hand(problem, start, ids, problems.columns(problem))
-    assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-9)
-    for name, value in parameters.items():
-        assert np.allclose(state[name], value, rtol=1e-9, atol=1e-9), name
+def assert_close(found: dict[str, Any], expected: Any) -> None:
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, err_msg=name, **BY)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_every_push_of_every_worker_is_applied_once(pool: Pool, servers: int) -> None:
-    """Adam counts the updates on each server."""
-    with cluster(pool, servers, replace(PROBLEM, optimizer="adam")) as own:
-        workers = [own.worker() for _ in range(3)]
-        for one in workers:
-            one.send("train", own.feeds(range(PROBLEM.steps)))
-        for one in workers:
-            assert len(one.outcome().value) == PROBLEM.steps
-        own.end(workers)
-    for data in own.final.values():
-        assert reference_case.state({"": data})["optimizer/count"] == 3 * PROBLEM.steps + 1
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_a_killed_worker_disturbs_nobody_and_another_joins(pool: Pool) -> None:
-    with cluster(pool, 2, replace(PROBLEM, optimizer="adam")) as own:
-        steady, doomed = own.worker(), own.worker()
-        steady.send("train", own.feeds(range(30)))
-        doomed.send("train", own.feeds(range(6)), "kill")
-        assert doomed.outcome().dead
-        doomed.kill()
-        newcomer = own.worker()
-        assert len(newcomer.call("train", own.feeds(range(4)))) == 4
-        assert len(steady.outcome().value) == 30
-        own.end([steady, newcomer])
-    counts = {int(reference_case.state({"": data})["optimizer/count"]) for data in own.final.values()}
-    assert counts == {30 + 5 + 4 + 1}, "the killed worker's last step was not pushed, all others once"
+@pytest.mark.parametrize(
+    ("name", "servers", "workers"),
+    [("ragged", 2, 3), ("clip", 3, 2), ("weights", 1, 2), ("empty_shares", 3, 3), ("silent_step", 2, 2)],
+)
+def test_sync_is_one_device(pool: Pool, framework: str, name: str, servers: int, workers: int) -> None:
+    with Served(pool, framework, replace(PROBLEMS[name], steps=STEPS), servers, workers) as own:
+        start, reports = own.parameters(), own.run(5) + own.run(STEPS)
+        losses, norms, parameters = own.by_hand(start, STEPS)
+        assert [report.step for report in reports] == [*range(1, STEPS + 1)]
+        np.testing.assert_allclose([report.loss for report in reports], losses, **BY)
+        if own.problem.clip:
+            np.testing.assert_allclose([report.gradient_norm for report in reports], norms, **BY)
+        assert_close(own.parameters(), parameters)
 
 
-def test_workers_converge_on_a_convex_problem(pool: Pool) -> None:
-    """Least squares with a linear model: pushes in any order end at the one minimum."""
-    problem = replace(PROBLEM, loss="tokens", batch_size=60, rows=60, steps=1000)
-    data = problems.columns(problem)
-    with cluster(pool, 2, problem, model=functools.partial(Mlp, (problems.FEATURES, problems.CLASSES))) as own:
-        own.plan = problems.plan_of(problem, ENGINE, 1, 1, "independent")
-        workers = [own.worker() for _ in range(2)]
-        for one in workers:
-            one.send("train", own.feeds(range(problem.steps)))
-        for one in workers:
-            assert len(one.outcome().value) == problem.steps
-        state = own.end(workers)
-    inputs = np.hstack([data["x"], np.ones((60, 1))])
-    for column in range(problems.CLASSES):
-        kept = data["m"][:, column] > 0
-        best = np.linalg.lstsq(inputs[kept], data["t"][kept, column], rcond=None)[0]
-        found = [*state["model/layers.0.weight"][:, column], state["model/layers.0.bias"][column]]
-        assert np.allclose(found, best, atol=1e-6)
+def run(pool: Pool, problem: Problem, servers: int, workers: int, **plan: Any) -> dict[str, Any]:
+    with Served(pool, "torch", problem, servers, workers, **plan) as own:
+        own.run(STEPS)
+        return own.state()
 
 
-def test_servers_are_not_spared(pool: Pool) -> None:
-    """A dead server ends the workers' steps with PeerLost, soon."""
-    own = Cluster(pool, 2)
-    worker = own.worker()
-    worker.call("train", own.feeds(range(2)))
-    own.servers[1].kill()
-    worker.send("train", own.feeds(range(2)))
-    assert isinstance(worker.outcome(2 * DEADLINE_S).error, PeerLost)
-    worker.kill()
-    own.servers[0].kill()
+def test_ssp_0_is_sync_bit_by_bit_whoever_computes_and_however_many_servers_there_are(pool: Pool) -> None:
+    problem = replace(ALL, steps=STEPS, clip=False)  # servers add up their parts of a norm
+    first = run(pool, problem, 2, 3)
+    assert_same(run(pool, problem, 2, 3, consistency="ssp(0)"), first)
+    assert_same(run(pool, problem, 1, 3), first)
 
 
-def test_a_server_without_workers_returns_at_its_deadline(pool: Pool) -> None:
-    (server,) = pool.take("reference", 1)
-    server.call("open", ENGINE)
-    address = server.call("reserve", GENERATION, "server")
-    peers = (Peer(rank=0, address=address, role="server"),)
-    server.call("form", Group(generation=GENERATION, rank=0, peers=peers, deadline_s=0.5))
-    server.send("serve")
-    assert server.outcome(DEADLINE_S) == Outcome()
-    server.call("leave")
-    pool.give_back("reference", [server])
+def test_dropout_is_that_of_data_parallelism(pool: Pool) -> None:
+    problem = replace(ALL, steps=STEPS)
+    with PARALLEL.world(pool, problem, 2) as world:
+        world.start(PARALLEL.feeds(problem, 2, range(1))[0])
+        world.train(PARALLEL.feeds(problem, 2, range(STEPS)))
+        expected = torch_case.parameters(world.files())
+    with Served(pool, "torch", problem, 2, 2) as own:
+        own.run(STEPS)
+        assert_close(own.parameters(), expected)
 
 
-def _without_last_step(own: Cluster, worker: Rank) -> dict[str, np.ndarray]:
-    """End with a wish in a step of weight 0, which pushes the wish and nothing else."""
-    (last,) = own.feeds(range(1), wish=True)
-    mute = tuple(tuple(replace(batch, weights=np.zeros(batch.rows)) for batch in part) for part in last.parts)
-    own.feeds = lambda *_, **__: [replace(last, parts=mute)]  # type: ignore[method-assign]
-    return own.end([worker])
+@pytest.mark.parametrize("consistency", ["async", "async(scaled)"])
+def test_one_worker_alone_is_plain_training(pool: Pool, framework: str, consistency: str) -> None:
+    problem = replace(PROBLEMS["schedule"], steps=STEPS, clip=True)
+    with Served(pool, framework, problem, 2, 1, consistency=consistency) as own:
+        start, reports = own.parameters(), own.run(STEPS)
+        _, norms, parameters = own.by_hand(start, STEPS)
+        np.testing.assert_allclose([report.gradient_norm for report in reports], norms, **BY)
+        assert_close(own.parameters(), parameters)
+
+
+@pytest.mark.parametrize("consistency", ["async", "ssp(2)", "sync(backup=1)"])
+def test_every_unit_is_applied_once(pool: Pool, consistency: str) -> None:
+    """Adam counts the updates of each parameter, on whatever server it is."""
+    problem = replace(PROBLEMS["empty_shares"], batch_size=12, steps=9)
+    with Served(pool, "torch", problem, 2, 3, consistency=consistency) as own:
+        reports = own.run(9)
+        state = own.state()
+    counts = {float(value) for name, value in state.items() if name.endswith("/step")}
+    assert counts == {27.0 if consistency == "async" else 9.0}
+    if consistency != "sync(backup=1)":
+        assert [report.weight for report in reports] == [len(ids) for ids in problems.batches(own.problem, 9)]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_checkpoints_go_from_one_device_to_servers_and_back(pool: Pool, servers: int) -> None:
+    problem = replace(PROBLEMS["schedule"], steps=STEPS)
+    feeds = ONE_DEVICE.feeds(problem, 1, range(STEPS))
+    with ONE_DEVICE.world(pool, problem, 1) as world:
+        world.start(feeds[0])
+        world.train(feeds[:5])
+        early = world.files()
+        world.train(feeds[5:])
+        expected = torch_case.state(world.files())
+    with Served(pool, "torch", problem, servers, 2) as own:
+        own.load(early)
+        assert_same(own.state(), torch_case.state(early))
+        own.run(9)
+        middle = own.files()
+    with Served(pool, "torch", problem, 2, 1) as own:
+        own.load(middle)
+        own.run(STEPS)
+        late = own.files()
+    assert_close({name: value for name, value in torch_case.state(late).items() if value.dtype.kind == "f"},
+                 {name: value for name, value in expected.items() if value.dtype.kind == "f"})  # fmt: skip
+    with ONE_DEVICE.world(pool, problem, 1) as world:
+        world.form()
+        world.ranks[0].call("load", late)
+        assert_same(torch_case.state(world.files()), torch_case.state(late))
+
+
+@pytest.mark.parametrize("outer", ["average", "nesterov(0.7,0.9)"])
+def test_local_steps_are_those_of_a_loop_by_hand(pool: Pool, outer: str) -> None:
+    """Rounds of 4 steps of two shares each. Without momentum, since a worker that is quick may take either share."""
+    problem = replace(PROBLEMS["ragged"], steps=STEPS, accumulation=1, optimizer="plain")
+    with Served(pool, "torch", problem, 2, 2, local_steps=4, outer=outer) as own:
+        start = own.parameters()
+        for until in (4, 8, 12):
+            own.run(until)
+        found = own.parameters()
+    assert_close(found, by_hand(problem, start, outer))
+
+
+def by_hand(problem: Problem, start: dict[str, Any], outer: str) -> dict[str, Any]:
+    """Rounds of 4 local steps of two workers, and the outer step of torch's own SGD."""
+    nets = [torch_case.Net(problem) for _ in range(3)]
+    given = {name.removeprefix("model/"): torch.from_numpy(value.copy()) for name, value in start.items()}
+    for net in nets:
+        net.load_state_dict(given)
+    whole, workers = nets[0], nets[1:]
+    inner = [torch_case.optimizer(problem.optimizer, net.parameters()) for net in workers]
+    rate, momentum = (0.7, 0.9) if outer != "average" else (1.0, 0.0)
+    upper = torch.optim.SGD(whole.parameters(), lr=rate, momentum=momentum, nesterov=momentum > 0)
+    data, steps = problems.columns(problem), problems.batches(problem, STEPS)
+    for first in range(0, STEPS, 4):
+        weights = []
+        for share, (net, rule) in enumerate(zip(workers, inner, strict=True)):
+            net.load_state_dict(whole.state_dict())
+            for ids in steps[first : first + 4]:
+                rows = {name: torch.from_numpy(array[ids[share::2]]) for name, array in data.items()}
+                rule.zero_grad()
+                torch_case.cross_entropy(net(*(rows[name] for name in problem.inputs)), rows["y"]).mean().backward()
+                rule.step()
+            weights.append(sum(len(ids[share::2]) for ids in steps[first : first + 4]))
+        for mine, *theirs in zip(*(net.parameters() for net in nets), strict=True):
+            went = [weight * (after.detach() - mine.detach()) for weight, after in zip(weights, theirs, strict=True)]
+            mine.grad = -sum(went[1:], start=went[0]) / sum(weights)
+        upper.step()
+    return {f"model/{name}": value.numpy() for name, value in whole.state_dict().items()}
+
+
+def test_a_killed_worker_changes_nothing(pool: Pool, framework: str) -> None:
+    with Served(pool, framework, replace(PROBLEMS["ragged"], steps=STEPS), 2, 3) as own:
+        start = own.parameters()
+        own.serve(STEPS)
+        own.workers[0].send("work", own.problem, own.plan, "kill", 5)
+        for one in own.workers[1:]:
+            one.send("work", own.problem, own.plan)
+        assert own.workers[0].outcome().dead
+        own.workers.pop(0).kill()
+        reports = own.ended()
+        losses, _, parameters = own.by_hand(start, STEPS)
+        np.testing.assert_allclose([report.loss for report in reports], losses, **BY)
+        assert_close(own.parameters(), parameters)
+
+
+def test_a_loss_that_is_not_finite_names_samples_and_is_not_pushed(pool: Pool) -> None:
+    with Served(pool, "torch", replace(PROBLEMS["dividing"], steps=2), 2, 2) as own:
+        own.serve(2)
+        for one in own.workers:
+            one.send("work", own.problem, own.plan, "nan")
+        errors = [one.outcome().error for one in own.workers]
+        assert all(isinstance(error, NonFiniteLoss) and len(error.samples) == 12 for error in errors)
+        own.close(failed=True)
+        own.servers = own.workers = []
+
+
+def test_servers_are_not_spared(pool: Pool, framework: str) -> None:
+    """A dead server ends everybody's work, soon."""
+    with Served(pool, framework, replace(PROBLEMS["dividing"], steps=10_000), 2, 2) as own:
+        own.serve(10_000)
+        own.work()
+        own.servers[1].strike()
+        outcomes = [one.outcome() for one in (own.servers[0], *own.workers)]
+        assert [type(outcome.error) for outcome in outcomes] == [PeerLost] * 3
+        own.servers.pop(1).kill()

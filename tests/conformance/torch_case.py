@@ -64,6 +64,8 @@ class Net(nn.Module):
 def optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "adam":
         return torch.optim.Adam(parameters, lr=RATE)
+    if name == "plain":
+        return torch.optim.SGD(parameters, lr=RATE)
     return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
 
 

@@ -268,9 +268,9 @@ def test_of_two_parts_one_is_held_at_a_time(engine: type[Divided]) -> None:
             return replica
 
     moving: Any = Moving()
-    moving.build(spec(), plan())
     gc.freeze()  # as the worker does
     try:
+        moving.build(spec(), plan())
         moving._release()
         moving._again(*moving._job)
     finally:

@@ -1,0 +1,125 @@
+"""A worker that steps alone: it pulls what the servers hold, computes a unit, and pushes what that came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from trainwright.core.asynchrony import Consistency
+from trainwright.core.data import Feed, StepReport
+from trainwright.core.plan import Plan
+from trainwright.strategies.servers.bank import Shard
+from trainwright.strategies.servers.book import Grant
+from trainwright.strategies.servers.clients import Clients
+from trainwright.strategies.torch import step
+from trainwright.strategies.torch.exchange import Incoming, Outgoing, pieces
+from trainwright.strategies.torch.noise import Probe
+from trainwright.strategies.torch.objective import Caller, Objective
+from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.step import Runner
+from trainwright.strategies.torch.units import UnitObjective, UnitRunner, compute, own
+from trainwright.strategies.torch.wireform import Form
+
+
+class Solo:
+    """A worker's model, and its way to and from the servers.
+
+    Args:
+        replica: with the model on the worker's device. Its optimizer steps where steps are local alone.
+        shards: what each server holds.
+        plan: says how far apart workers may be, in what form gradients go, and how many steps are local.
+    """
+
+    def __init__(self, replica: Replica, shards: Sequence[Shard], plan: Plan) -> None:
+        self._replica, self._shards = replica, shards
+        self._joined: Clients | None = None
+        self._forms = [Form(shard, plan.wire) for shard in shards]
+        self._incoming = Incoming(replica.model, shards, replica.device)
+        self._outgoing = Outgoing(replica=replica, where=pieces(shards), forms=self._forms)
+        waits = Consistency.parse(plan.consistency or "sync").waits
+        self._largest = None if waits else replica.spec.clip_norm
+        self._local = plan.local_steps > 1
+        self._before: list[Tensor] = []  # the parameters as they were pulled
+        self._sums: list[tuple[float, float]] = []  # of the unit's steps so far: losses and weights
+
+    def join(self, clients: Clients) -> None:
+        """A group's servers hold the shards from now on."""
+        self._joined = clients
+        clients.lay(self._shards, [form.size_bytes for form in self._forms], self._incoming.memory)
+
+    @property
+    def _clients(self) -> Clients:
+        assert self._joined is not None, "join() comes first"
+        return self._joined
+
+    def pull(self, needs: int = 0) -> None:
+        """The model's tensors become those of the servers, where these have newer ones."""
+        if self._clients.pull(needs):
+            for server in range(len(self._shards)):
+                self._incoming.take(server)
+
+    def runner(self, caller: Caller) -> Runner:
+        """Runs micro-batches of a unit."""
+        if self._local:
+            objective = Objective(self._replica.model, caller, world=1)
+            return Runner(objective=objective, reduced=objective, probe=Probe(objective, ()))
+        unit = UnitObjective(self._replica.model, caller)
+        outgoing = self._outgoing if self._largest is None else None
+        return UnitRunner(objective=unit, reduced=unit, probe=Probe(unit, ()), unit=unit, outgoing=outgoing)
+
+    def train(self, runner: Runner, feed: Feed) -> StepReport:
+        """One step of the unit that was leased last.
+
+        Raises:
+            NonFiniteLoss: nothing of the step counts.
+            PeerLost, UserCodeError, JobError: nothing was pushed.
+        """
+        grant = self._clients.grant
+        assert grant is not None and feed.step in range(grant.unit.step, grant.unit.step + grant.unit.steps)
+        if isinstance(runner, UnitRunner):
+            return self._whole(runner, feed, grant)
+        return self._one_of_several(runner, feed, grant)
+
+    def _whole(self, runner: UnitRunner, feed: Feed, grant: Grant) -> StepReport:
+        """A unit of one step, which servers take."""
+        replica, outgoing, clients = self._replica, self._outgoing, self._clients
+        replica.laps.begin(feed.step)
+        self.pull(grant.needs)
+        replica.laps.wait()
+        with replica.attempt() as attempt:
+            outgoing.begin(clients)
+            done = compute(replica, runner, outgoing, feed, largest=self._largest)
+            outgoing.buffers(self._shards)
+            clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0)
+            attempt.applied = True
+        replica.laps.wait()
+        replica.laps.optimizer()
+        return StepReport(
+            step=feed.step + 1,
+            loss=done.loss / done.weight if done.weight else 0.0,
+            weight=done.weight,
+            learning_rate=replica.set_rates(feed.step, runner.where),
+            gradient_norm=done.norm if self._largest is not None else None,
+            overflowed=done.overflowed,
+            own_s=replica.laps.own_s,
+            phases=replica.laps.ended(),
+        )
+
+    def _one_of_several(self, runner: Runner, feed: Feed, grant: Grant) -> StepReport:
+        """A step that this worker takes by itself; after the last what all of them came to is pushed."""
+        unit, trainable = grant.unit, self._replica.trainable
+        if feed.step == unit.step:
+            self.pull(grant.needs)
+            self._before = [each.detach().clone() for each in trainable]
+            self._sums = []
+        report = step.train(self._replica, runner, own(feed))
+        self._sums.append((report.loss * report.weight, report.weight))
+        if feed.step == unit.step + unit.steps - 1:
+            self._outgoing.begin(self._clients)
+            for parameter, before in zip(trainable, self._before, strict=True):
+                self._outgoing.put(parameter, parameter.detach() - before)
+            self._outgoing.rest(1.0)
+            self._outgoing.buffers(self._shards)
+            self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums)
+        return report
