@@ -2,7 +2,8 @@
 
 Read in this order: `base` (what all engines share), `replica` (model, optimizer and where they stand), `objective`
 (losses as terms), `program` (the compiled step), `evaluation`, `files` (copies and checkpoints), then the strategies:
-`one_device`, `mirrored`, `central_storage`, `multi_worker`.
+`one_device`, `mirrored`, `central_storage`, `multi_worker`. Where one process leads others (`led`, which
+knows them by their `seats`): `parameter_server` with its variables (`served`) and steps (`shares`), and `tpu`.
 """
 
 from __future__ import annotations

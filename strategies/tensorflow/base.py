@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import tensorflow as tf
@@ -41,6 +40,7 @@ class TensorFlowEngine(ABC):
         self._replica: Trained | None = None
         self._program: Program | None = None
         self._evaluation: Evaluation | None = None
+        self._copier: files.Copier | None = None
 
     @abstractmethod
     def open_strategy(self, group: Group) -> Any:
@@ -88,6 +88,7 @@ class TensorFlowEngine(ABC):
         """
         spec.check(self.capabilities)
         tf.config.run_functions_eagerly(spec.compile == "eager")
+        self._program = self._evaluation = self._copier = None  # of a model before
         self._replica = self._guarded(lambda: self._made(spec, plan))
         return self._tag()
 
@@ -98,7 +99,7 @@ class TensorFlowEngine(ABC):
 
     def snapshot(self) -> StateCopy:
         """Copy the state to host memory. Training may go on at once."""
-        copy = self._guarded(self._copier.copy)
+        copy = self._guarded(lambda: self._copying().copy())
         return StateCopy(step=self._built.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateCopy) -> StateTag:
@@ -151,9 +152,10 @@ class TensorFlowEngine(ABC):
         assert self._replica is not None, "build() comes first"
         return self._replica
 
-    @cached_property
-    def _copier(self) -> files.Copier:
-        return files.Copier(self._built)
+    def _copying(self) -> files.Copier:
+        if self._copier is None:
+            self._copier = files.Copier(self._built)
+        return self._copier
 
     @property
     def _where(self) -> str:

@@ -1,8 +1,13 @@
-"""Evaluation and prediction: local, without gradients, in the model's evaluation mode, on the worker's first device."""
+"""Evaluation and prediction: without gradients, in the model's evaluation mode.
+
+They run on the worker's first device, or wherever `Begin` has a function run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import keras
@@ -16,6 +21,13 @@ from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.objective import Caller
 
 LOSS = "loss"
+Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> what waits for the result
+
+
+def at_once(function: Any, *arguments: Any) -> Callable[[], Any]:
+    """Here and now."""
+    result = function(*arguments)
+    return lambda: result
 
 
 class Evaluation:
@@ -24,20 +36,34 @@ class Evaluation:
     Args:
         model: with its variables.
         caller: how the job's functions are called.
+        begin: has a function run.
+        scope: in which the model's variables have their values.
     """
 
-    def __init__(self, model: keras.Model, caller: Caller) -> None:
-        self._model, self._caller = model, caller
-        self._sums = tf.function(self._sums_of, reduce_retracing=True, autograph=False)
-        self._outputs = tf.function(self._outputs_of, reduce_retracing=True, autograph=False)
+    def __init__(
+        self,
+        model: keras.Model,
+        caller: Caller,
+        begin: Begin = at_once,
+        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model, self._caller, self._begin, self._scope = model, caller, begin, scope
+        self._sums = self._compiled(self._sums_of)
+        self._outputs = self._compiled(self._outputs_of)
 
     def evaluate(self, feed: Feed) -> Sums:
         """Weighted sums and weights of the loss and of each metric over the feed, in float64."""
+        begun = [
+            self._begin(
+                self._sums,
+                batches.columns_of(self._caller.spec.collation, batch, self._caller.wanted),
+                tf.convert_to_tensor(batch.weights),
+            )
+            for batch in _batches(feed)
+        ]
         total = Sums()
-        for batch in _batches(feed):
-            columns = batches.columns_of(self._caller.spec.collation, batch, self._caller.wanted)
-            sums = self._sums(columns, tf.convert_to_tensor(batch.weights))
-            total += Sums(totals={name: (float(value), float(weight)) for name, (value, weight) in sums.items()})
+        for sums in begun:
+            total += Sums(totals={name: (float(value), float(weight)) for name, (value, weight) in sums().items()})
         return total
 
     def predict(self, feed: Feed) -> Columns:
@@ -48,11 +74,22 @@ class Evaluation:
                 ["inputs= is missing: name the columns given to the model to predict with it"], where=self._caller.where
             )
         found: dict[str, list[npt.NDArray[Any]]] = {}
-        for batch in _batches(feed):
-            outputs = self._outputs(batches.columns_of(spec.collation, batch, spec.inputs))
-            for name, value in self._chosen(dict(_flat("", outputs))).items():
+        begun = [
+            (batch, self._begin(self._outputs, batches.columns_of(spec.collation, batch, spec.inputs)))
+            for batch in _batches(feed)
+        ]
+        for batch, outputs in begun:
+            for name, value in self._chosen(dict(_flat("", outputs()))).items():
                 found.setdefault(name, []).append(self._checked(name, value, batch))
         return {name: np.concatenate(parts) for name, parts in found.items()}
+
+    def _compiled(self, function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        def scoped(*arguments: Any) -> Any:
+            with self._scope():
+                return function(*arguments)
+
+        return tf.function(scoped, reduce_retracing=True, autograph=False)
 
     def _sums_of(self, columns: batches.Tensors, weights: Any) -> dict[str, tuple[Any, Any]]:
         caller, spec = self._caller, self._caller.spec

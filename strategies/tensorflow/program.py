@@ -143,7 +143,7 @@ class Program:
             Micro(
                 columns=batches.columns_of(spec.collation, batch, self._caller.wanted),
                 weights=tf.convert_to_tensor(batch.weights * (0.0 if muted else 1.0)),
-                seed=tf.constant(_seed(spec.seed, feed.step, micro, rank), tf.int64),
+                seed=tf.constant(seed_of(spec.seed, feed.step, micro, rank), tf.int64),
             )
             for micro, batch in enumerate(part)
         )
@@ -217,7 +217,7 @@ class Program:
             trained = [
                 (variable, tf.convert_to_tensor(variable.value)) for variable in replica.model.trainable_variables
             ]
-            scope = keras.StatelessScope([*self._seeded(micro.seed), *before, *trained], collect_losses=True)
+            scope = keras.StatelessScope([*seeded(replica.seeds, micro.seed), *before, *trained], collect_losses=True)
             with scope:
                 values, weights = self._caller.loss(replica.model, micro.columns, micro.weights, training=True)
             objective = tf.reduce_sum(values * weights) / tf.cast(rows, values.dtype)
@@ -247,12 +247,6 @@ class Program:
         scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
         self._replica.optimizer.apply(scaled, self._replica.model.trainable_variables)
 
-    def _seeded(self, seed: Any) -> Iterable[tuple[Any, Any]]:
-        """The state of each of the model's seed generators."""
-        for number, variable in enumerate(self._replica.seeds):
-            mixed = tf.stack(((seed[0] + number * 0x9E3779B1) % _WORD, seed[1]))
-            yield variable, tf.cast(mixed, variable.dtype)
-
     def _check(self, feed: Feed, weight: float, loss: float, norm: float, outcome: Outcome) -> None:
         """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
         if math.isfinite(loss) and math.isfinite(weight):
@@ -281,7 +275,14 @@ class Program:
         return tuple(self._strategy.experimental_local_results(value))
 
 
-def _seed(*numbers: int) -> tuple[int, int]:
+def seeded(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
+    """The state of each of a model's seed generators."""
+    for number, variable in enumerate(generators):
+        mixed = tf.stack(((seed[0] + number * 0x9E3779B1) % _WORD, seed[1]))
+        yield variable, tf.cast(mixed, variable.dtype)
+
+
+def seed_of(*numbers: int) -> tuple[int, int]:
     """Two words of 31 bits."""
     folded = fold(*numbers, 0)
     return folded & _WORD, (folded >> 31) & _WORD

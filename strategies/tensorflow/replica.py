@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -50,6 +50,7 @@ class Replica:
         optimizer: the user's optimizer.
         step: completed steps; None before the first step or load.
         sound: False while, and after a failure in which, the optimizer changed only a part.
+        slots: variables of the optimizer for each that is trained, in the order in which they were made.
         carried: variables that neither model nor optimizer saves, by name; none, because randomness is counted.
 
     Raises:
@@ -75,7 +76,7 @@ class Replica:
                 raise JobError(
                     ["optimizer() returned a LossScaleOptimizer: return the one inside it; bf16 needs no loss scale"]
                 )
-            self.optimizer.build(self.model.trainable_variables)
+            self.slots = built(self.optimizer, self.model.trainable_variables)
         self.optimizer._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
         self.own_schedule = isinstance(self.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         if self.own_schedule and self.spec.schedule is not None:
@@ -105,6 +106,24 @@ class Replica:
             with self.strategy.scope():
                 self.optimizer.learning_rate = rate
         return rate
+
+
+def built(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Builds an optimizer; the variables that it made for each of those it trains."""
+    made: dict[int, list[keras.Variable]] = {}
+    add = optimizer.add_variable_from_reference
+
+    def recorded(reference_variable: Any, *args: Any, **kwargs: Any) -> keras.Variable:
+        slot = add(reference_variable, *args, **kwargs)
+        made.setdefault(id(reference_variable), []).append(slot)
+        return slot
+
+    object.__setattr__(optimizer, "add_variable_from_reference", recorded)
+    try:
+        optimizer.build(variables)
+    finally:
+        object.__delattr__(optimizer, "add_variable_from_reference")
+    return [made.get(id(variable), []) for variable in variables]
 
 
 def built_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> keras.Model:

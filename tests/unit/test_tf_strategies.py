@@ -16,6 +16,7 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.plan import Infeasible, Plan
 from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.driver.bundles import bundles, devices
 from trainwright.planner import Decision, choose
 from trainwright.strategies import engine_class
 
@@ -39,8 +40,9 @@ def planned(decision: Decision) -> dict[str, Plan | Infeasible]:
 
 
 def test_a_keras_model_is_offered_the_strategies_of_tensorflow_alone() -> None:
-    names = {"tf_one_device", "tf_mirrored", "tf_multi_worker_mirrored", "tf_central_storage"}
-    assert set(planned(decide())) == names | {"parameter_server"}
+    names = {"tf_one_device", "tf_mirrored", "tf_multi_worker_mirrored", "tf_central_storage", "tf_parameter_server"}
+    names |= {"tf_tpu"}
+    assert set(planned(decide())) == names
     with pytest.raises(PlanError, match="is for models of torch, and this one is of tensorflow") as caught:
         decide(strategy="data_parallel")
     assert all(name in str(caught.value) for name in names)
@@ -150,3 +152,94 @@ def test_a_last_batch_that_fit_would_weigh_unevenly_is_refused(
     both = prepare.prepare(job(**{**fields, "train": data, "drop_last": True, "evaluate": data}))
     with pytest.raises(JobError, match="last batch of evaluate has 13 rows"):
         prepare.plan_for(both, CPU)
+
+
+def test_parameter_servers_stand_beside_the_workers_and_are_never_chosen_for_speed() -> None:
+    decision = decide(GPUS, strategy="tf_parameter_server")
+    plan = decision.chosen
+    assert (plan.workers, plan.servers, plan.processes, plan.in_flight, plan.ahead) == (8, 1, 10, 3, 2)
+    assert [plan.role_of(rank) for rank in range(4)] == ["chief", "server", "worker", "worker"]
+    assert plan.feed_of(0).data_ranks == range(8) and not plan.feed_of(1).data_ranks and not plan.feed_of(9).data_ranks
+    assert any("nor twice the same" in note for note in plan.notes) and any(
+        "applied twice" in note for note in plan.notes
+    )
+    assert decide(GPUS).chosen.strategy != "tf_parameter_server"
+
+
+def test_as_many_servers_as_there_are_links_and_bytes_for() -> None:
+    def servers(parameter_bytes: float, **fields: Any) -> int:
+        layer = replace(LAYER, parameters=int(parameter_bytes // 4), parameter_bytes=parameter_bytes)
+        profile = ModelProfile(framework="tensorflow", layers=(layer,))
+        return decide(GPUS, profile, strategy="tf_parameter_server", **fields).chosen.servers
+
+    assert [servers(2.0**19), servers(2.0**20 + 4), servers(2.0**30)] == [1, 2, 2]
+    assert servers(2.0**10, plan="servers=4") == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"workers": 1}, "workers=1 is pinned"),
+        ({"workers": 2, "devices": 2}, "devices=2 is pinned"),
+        ({"workers": 2, "tf_config": "environment"}, "chosen as processes start"),
+        ({"workers": 2, "compile": "eager"}, "run compiled functions"),
+        ({"workers": 2, "consistency": "ssp(2)"}, "apply each update at once"),
+        ({"workers": 2, "wire": "fp16"}, "whole gradients"),
+        ({"workers": 2, "run": "fit"}, "makes a data set on each worker"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_parameter_servers_cannot_do_is_said(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        decide(strategy="tf_parameter_server", **fields)
+
+
+def slice_of(hosts: int, kind: str = "TPU-V4") -> Cluster:
+    """A TPU slice as Ray shows it: four chips on each host, the head on the first."""
+    shared: dict[str, Any] = {"cpus": 8, "memory_bytes": 2**36, "accelerators": 4, "accelerator": "TPU", "kind": kind}
+    heads = [f"TPU-v4-{8 * hosts}-head" if host == 0 else "" for host in range(hosts)]
+    return Cluster(nodes=tuple(Node(name=f"host-{host}", head=head, **shared) for host, head in enumerate(heads)))
+
+
+def test_a_worker_on_each_host_of_a_slice_and_the_first_steps_for_all() -> None:
+    alone = decide(slice_of(1)).chosen
+    assert (alone.strategy, alone.workers, alone.devices_per_worker, alone.tpu) == ("tf_tpu", 1, 4, "")
+    assert alone.engine.endswith("tpu:TPU") and any("not verified on hardware" in note for note in alone.notes)
+    plan = decide(slice_of(2), tpu="my-tpu").chosen
+    assert plan.engine.endswith("tpu:NamedTPU") and plan.topology == "coordinator"
+    assert (plan.workers, plan.processes, plan.servers, plan.mesh.data_ranks) == (2, 2, 0, 8)
+    assert plan.feed_of(0).data_ranks == range(8) and not plan.feed_of(1).data_ranks
+    assert bundles(plan.placement, (1, 1)) == [
+        {"CPU": plan.placement.cpus, "TPU": 4.0, "TPU-v4-16-head": 1.0},
+        {"CPU": plan.placement.cpus, "TPU": 4.0},
+    ]
+    assert devices(plan) == ("tpu:0", "tpu:1", "tpu:2", "tpu:3")
+
+
+def test_the_name_of_a_tpu_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_NAME", "of the cluster")
+    plan = replace(decide(strategy="tf_one_device").chosen, tpu="my-tpu")
+    engine_class(plan)
+    assert os.environ["TPU_NAME"] == "my-tpu"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fields", "reason"),
+    [
+        (CPU, {}, "the cluster has no TPU"),
+        (slice_of(2), {}, "found by the slice's name"),
+        (slice_of(4), {"tpu": "my-tpu", "workers": 2}, "the slice has 4 hosts"),
+        (slice_of(1, "TPU-V3"), {}, "two devices to TensorFlow"),
+        (slice_of(1), {"min_workers": 1}, "as many hosts as it has"),
+    ],
+    ids=["none", "unnamed", "some", "two-cores", "elastic"],
+)
+def test_what_a_tpu_needs_is_said(cluster: Cluster, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        decide(cluster, strategy="tf_tpu", **fields)
+
+
+def test_other_strategies_send_a_keras_model_on_tpus_to_its_own() -> None:
+    found = planned(decide(slice_of(1)))
+    assert [name for name, item in found.items() if isinstance(item, Plan)] == ["tf_tpu"]
+    assert all("own strategy" in found[name].reason for name in ("tf_one_device", "tf_mirrored"))  # type: ignore[union-attr]
