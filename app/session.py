@@ -21,7 +21,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.bundles import devices
 from trainwright.driver.decide import begin, decide
 from trainwright.driver.layouts import Layouts
-from trainwright.driver.state import Settings
+from trainwright.driver.settings import Settings
 from trainwright.driver.world import World
 from trainwright.journal import Journal, Listener
 from trainwright.layouts import SHARE, layouts_of
@@ -113,11 +113,16 @@ class Session:
     def _settings(self) -> Settings:
         job, plan, per_epoch = self._prepared.job, self._decision.chosen, self._prepared.steps_per_epoch
         capabilities = engine_class(plan).capabilities
+        others = plan.processes - plan.workers
+        fewest = 1 if capabilities.topology == "independent" else plan.workers  # those who are late join by themselves
         return Settings(
-            workers=plan.workers,
-            min_workers=min(plan.workers, job.min_workers or plan.workers),
+            workers=plan.processes,
+            servers=plan.servers,
+            tolerates=capabilities.tolerates,
+            stride=plan.local_steps,
+            min_workers=others + min(plan.workers, job.min_workers or fewest),
             last_resort=1 if self._layouts and not (job.workers or job.elastic) else None,
-            max_workers=max(plan.workers, job.max_workers or job.workers or 0),
+            max_workers=others + max(plan.workers, job.max_workers or job.workers or 0),
             spares=job.spares if job.spares is not None else _spares(plan, capabilities),
             spares_stay=bool(plan.placement.accelerators),
             reform=capabilities.reform,
@@ -226,13 +231,14 @@ def _samples_of(
     schedule: Schedule, first: Plan, step: int, rank: int, workers: int, plan: Plan | None
 ) -> tuple[int, ...]:
     """Rows of the training set that a worker is fed in a step, which is counted from 1."""
-    feeding, steps = (plan or first.resized(workers)).feed_of(rank), range(step - 1, step)
+    own = plan or (first.resized(workers) if first.topology == "collective" else first)
+    feeding, steps = own.feed_of(rank), range(step - 1, step)
     shares = [schedule.share(steps, data_rank, feeding.total) for data_rank in feeding.data_ranks]
     return tuple(int(sample) for share in shares if share.real[0] for sample in share.samples)
 
 
 def _spares(plan: Plan, capabilities: Capabilities) -> int:
     """One where there are several workers; for all of them where every failure needs new processes."""
-    if plan.workers == 1:
+    if plan.processes == 1:
         return 0
-    return plan.workers if capabilities.reform == "new_process" else 1
+    return plan.processes if capabilities.reform == "new_process" else 1

@@ -12,23 +12,41 @@ from trainwright.core.data import Batch, Columns, Feed, Feeding
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Probed, Replanned, RunStarted
 from trainwright.core.job import Job
-from trainwright.core.plan import Plan
+from trainwright.core.plan import Mesh, Plan
 from trainwright.discover import connect, discover
 from trainwright.journal import read_events
 from trainwright.planner import usable
 from trainwright.planview import plan_from
 from trainwright.store import open_store
+from trainwright.strategies import data_parallel, one_device, tf_one_device
 from trainwright.strategies.question import place, room_of
 
 
 def trained_plan(job: Job) -> Plan | None:
-    """The plan that the job's run was trained under last; None where its events tell of none. Raises StorageError."""
+    """The plan that the job's run was trained under last; None where its events tell of none. Raises StorageError.
+
+    One that has no ranks that step together is told as the replicas that can answer in its stead.
+    """
     told = (
         event.plan
         for event in reversed(read_events(open_store(job.storage), job.name))
         if isinstance(event, RunStarted | Replanned | Probed)
     )
-    return plan_from(next(told, {}))
+    plan = plan_from(next(told, {}))
+    return plan if plan is None or plan.topology == "collective" else answering(plan)
+
+
+def answering(plan: Plan) -> Plan | None:
+    """Replicas of the model on as many workers, or one: a checkpoint holds full names, which any layout loads."""
+    for module, data in ((data_parallel, plan.mesh.data), (one_device, 1), (tf_one_device, 1)):
+        for framework, engine in module.ENGINES.items():
+            if f".{framework}." in plan.engine:
+                name = module.__name__.rpartition(".")[2]
+                return replace(
+                    plan, strategy=name, engine=engine, mesh=Mesh(data=data), topology="collective", servers=0,
+                    consistency="", wire="full", local_steps=1, outer="",
+                )  # fmt: skip
+    return None
 
 
 def replica_of(plan: Plan) -> Plan:

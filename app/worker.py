@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import os
 import statistics
 import threading
@@ -16,29 +15,32 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import cast
 
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
+from trainwright.core.asynchrony import Staleness
 from trainwright.core.checkpoint import CheckpointRef, FileEntry, Writer
-from trainwright.core.data import Columns, Feed, StepReport, Sums
-from trainwright.core.engine import Engine, StateCopy
+from trainwright.core.data import Columns, Feed, Sums
+from trainwright.core.engine import Coordinated, Engine, Independent, StateCopy
 from trainwright.core.errors import NonFiniteLoss, StoreDown
 from trainwright.core.events import Steps
-from trainwright.core.group import Address, Generation, Group, Peer, StateTag
+from trainwright.core.group import Address, Generation, Group, Peer, Role, StateTag
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
-from trainwright.datasets.feeds import weightless
-from trainwright.datasets.salvage import Salvage, Skipped
+from trainwright.datasets.feeds import Coming, weightless
 from trainwright.datasets.stream import Feeds, Stream
-from trainwright.driver.layouts import Predicting, Probing, Reservation
+from trainwright.datasets.units import Units
+from trainwright.driver.layouts import Evaluation, Predicting, Probing, Reservation
 from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
 from trainwright.keeper import Fetch, Shelf, ShelfReader, no_fetch
 from trainwright.meter import Meter
+from trainwright.passing import Passing
 from trainwright.quarantine import Quarantine
 from trainwright.records import StepRecords
 from trainwright.stacks import stacks
 from trainwright.store import open_store
 from trainwright.strategies import engine_class
+from trainwright.streams import Streams
 from trainwright.travel import unpack
 from trainwright.workorder import WorkOrder
 
@@ -78,17 +80,17 @@ class Worker:
         self._stream: Stream | None = None
         self._evaluation: Stream | None = None
         self._feeds: Feeds | None = None
+        self._units: Units | None = None  # of one that steps alone
+        self._role: Role = "worker"
         self._judged: tuple[int, Feeds] | None = None  # of the evaluation set, and the batch that they stand at
-        self._following: Feed | None = None  # that the step before was told of
-        self._overflowed = 0  # steps that changed nothing
-        self._passed: set[int] = set()  # steps whose loss was not finite
-        self._passing: dict[int, str] = {}  # steps whose batch ends the workers, and how
-        self._blank: Feed | None = None  # of weight 0, of another step than those
+        self._coming: Coming | None = None  # of them
+        self._passing = Passing(self._quarantine)
+        self._staleness: Staleness | None = None  # of the last stretch of steps, where this one told of it
+        self._streams: Streams | None = None
         self._copies: dict[str, tuple[StateCopy, Save]] = {}  # by the verb that they are for
 
     def rehearse(self) -> None:
         """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
-
         Where a new generation needs new processes anyway, the framework's imports are all: a job that is opened may use
         the framework, which some cannot bear before their group is formed.
         """
@@ -110,7 +112,8 @@ class Worker:
             self._begin_anew(plan)
         if plan != self._plan:
             self._plan, self._seat = plan, (-1, 0)
-        return self._engine.reserve(wanted.generation, "worker")
+        self._role = wanted.role
+        return self._engine.reserve(wanted.generation, wanted.role)
 
     def _begin_anew(self, plan: Plan) -> None:
         """Let go of the engine with all that it holds, for another one."""
@@ -118,7 +121,6 @@ class Worker:
             self._engine.leave()
             self._engine = engine_class(plan)()
         self._built, self._tried, self._step = False, False, 0
-        gc.unfreeze()
         gc.collect()  # a model's modules and hooks hold each other
 
     def form(self, group: Group) -> StateTag:
@@ -131,16 +133,17 @@ class Worker:
         tag = self._engine.form(group)
         if self._seat != (group.rank, group.size):
             rehearsal = group.generation == REHEARSAL
-            self._open(group.rank, self._plan if rehearsal else self._plan.resized(group.size))
+            fixed = rehearsal or self._plan.topology != "collective"
+            self._open(group.rank, self._plan if fixed else self._plan.resized(group.size))
             self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
             assert self._stream is not None
             row = partial(self._job.train.row, self._order.train, self._job.columns)
             validation = self._evaluation_feeds if self._job.evaluate is not None else None
             spec = self._job.model_spec(self._stream.total_steps, row, validation)
+            gc.freeze()  # `leave` collects what holds the group, or the model too: 0.2 s where it looks through imports
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
-            gc.freeze()  # `leave` collects what holds the group: 0.13 s where it looks through all imports, 0.1 ms so
             gc.enable()
         return tag
 
@@ -151,48 +154,39 @@ class Worker:
 
     def _open(self, rank: int, plan: Plan) -> None:
         """Open the streams of a rank."""
-        order, job = self._order, self._job
         self._close_feeds()
-        shared: dict[str, Any] = {
-            "feeding": plan.feed_of(rank),
-            "static_shapes": self._engine.capabilities.static_shapes,
-            "columns": job.columns,
-            "accumulation": plan.accumulation,  # to evaluate takes no more memory than to train
-        }
-        skip = job.on_error == "skip"
-        self._stream = Stream(
-            job.train,
-            order.train,
-            fetcher=order.fetcher,
-            salvage=Salvage(job.skip_limit, self._quarantine) if skip else None,
-            **shared,
-            **job.ordering(),
-        )
-        if job.evaluate is not None:
-            self._evaluation = Stream(
-                job.evaluate,
-                order.evaluate,
-                fetcher=order.evaluate_fetcher,
-                salvage=Salvage(job.skip_limit, self._evaluate_quarantine) if skip else None,
-                **shared,
-                **job.ordering(evaluate=True),
-            )
+        streams = self._streams = Streams(
+            job=self._job, order=self._order, accumulation=plan.accumulation,
+            static_shapes=self._engine.capabilities.static_shapes, quarantine=self._quarantine,
+            evaluate_quarantine=self._evaluate_quarantine,
+        )  # fmt: skip
+        feeding, alone = plan.feed_of(rank), plan.topology == "independent"
+        self._stream = streams.training(feeding)
+        self._units = Units(self._stream, partial(streams.training, feeding)) if alone else None
+        if self._job.evaluate is not None:
+            self._evaluation = streams.evaluation(feeding)
 
     def heal(self, heal: Heal) -> StateTag:
         """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""
         assert self._stream is not None, "form comes before heal"
         self._close_feeds()
-        if heal.kept is not None:
+        alone = self._plan.topology == "independent"
+        if heal.source == "join" or (alone and self._role == "worker"):
+            tag = StateTag(step=heal.step, pieces=frozenset())  # the others have it
+        elif heal.kept is not None:
             tag = self._engine.load(ShelfReader(self._shelf, heal.kept, self._node, self._fetch))
         elif heal.checkpoint is None:
             tag = self._engine.transfer(heal.moves)
         else:
             tag = self.load(heal.checkpoint)
-        self._passing = {passed.step - 1: passed.why for passed in heal.passing}
-        blank = self._stream.warm_feed(heal.step, self._passing)
-        self._blank = blank if self._passing else None
-        self._engine.warm(blank)
-        self._feeds = self._stream.feeds(heal.step)
+        passing = {passed.step - 1: passed.why for passed in heal.passing}
+        blank = self._stream.warm_feed(heal.step, passing)
+        self._passing.begin(passing, blank)
+        if not alone or self._role == "worker":
+            self._engine.warm(blank)
+        if not alone:
+            self._feeds = self._stream.feeds(heal.step)
+            self._coming = Coming(self._feeds, self._plan.ahead, self._passing.told)
         self._step = heal.step
         self._records.begin(self._generation, heal.step)
         self._meter.begin()
@@ -208,7 +202,7 @@ class Worker:
         assert self._stream is not None, "heal comes before probe"
         self._close_feeds()  # they would read ahead meanwhile
         self._tried = True
-        feed, begun, took = self._stream.full_feed(0, self._passing), time.perf_counter(), list[float]()
+        feed, begun, took = self._stream.full_feed(0, self._passing.told), time.perf_counter(), list[float]()
         over = blank = False
         while not over:
             before = time.perf_counter()
@@ -226,75 +220,78 @@ class Worker:
         return statistics.median(took[1:])
 
     def run(self, until: int) -> SegmentReport:
-        """Step until that many steps are complete, or a wish to stop has reached every rank."""
-        assert self._feeds is not None and self._stream is not None, "heal comes before run"
+        """Step until that many steps are complete, or a wish to stop has reached every rank; what that is by role."""
+        assert self._stream is not None, "heal comes before run"
+        stopped = finished = False
+        if self._plan.topology == "independent":
+            stopped = self._serve(until) if self._role == "server" else self._work()
+        elif self._plan.topology == "coordinator" and self._role != "chief":
+            cast(Coordinated, self._engine).follow()
+        else:
+            stopped, finished = self._step_together(until)
+        self._wish.clear()
+        over = stopped or finished or self._step >= self._stream.total_steps
+        source = self._units or self._feeds
+        return SegmentReport(
+            step=self._step, stopped=stopped, finished=finished, tag=StateTag(step=self._step),
+            skipped=self._quarantine.count + self._evaluate_quarantine.count, passed=len(self._passing.found),
+            overflowed=self._passing.overflowed, prefetch=source.prefetch if source is not None else None,
+            own_s=self._records.own_s, phases=self._meter.phases(last=over), sampled=self._meter.sampled,
+            noise=self._meter.noise, staleness=self._staleness,
+        )  # fmt: skip
+
+    def _serve(self, until: int) -> bool:
+        """A server: let the others step. The first one tells of each step; a wish counts once it told of one."""
+        assert self._stream is not None, "heal comes before run"
+        engine, first, stopped = cast(Independent, self._engine), self._step, False
+        begun = time.perf_counter()
+        for report in engine.serve(until, lambda: self._wish.is_set() and self._step > first):
+            self._step, stopped, now = report.step, report.wish, time.perf_counter()
+            self._records.add(report, samples=self._stream.size(report.step - 1), step_s=now - begun, wait_s=0.0)
+            begun = now
+        self._staleness = engine.staleness()
+        return stopped
+
+    def _work(self) -> bool:
+        """A worker that steps alone: one unit after the other, until there is none, or this one is to come back."""
+        assert self._units is not None, "form opens the streams"
+        self._wish.clear()  # of a stretch of steps that is over
+        engine = cast(Independent, self._engine)
+        while not self._wish.is_set() and (unit := engine.lease()) is not None:
+            begun = time.perf_counter()
+            for feed in self._units.feeds(unit):
+                fed = time.perf_counter()
+                report = self._passing.step(self._engine, self._job, feed)
+                now = time.perf_counter()
+                self._meter.add(report, step_s=now - begun, wait_s=fed - begun)
+                begun = now
+        return self._wish.is_set()
+
+    def _step_together(self, until: int) -> tuple[bool, bool]:
+        """Whether a wish was heard, and whether nothing is left to train."""
+        assert self._coming is not None, "heal comes before run"
         stopped = finished = False
         while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
-            feed = self._next_feed(until)
+            feed = self._coming.next(until)
             fed = time.perf_counter()
-            report = self._stepped(replace(feed, wish=True) if self._wish.is_set() else feed)
+            feed = replace(feed, wish=True) if self._wish.is_set() else feed
+            report = self._passing.step(self._engine, self._job, feed)
             self._step, stopped, finished = report.step, report.wish, report.finished
             times = {"step_s": time.perf_counter() - begun, "wait_s": fed - begun}
             self._records.add(report, samples=feed.rows, **times)
             self._meter.add(report, **times)
-        self._wish.clear()
-        over = stopped or finished or self._step >= self._stream.total_steps
-        return SegmentReport(
-            step=self._step,
-            stopped=stopped,
-            finished=finished,
-            tag=StateTag(step=self._step),
-            skipped=self._quarantine.count + self._evaluate_quarantine.count,
-            passed=len(self._passed),
-            overflowed=self._overflowed,
-            prefetch=self._feeds.prefetch,
-            own_s=self._records.own_s,
-            phases=self._meter.phases(last=over),
-            sampled=self._meter.sampled,
-            noise=self._meter.noise,
-        )
+        return stopped, finished
 
-    def _next_feed(self, until: int) -> Feed:
-        """The next step's; with the one after it, on all ranks alike, where steps begin the next one."""
-        assert self._feeds is not None, "heal comes before run"
-        feed, self._following = self._following or next(self._feeds), None
-        after = feed.step + 1
-        if self._plan.streamed and after < until and not {feed.step, after} & self._passing.keys():
-            self._following = next(self._feeds)
-        return replace(feed, following=self._following)
-
-    def _stepped(self, feed: Feed) -> StepReport:
-        """One step; where the job says so, one whose loss is not finite is taken with weight 0, on all ranks alike."""
-        if feed.step in self._passing:
-            return self._pass_by(feed)
-        try:
-            report = self._engine.train_step(feed)
-            self._overflowed += report.overflowed
-            return report
-        except NonFiniteLoss as error:
-            if self._job.on_nonfinite == "raise":
-                raise
-            self._passed.add(feed.step)
-            if len(self._passed) + len(self._passing) > self._job.skip_limit:
-                error.what = f"{error.what}, and {self._job.skip_limit} steps were passed by before, which is the limit"
-                raise
-            for sample in error.samples:
-                self._quarantine(Skipped(sample=sample, where=f"step {feed.step + 1}", error=error.what))
-        return replace(self._engine.train_step(weightless(feed)), loss=math.nan)
-
-    def _pass_by(self, feed: Feed) -> StepReport:
-        """Take a step with weight 0 and without its batch, which stays in the order of the samples all the same."""
-        assert self._blank is not None, "heal comes before run"
-        report = self._engine.train_step(replace(self._blank, step=feed.step, wish=feed.wish))
-        for batch in itertools.chain.from_iterable(feed.parts):
-            for sample in batch.samples[batch.weights > 0].tolist():
-                self._quarantine(Skipped(sample=sample, where=f"step {feed.step + 1}", error=self._passing[feed.step]))
-        return replace(report, loss=math.nan)
-
-    def evaluate(self, step: int) -> Sums:
-        """Sums over this rank's share of the evaluation set."""
-        return self._sums(self._evaluation_feeds())
+    def evaluate(self, wanted: Evaluation) -> Sums:
+        """Sums over this rank's share of the evaluation set, or over the one that it is given."""
+        if wanted.feeding is None:
+            return self._sums(self._evaluation_feeds())
+        assert self._evaluation is not None and self._streams is not None, "form opens the streams"
+        if self._evaluation.feeding != wanted.feeding:
+            self._evaluation = self._streams.evaluation(wanted.feeding)
+        with self._evaluation_feeds() as feeds:
+            return self._sums(feeds)
 
     def evaluate_some(self, steps: range) -> Sums:
         """The same over some batches of it, which are read ahead from those that were asked for before."""
@@ -383,7 +380,9 @@ class Worker:
     def _close_feeds(self) -> None:
         if self._feeds is not None:
             self._feeds.close()
-        self._feeds = self._following = None
+        self._feeds = self._coming = None
+        if self._units is not None:
+            self._units.close()
         self._close_judged()
 
     def _close_judged(self) -> None:

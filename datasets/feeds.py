@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -71,6 +72,36 @@ def _filled(batch: Batch, rows: int) -> Batch:
         weights=np.concatenate([batch.weights, np.zeros(rows - batch.rows)]),
         samples=batch.samples[take],
     )
+
+
+class Coming:
+    """Feeds in order, each told of those after it whose steps may begin before its own ends.
+
+    Args:
+        feeds: in the order of steps.
+        ahead: how many may.
+        apart: steps that begin when the one before is over, and before which none begins.
+    """
+
+    def __init__(self, feeds: Iterator[Feed], ahead: int, apart: Container[int]) -> None:
+        self._feeds, self._ahead, self._apart = feeds, ahead, apart
+        self._read: deque[Feed] = deque()
+
+    def next(self, until: int) -> Feed:
+        """The next step's; none from step `until` on begins with it."""
+        read = self._read
+        if not read:
+            read.append(next(self._feeds))
+        while len(read) <= self._ahead and read[-1].step + 1 < until:
+            if any(step in self._apart for step in (read[-1].step, read[-1].step + 1)):
+                break
+            read.append(next(self._feeds))
+        following: Feed | None = None
+        for feed in reversed(read):
+            following = replace(feed, following=following)
+        assert following is not None, "the next one is among them"
+        read.popleft()
+        return following
 
 
 def weightless(feed: Feed) -> Feed:

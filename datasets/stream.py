@@ -158,6 +158,21 @@ class Stream:
         """Where the batch of global step `step` starts."""
         return self._schedule.cursor(step)
 
+    @property
+    def feeding(self) -> Feeding:
+        """Which shares this actor has."""
+        return self._feeding
+
+    def size(self, step: int) -> int:
+        """Real samples in the global batch of a step."""
+        return self._schedule.size(step)
+
+    def feed(self, step: int, share: int) -> Feed:
+        """The feed of one step for any one data rank, read now."""
+        ranks = range(share, share + 1)
+        _, shares = self._shares(step, ranks, 1)
+        return replace(self._assembly, feeding=replace(self._feeding, data_ranks=ranks)).feed(step, shares)
+
     def feeds(self, start_step: int = 0) -> Feeds:
         """Feeds of the steps from `start_step` to the end of the last epoch. Reading begins at once."""
         return Feeds(self._chunks(start_step))
@@ -191,25 +206,24 @@ class Stream:
 
     def _chunks(self, step: int) -> Iterator[list[Feed]]:
         while step < self.total_steps:
-            steps, shares = self._shares(step)
+            steps, shares = self._shares(step, self._feeding.data_ranks, self._chunk_steps)
             yield [self._assembly.feed(number, shares) for number in steps]
             step = steps.stop
 
-    def _shares(self, step: int) -> tuple[range, Shares]:
-        """The shares of all data ranks of this actor in a chunk of steps that begins here."""
+    def _shares(self, step: int, ranks: range, length: int) -> tuple[range, Shares]:
+        """The shares of some data ranks in a chunk of steps that begins here, of `length` where they are read here."""
         if self._fetcher is None:
-            return self._computed(step)
+            return self._computed(step, ranks, length)
         try:
-            return self._fetched(step)
+            return self._fetched(self._fetcher, step, ranks)
         except (DataError, UserCodeError):
             if self._salvage is None:
                 raise
-            return self._computed(step)  # finds out which samples it was
+            return self._computed(step, ranks, length)  # finds out which samples it was
 
-    def _computed(self, step: int) -> tuple[range, Shares]:
-        """Read and transform the shares of all data ranks of this actor together."""
-        steps = range(step, self._schedule.chunk(step, self._chunk_steps).stop)
-        ranks = self._feeding.data_ranks
+    def _computed(self, step: int, ranks: range, length: int) -> tuple[range, Shares]:
+        """Read and transform the shares of these data ranks together."""
+        steps = range(step, self._schedule.chunk(step, length).stop)
         shares = [self._schedule.share(steps, rank, self._feeding.total) for rank in ranks]
         if not shares:
             return steps, {}
@@ -224,13 +238,12 @@ class Stream:
             for rank, share, part in zip(ranks, shares, parts, strict=True)
         }
 
-    def _fetched(self, step: int) -> tuple[range, Shares]:
-        """Fetch the shares of all data ranks of this actor."""
-        assert self._fetcher is not None
+    def _fetched(self, fetcher: Fetcher, step: int, ranks: range) -> tuple[range, Shares]:
+        """Fetch the shares of these data ranks."""
         chunk = range(step, self.total_steps)
         shares: dict[int, tuple[Share, Arrays]] = {}
-        for rank in self._feeding.data_ranks:
-            chunk, columns = self._fetcher.fetch(step, rank, self._feeding.total)
+        for rank in ranks:
+            chunk, columns = fetcher.fetch(step, rank, self._feeding.total)
             shares[rank] = self._schedule.share(chunk, rank, self._feeding.total), columns
         if not shares:
             chunk = self._schedule.chunk(step, self._chunk_steps)

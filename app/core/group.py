@@ -10,6 +10,13 @@ Topology = Literal["collective", "coordinator", "independent"]
 Role = Literal["worker", "chief", "server", "evaluator"]
 
 
+def role_of(rank: int, topology: Topology, servers: int) -> Role:
+    """Of a process: a coordinator comes first, then servers, then workers."""
+    if topology == "coordinator":
+        return "chief" if rank == 0 else "server" if rank <= servers else "worker"
+    return "server" if rank < servers else "worker"
+
+
 @dataclass(frozen=True, kw_only=True, order=True)
 class Generation:
     """One formation of the group. `token` is the driver's number in the log; later is greater."""

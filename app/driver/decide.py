@@ -11,6 +11,7 @@ from typing import Any
 
 from trainwright.core.group import Generation
 from trainwright.driver import (
+    apart,
     checkpointing,
     ending,
     forming,
@@ -24,7 +25,8 @@ from trainwright.driver import (
 )  # fmt: skip
 from trainwright.driver import messages as m
 from trainwright.driver.milestones import hang_deadline_s
-from trainwright.driver.state import Phase, Settings, State
+from trainwright.driver.settings import Settings
+from trainwright.driver.state import STANDING, Phase, State
 from trainwright.driver.turn import Turn
 
 Decision = tuple[State, tuple[m.Effect, ...]]
@@ -49,14 +51,17 @@ _TIMED: Mapping[str, frozenset[Phase]] = {
     "upload": frozenset({Phase.WAITING, Phase.CLOSING}),
     "retry": frozenset({Phase.WAITING}),
     "backoff": frozenset({Phase.GATHERING}),
+    "late": frozenset({Phase.RUNNING}),
+    "rest": frozenset({Phase.RUNNING}),
+    "apart": STANDING - {Phase.READY},
 }
 
 POSSIBLE: Mapping[str, frozenset[Phase]] = {
     "Acquired": frozenset({Phase.ACQUIRING}),
     "Lost": _ALL - {Phase.FINISHED},
     "Started": _WORKING - {Phase.PROBING},  # spares at any time
-    "Returned": _CALLING | {Phase.GATHERING},
-    "Raised": _CALLING | {Phase.GATHERING},
+    "Returned": _CALLING | {Phase.GATHERING, Phase.WAITING},  # while waiting, of those who are apart
+    "Raised": _CALLING | {Phase.GATHERING, Phase.WAITING},
     "Returned interrupt": frozenset({Phase.GATHERING}),
     "Returned upload": _LIVING - {Phase.PROBING},
     "Raised upload": _LIVING - {Phase.PROBING},
@@ -133,7 +138,8 @@ def is_stale(state: State, event: m.Happening) -> bool:
             keeping = state.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
         case m.Returned() | m.Raised():
-            return event.generation != state.generation or event.worker not in state.awaiting
+            owing = event.worker in state.awaiting or event.worker in state.apart
+            return event.generation != state.generation or not owing
     return False
 
 
@@ -153,6 +159,14 @@ def _acquired(turn: Turn, event: m.Acquired) -> None:
         heirs.begin(turn, event.living)
 
 
+def _started(turn: Turn, event: m.Started) -> None:
+    staffing.started(turn, event)
+    if event.worker in turn.state.apart:
+        apart.started(turn, event.worker)
+    else:
+        apart.take_recruits(turn)
+
+
 def _returned(turn: Turn, event: m.Returned) -> None:
     if event.verb == "upload":
         checkpointing.uploaded(turn, event)
@@ -162,21 +176,21 @@ def _returned(turn: Turn, event: m.Returned) -> None:
         recovering.explained(turn, event)
     elif turn.state.phase is Phase.GATHERING:
         recovering.returned(turn, event)
+    elif event.worker in turn.state.apart:
+        apart.answered(turn, event)
     else:
         _collect(turn, event)
 
 
 def _collect(turn: Turn, event: m.Returned) -> None:
-    """One more answer; the last one ends the phase."""
+    """One more answer; the last one ends the phase (see `_advance`)."""
     state = turn.state
     rank = state.rank_of[event.worker]
     turn.change(awaiting=state.awaiting - {event.worker}, answers={**state.answers, rank: event.value})
     if state.phase is Phase.RUNNING:
         turn.reached(event.value.step)
-    if not turn.state.awaiting:
-        turn.disarm("call", "hang", "pause")
-        COMPLETED[state.phase](turn)
-    elif state.phase is Phase.RUNNING and not state.answers:
+    training.await_workers(turn)
+    if state.phase is Phase.RUNNING and turn.state.awaiting and not state.answers:
         turn.arm("hang", hang_deadline_s(turn.state))
 
 
@@ -196,8 +210,12 @@ def _expired(turn: Turn, event: m.Expired) -> None:
     match event.name:
         case "place":
             staffing.place_expired(turn)
-        case "shrink" | "backoff":
-            pass  # `recovering.gathered` sees that its time is over
+        case "shrink" | "backoff" | "late":
+            pass  # `_advance` sees that its time is over
+        case "rest":
+            apart.call_idle(turn)
+        case "apart":
+            recovering.cut_off(turn, apart.expired(turn))
         case "leave":
             recovering.leave_expired(turn)
         case "call":
@@ -220,6 +238,9 @@ def _expired(turn: Turn, event: m.Expired) -> None:
 
 def _advance(turn: Turn) -> None:
     """Follow up on what an event completed."""
+    if turn.state.phase in COMPLETED and training.is_over(turn.state):
+        turn.disarm("call", "hang", "pause", "late", "rest")
+        COMPLETED[turn.state.phase](turn)
     if training.waits_for_nobody(turn.state):
         turn.disarm("upload")
         turn.change(phase=Phase.READY)
@@ -238,7 +259,7 @@ def _advance(turn: Turn) -> None:
 HANDLERS: Mapping[type, Callable[[Turn, Any], None]] = {
     m.Acquired: _acquired,
     m.Lost: ending.lost,
-    m.Started: staffing.started,
+    m.Started: _started,
     m.Returned: _returned,
     m.Raised: _raised,
     m.Died: recovering.died,

@@ -19,8 +19,7 @@ def stop_asked(turn: Turn, event: m.StopAsked) -> None:
     elif not state.stopping:
         turn.change(stopping=True)
         if state.phase is Phase.RUNNING:
-            told = state.members if state.settings.topology == "independent" else state.members[:1]
-            turn.call([member.worker for member in told], "stop")
+            turn.call([state.members[0].worker], "stop")
 
 
 def _stop_now(turn: Turn) -> None:
@@ -45,7 +44,7 @@ def nothing_left(state: State) -> bool:
 def close(turn: Turn, outcome: m.Outcome, error: Exception | None = None) -> None:
     """Decide the outcome. Whatever the workers still answer is of no interest, but for an upload."""
     turn.disarm()
-    turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=frozenset(), starting=frozenset())
+    turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=frozenset(), starting=frozenset(), apart={})
     if turn.state.upload is not None and not turn.state.upload.committing:
         turn.arm("upload", turn.settings.upload_deadline_s)
 
@@ -79,7 +78,7 @@ def lost(turn: Turn, event: m.Lost) -> None:
 def _kill_all(turn: Turn) -> None:
     for worker in sorted([*turn.state.rank_of, *turn.state.spares]):
         turn.want(m.Kill(worker=worker))
-    turn.change(rank_of={}, awaiting=frozenset(), starting=frozenset(), spares={})
+    turn.change(rank_of={}, awaiting=frozenset(), starting=frozenset(), spares={}, apart={})
 
 
 def _tell_end(turn: Turn) -> None:

@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 
 from trainwright.core.arranging import ranks_by_node
 from trainwright.core.events import Formed, Replanned
-from trainwright.core.group import Address, Generation, Group, Peer, StateTag
+from trainwright.core.group import Address, Generation, Peer, StateTag
 from trainwright.core.plan import Plan
 from trainwright.driver import probing
 from trainwright.driver.agree import agree, agree_at, writers_of
+from trainwright.driver.apart import group_of
 from trainwright.driver.keeping import keepers_of
 from trainwright.driver.layouts import Reservation
 from trainwright.driver.loops import note
@@ -31,7 +32,10 @@ def reserve(turn: Turn) -> None:
     arrange(turn, plan)
     turn.disarm()
     turn.enter(Phase.RESERVING, generation=generation, plan=plan)
-    turn.call_all("reserve", Reservation(generation=generation, plan=plan))
+    turn.change(awaiting=frozenset(member.worker for member in turn.state.members))
+    for rank, member in enumerate(turn.state.members):
+        wanted = Reservation(generation=generation, plan=plan, role=state.settings.role_of(rank))
+        turn.call([member.worker], "reserve", wanted)
     turn.arm("call", state.settings.call_deadline_s)
 
 
@@ -76,25 +80,17 @@ def reserved(turn: Turn) -> None:
     state, settings = turn.state, turn.settings
     addresses: Mapping[int, Address] = state.answers
     peers = tuple(
-        Peer(rank=rank, address=addresses[rank], node=member.node) for rank, member in enumerate(state.members)
+        Peer(rank=rank, address=addresses[rank], role=settings.role_of(rank), node=member.node)
+        for rank, member in enumerate(state.members)
     )
     turn.enter(
         Phase.FORMING,
         awaiting=frozenset(member.worker for member in state.members),
         members=tuple(member if member.told else replace(member, told=True) for member in state.members),
+        peers=peers,
     )
     for rank, member in enumerate(state.members):
-        group = Group(
-            generation=state.generation,
-            rank=rank,
-            peers=peers,
-            devices=settings.devices,
-            slot=member.slot,
-            accelerators=state.accelerators.get(member.slot, ()),
-            threads=settings.threads,
-            deadline_s=settings.call_deadline_s,
-        )
-        turn.call([member.worker], "form", group)
+        turn.call([member.worker], "form", group_of(turn.state, rank))
     turn.arm("call", settings.call_deadline_s)
 
 

@@ -31,7 +31,8 @@ def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
     }
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
     free = [slot for slot in range(settings.most) if slot not in held]
-    members = _seated(ranked, free[: max(0, workers - len(ranked))], turn.state.plan)
+    servers = sum(settings.role_of(slot) != "worker" for slot in free)  # none can do without them
+    members = _seated(turn, ranked, free[: max(servers, workers - len(ranked))])
     rank_of = {member.worker: rank for rank, member in enumerate(members) if member.worker != NOBODY}
     turn.enter(
         Phase.GATHERING,
@@ -83,10 +84,14 @@ def _held(living: Sequence[m.Living], copied: int) -> Plan | None:
     return plan if len(parts) * plan.mesh.data == plan.mesh.size else None
 
 
-def _seated(living: Sequence[m.Living], free: Sequence[int], plan: Plan | None) -> tuple[Member, ...]:
-    """Those who live at the ranks that they held, whose part of the model they have; nobody yet in the free slots."""
-    size = len(living) + len(free)
-    found: dict[int, Member] = {}
+def _seated(turn: Turn, living: Sequence[m.Living], free: Sequence[int]) -> tuple[Member, ...]:
+    """Those who live at the ranks that they held, whose part of the model they have; nobody yet in the free slots.
+
+    The slots of servers are theirs alone.
+    """
+    plan, role_of, size = turn.state.plan, turn.settings.role_of, len(living) + len(free)
+    served = [slot for slot in free if role_of(slot) != "worker"]
+    found = {slot: Member(worker=NOBODY, slot=slot) for slot in served}
     rest: list[Member] = []
     for one in living:
         member = Member(
@@ -102,7 +107,7 @@ def _seated(living: Sequence[m.Living], free: Sequence[int], plan: Plan | None) 
             found[one.rank] = member
         else:
             rest.append(member)
-    others = iter((*rest, *(Member(worker=NOBODY, slot=slot) for slot in free)))
+    others = iter((*rest, *(Member(worker=NOBODY, slot=slot) for slot in free if slot not in served)))
     return tuple(found.get(rank) or next(others) for rank in range(size))
 
 

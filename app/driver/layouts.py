@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from trainwright.core.data import Columns, Feed
+from trainwright.core.data import Columns, Feed, Feeding
 from trainwright.core.events import Probed
-from trainwright.core.group import Generation
+from trainwright.core.group import Address, Generation, Role
 from trainwright.core.plan import Plan
 
 
@@ -17,10 +17,17 @@ class Reservation:
     """A generation to come, and the plan that it works under; None for the one that every process was given.
 
     A process that has built for another layout begins anew, and holds no state then.
+
+    Attributes:
+        role: that the process will have.
+        former: the address of the process before it at its rank, in this very generation, for engines whose groups
+            know each other by fixed addresses: it is to be bound again; None for any.
     """
 
     generation: Generation
     plan: Plan | None = None
+    role: Role = "worker"
+    former: Address | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,18 @@ class Probing:
 
     steps: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The evaluation set is to be judged at a step, by those who have its shares.
+
+    Attributes:
+        feeding: the receiver's share; None for that of its rank in the plan.
+    """
+
+    step: int
+    feeding: Feeding | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 from trainwright.core.events import Leaving
+from trainwright.driver import apart
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import abandon, snapshot
 from trainwright.driver.staffing import dismiss, place, replenish, spare_for
@@ -42,6 +43,8 @@ def noticed(turn: Turn, event: m.Noticed) -> None:
         turn.change(spares={worker: spare for worker, spare in state.spares.items() if worker != event.worker})
         if state.phase is Phase.RUNNING:
             replenish(turn)
+    elif apart.tolerates(state, event.worker):
+        apart.depart(turn, event)
     else:
         leave(turn, event.worker, "preemption notice", event.left_s)
 
@@ -115,17 +118,21 @@ def _wants_checkpoint(state: State, now_s: float) -> bool:
 
 
 def _hand_over(turn: Turn) -> None:
-    state = turn.state
-    going = goers(state)
+    going = goers(turn.state)
     turn.disarm()
     turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
+    apart.fold(turn)
+    state = turn.state
     if state.settings.reform == "new_process":
         place(turn, range(len(state.members)), kill=True)
     else:
-        staying = [member.worker for member in state.members if member.worker not in going]
-        turn.change(awaiting=frozenset(staying))
+        busy = state.awaiting - going
+        here = [member.worker for member in state.members if member.worker not in state.starting]
+        staying = [worker for worker in here if worker not in going | busy]
+        turn.change(awaiting=busy.union(staying))
+        turn.call(sorted(busy), "interrupt", False)
         turn.call(staying, "leave")
-        if staying:
+        if turn.state.awaiting:
             turn.arm("leave", state.settings.leave_deadline_s)
         _refill(turn, going)
     left = turn.state.rank_of
@@ -140,7 +147,8 @@ def _refill(turn: Turn, going: frozenset[int]) -> None:
             place(turn, [rank], kill=True)
     rest = going & turn.state.rank_of.keys()
     left = len(turn.state.members) - len(rest)
-    if rest and left >= turn.settings.fewest and turn.state.seats(left):
+    needed = any(turn.settings.role_of(turn.state.rank_of[worker]) != "worker" for worker in rest)
+    if rest and not needed and left >= turn.settings.fewest and turn.state.seats(left):
         dismiss(turn, rest, "told to leave")
     elif rest:
         place(turn, sorted(turn.state.rank_of[worker] for worker in rest), kill=True)

@@ -10,13 +10,58 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainwright.core.consistency import LOOP
-from trainwright.core.events import Noted
+from trainwright.core.errors import HangError, TrainwrightError, WorkerLost
+from trainwright.core.events import Failed, Noted
+from trainwright.driver.ending import close
 from trainwright.driver.messages import Passed
 from trainwright.driver.state import Blame, Loop, State
 from trainwright.driver.turn import Turn
 
 SHOWN_SAMPLES = 20
-MOST_S = 60.0
+MOST_S, HOUR_S = 60.0, 3600.0
+SOON_S = 1e-3  # a wait that is as good as over
+
+
+def failed(state: State, worker: int, rank: int, cause: str, detail: str = "") -> Failed:
+    """The event that tells of a failure."""
+    node = state.members[rank].node if rank >= 0 else ""
+    number, step = state.generation.number, state.progress
+    return Failed(generation=number, worker=worker, rank=rank, node=node, cause=cause, detail=detail, step=step)
+
+
+def count(turn: Turn) -> None:
+    """One failure more, in a row and within the hour."""
+    state = turn.state
+    recent = tuple(failed_s for failed_s in state.failed_s if failed_s > turn.now_s - HOUR_S)
+    turn.change(failures=state.failures + 1, failed_s=(*recent, turn.now_s))
+
+
+def give_up(turn: Turn) -> bool:
+    """Whether the failures are too many: the run ends by the last one's error."""
+    state, settings = turn.state, turn.settings
+    budget = settings.failures_an_hour
+    if state.failures > settings.failures:
+        text = f"failure {state.failures} in a row, none of which got past step {state.high}"
+        close(turn, "failed", _last_straw(state, f"{text}; failures={settings.failures}"))
+        return True
+    if budget is not None and len(state.failed_s) > budget:
+        text = f"failure {len(state.failed_s)} within an hour; failures_an_hour={budget}"
+        close(turn, "failed", _last_straw(state, text))
+        return True
+    return False
+
+
+def _last_straw(state: State, text: str) -> Exception:
+    """The last failure's error; our own ones say how many came before."""
+    assert state.blame is not None, "a failure has a cause"
+    error = state.blame.error
+    loop = told(state)
+    if loop is not None and isinstance(error, TrainwrightError):
+        what, remedy = loop
+        return type(error)(f"{what}; {text}", where=error.where, remedy=remedy, detail=error.detail)
+    if not isinstance(error, (WorkerLost, HangError)):
+        return error
+    return type(error)(f"{error.what}; {text}", where=error.where, remedy=error.remedy, detail=error.detail)
 
 
 def backoff_s(failures: int) -> float:

@@ -9,7 +9,7 @@ Verbs of `Call`, in the order of a run (the worker's methods of the same names):
 | heal       | Heal                | StateTag                 | steps  |
 | probe      | Probing             | seconds of a step        | steps  |
 | run        | until: int          | SegmentReport            | steps  |
-| evaluate   | step: int           | Sums                     | steps  |
+| evaluate   | Evaluation          | Sums                     | steps  |
 | snapshot   | Copying             | Snapshot                 | steps  |
 | upload     | checkpoint path     | tuple[FileEntry, ...]    | upload |
 | keep       | KeepOrder           | tuple[FileEntry, ...]    | keep   |
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainwright.core import events
+from trainwright.core.asynchrony import Staleness
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.data import Prefetch
 from trainwright.core.errors import TrainwrightError
@@ -84,13 +85,13 @@ class Passed:
 
 @dataclass(frozen=True, kw_only=True)
 class Heal:
-    """How a formed group gets its state: by moves between ranks, from a keeper, a checkpoint, or rank 0's build.
+    """How a group gets its state: by moves between ranks, a keeper, a checkpoint, rank 0's build, or not (`join`).
 
     `passing` are all steps of the run whose batch is not to be touched.
     """
 
     step: int
-    source: Literal["initial", "replica", "keeper", "checkpoint"]
+    source: Literal["initial", "replica", "keeper", "checkpoint", "join"]
     moves: tuple[Move, ...] = ()
     kept: KeptState | None = None
     checkpoint: CheckpointRef | None = None
@@ -99,7 +100,7 @@ class Heal:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentReport:
-    """The end of a `run`. All ranks of a generation end after the same step.
+    """The end of a `run`: of all ranks after the same step, which rank 0 tells where workers step alone.
 
     Attributes:
         stopped: a wish was heard.
@@ -111,6 +112,7 @@ class SegmentReport:
         phases: what its last steps took; None where too few were timed since it was told last.
         sampled: steps whose gradients were looked at for their noise.
         noise: the gradient noise scale; None while it cannot be trusted.
+        staleness: of what was pushed; of rank 0, where workers step alone.
     """
 
     step: int
@@ -125,6 +127,7 @@ class SegmentReport:
     phases: Phases | None = None
     sampled: int = 0
     noise: Noise | None = None
+    staleness: Staleness | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,10 +306,7 @@ class Acquire:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Start a worker process in bundle `slot`. Answers Started, or Died.
-
-    A `spare` rehearses before it answers; one `beside` takes none of the bundle's resources.
-    """
+    """Start a process in bundle `slot`: Started or Died. A `spare` rehearses first; `beside` takes none of its room."""
 
     worker: int
     slot: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainwright.driver.state import Phase, Settings, State
+from trainwright.driver.settings import Settings
+from trainwright.driver.state import Phase, State
 
 _AGAIN_S = 1.0  # to look again while one is on its way
 _SHARE = 0.01  # of the time, for copies in memory
@@ -17,13 +18,18 @@ def checkpoint_due(settings: Settings, step: int) -> bool:
     """Whether a checkpoint belongs to this many completed steps."""
     if settings.checkpoint_auto:
         return step >= settings.total_steps
-    return step > 0 and (step % _checkpoint_steps(settings) == 0 or step >= settings.total_steps)
+    return _due(settings, step, _checkpoint_steps(settings))
 
 
 def evaluation_due(settings: Settings, step: int) -> bool:
     """Whether an evaluation belongs to this many completed steps."""
     every = settings.evaluate_steps
-    return every is not None and step > 0 and (step % every == 0 or step >= settings.total_steps)
+    return every is not None and _due(settings, step, every)
+
+
+def _due(settings: Settings, step: int, every: int) -> bool:
+    """Whether a multiple of `every` was reached in the last stride, or the end."""
+    return step > 0 and (step // every > (step - settings.stride) // every or step >= settings.total_steps)
 
 
 def next_milestone(settings: Settings, step: int) -> int:
@@ -31,7 +37,8 @@ def next_milestone(settings: Settings, step: int) -> int:
     intervals = [settings.total_steps if settings.checkpoint_auto else _checkpoint_steps(settings)]
     if settings.evaluate_steps is not None:
         intervals.append(settings.evaluate_steps)
-    return min(settings.total_steps, *(step - step % every + every for every in intervals))
+    due = min(step - step % every + every for every in intervals)
+    return min(settings.total_steps, -(-due // settings.stride) * settings.stride)
 
 
 def keep_interval_s(state: State) -> float | None:
@@ -64,7 +71,7 @@ def copies_due(state: State, now_s: float) -> bool:
 def pause_after_s(state: State, now_s: float) -> float | None:
     """Seconds until the ranks may have to pause for a copy that is due by time; None for never."""
     copies = _copies(state)
-    if not copies or state.settings.topology == "independent":
+    if not copies:
         return None
     return min(max(due_s - now_s, 0.0 if idle else _AGAIN_S) for idle, due_s in copies)
 

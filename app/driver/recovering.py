@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from trainwright.core.errors import CheckpointError, HangError, StorageError, TrainwrightError, WorkerLost
-from trainwright.core.events import Failed, Stacks, Waiting
-from trainwright.driver import leaving, loops, probing
+from trainwright.core.events import Stacks, Waiting
+from trainwright.driver import apart, leaving, loops, probing
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
@@ -20,8 +20,7 @@ from trainwright.driver.staffing import place, ready_to_form, spare_died
 from trainwright.driver.state import RECOVERING, Blame, Phase, State
 from trainwright.driver.turn import Turn
 
-SHOWN_RANKS, HOUR_S = 8, 3600.0
-SOON_S = 1e-3  # a wait that is as good as over
+SHOWN_RANKS = 8
 _STEPPING = frozenset({Phase.RUNNING, Phase.HEALING, Phase.PROBING})  # throwaway steps are the first one's
 
 
@@ -41,7 +40,10 @@ def died(turn: Turn, event: m.Died) -> None:
         where=f"rank {rank}, node {node or 'not known'}",
         remedy="look for memory use, preemption and the node's health at that time; then run the same command again",
     )
-    blame = Blame(error=error, event=_failed(turn, event.worker, rank, event.cause), kind="died")
+    blame = Blame(error=error, event=loops.failed(turn.state, event.worker, rank, event.cause), kind="died")
+    if apart.tolerates(state, event.worker):
+        apart.lost(turn, blame, frozenset({event.worker}))
+        return
     gather(turn, blame, lost={event.worker}, again=event.worker in state.starting)
 
 
@@ -56,7 +58,7 @@ def raised(turn: Turn, event: m.Raised) -> None:
     state = turn.state
     rank, error, kind = state.rank_of[event.worker], event.failure.error, event.failure.kind
     detail = error.detail if isinstance(error, TrainwrightError) else ""
-    failed = _failed(turn, event.worker, rank, _text(error), detail)
+    failed = loops.failed(turn.state, event.worker, rank, _text(error), detail)
     if state.trials is not None and kind in ("user", "data", "internal"):
         _try_another(turn, Blame(error=error, event=failed), kill=kind == "internal")
     elif kind in ("user", "data") or isinstance(error, CheckpointError):
@@ -64,6 +66,12 @@ def raised(turn: Turn, event: m.Raised) -> None:
         if event.verb == "upload":
             forget(turn, frozenset({event.worker}), error)
         close(turn, "failed", error)
+    elif apart.tolerates(state, event.worker):
+        blame = Blame(error=error, event=failed, peer=kind == "peer")
+        if kind == "internal" or event.verb in ("leave", "upload", "keep"):
+            apart.lost(turn, blame, frozenset({event.worker}), kill=True)
+        else:
+            apart.parted(turn, event.worker, blame)
     elif kind == "internal" or event.verb in ("leave", "upload", "keep"):
         blame = Blame(error=error, event=failed, kind=_text(error).split(":")[0] if kind == "internal" else "")
         gather(turn, blame, lost={event.worker}, kill=True)
@@ -101,13 +109,16 @@ def _only_peers_told(state: State) -> bool:
 def silent(turn: Turn, deadline_s: float) -> None:
     """Workers that owe an answer did not move in time: those that only wait for others can be interrupted."""
     state = turn.state
+    if all(apart.tolerates(state, worker) for worker in state.awaiting):
+        apart.silent(turn, state.awaiting)
+        return
     ranks = [state.rank_of[worker] for worker in state.awaiting]
     error = HangError(
         f"{_ranks(ranks)} did not move for {deadline_s:g} s while {state.phase.value}",
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
     )
     turn.change(stacks={})
-    gather(turn, Blame(error=error, event=_failed(turn, -1, -1, error.what)), explain=True)
+    gather(turn, Blame(error=error, event=loops.failed(turn.state, -1, -1, error.what)), explain=True)
     if turn.state.phase is Phase.GATHERING:
         turn.arm("leave", state.settings.interrupt_deadline_s)
 
@@ -120,6 +131,15 @@ def explained(turn: Turn, event: m.Returned) -> None:
     turn.emit(Stacks(worker=event.worker, rank=rank, node=state.members[rank].node, text=event.value))
 
 
+def cut_off(turn: Turn, blame: Blame | None) -> None:
+    """Where there is a cause for it: nobody reaches those that all need, who themselves know nothing of it."""
+    state = turn.state
+    if blame is not None:
+        gather(turn, blame)
+    if blame is not None and state.losing:  # it was counted when the first of them was lost
+        turn.change(failures=state.failures, failed_s=state.failed_s)
+
+
 def upload_silent(turn: Turn) -> None:
     """The run waits for nothing but an upload, and the store does not take it: end the processes that hang in it."""
     upload = turn.state.upload
@@ -129,7 +149,7 @@ def upload_silent(turn: Turn) -> None:
         where=upload.path,
         remedy="check that the store can be written; the same command goes on from the last checkpoint",
     )
-    blame = Blame(error=error, event=_failed(turn, -1, -1, error.what))
+    blame = Blame(error=error, event=loops.failed(turn.state, -1, -1, error.what))
     gather(turn, blame, lost=upload.owing, kill=True)
 
 
@@ -162,8 +182,8 @@ def gather(
             _bury(turn, frozenset(lost))
         return
     if entering or again or state.blame is None:
-        recent = tuple(failed_s for failed_s in state.failed_s if failed_s > turn.now_s - HOUR_S)
-        turn.change(failures=turn.state.failures + 1, failed_s=(*recent, turn.now_s), blame=blame)
+        turn.change(blame=blame)
+        loops.count(turn)
         if leaving.was_expected(state, blame) or (entering and probing.is_spare_try(state)):
             turn.change(failures=state.failures, failed_s=state.failed_s)
     elif state.blame.peer and not blame.peer:
@@ -182,12 +202,13 @@ def gather(
 
 
 def _let_idle_go(turn: Turn, gone: frozenset[int], explain: bool) -> None:
-    state = turn.state
     turn.disarm()
+    apart.fold(turn)
+    state = turn.state
     since_s = state.since_s if state.phase in RECOVERING else turn.now_s
     turn.enter(Phase.GATHERING, since_s=since_s)
     turn.call(sorted(state.awaiting - gone), "interrupt", explain)
-    _let_go(turn, frozenset(state.rank_of) - state.awaiting - gone)
+    _let_go(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)
     turn.arm("leave", turn.settings.leave_deadline_s)
 
 
@@ -235,7 +256,9 @@ def leave_expired(turn: Turn) -> None:
         detail="\n".join(f"rank {rank} stood at:\n{state.stacks[rank]}" for rank in ranks if rank in state.stacks),
     )
     alone = ranks[0] if len(ranks) == 1 else -1
-    failed = _failed(turn, state.members[alone].worker if alone >= 0 else -1, alone, error.what, error.detail)
+    failed = loops.failed(
+        turn.state, state.members[alone].worker if alone >= 0 else -1, alone, error.what, error.detail
+    )
     turn.emit(failed)
     if hanging:
         blame = Blame(error=error, event=failed, kind="hung")
@@ -252,16 +275,11 @@ def gathered(turn: Turn) -> bool:
     if state.blame is not None and state.blame.peer:
         turn.emit(state.blame.event)
         turn.change(blame=replace(state.blame, peer=False, error=_nobody(state.blame.error)))
-    budget = state.settings.failures_an_hour
-    if state.failures > state.settings.failures:
-        told = f"failure {state.failures} in a row, none of which got past step {state.high}"
-        close(turn, "failed", _last_straw(turn, f"{told}; failures={state.settings.failures}"))
+    if loops.give_up(turn):
         return False
-    if budget is not None and len(state.failed_s) > budget:
-        told = f"failure {len(state.failed_s)} within an hour; failures_an_hour={budget}"
-        close(turn, "failed", _last_straw(turn, told))
+    if not ready_to_form(turn) or _backs_off(turn) or not probing.settled(turn):
         return False
-    return ready_to_form(turn) and not _backs_off(turn) and probing.settled(turn)
+    return ready_to_form(turn)  # the plan that goes on may be for fewer than those on trial were
 
 
 def _backs_off(turn: Turn) -> bool:
@@ -269,7 +287,7 @@ def _backs_off(turn: Turn) -> bool:
     state = turn.state
     wait_s = loops.backoff_s(state.failures)
     left_s = state.failed_s[-1] + wait_s - turn.now_s if wait_s and state.failed_s else 0.0
-    if left_s < SOON_S or state.stopping:
+    if left_s < loops.SOON_S or state.stopping:
         return False
     if "backoff" not in state.timers:
         turn.emit(Waiting(what=f"another try after {state.failures} failures in a row", deadline_s=left_s))
@@ -282,34 +300,6 @@ def _nobody(error: Exception) -> WorkerLost:
         "the workers lost each other, and none of them ended",
         remedy="check the network between the nodes",
         detail=str(error),
-    )
-
-
-def _last_straw(turn: Turn, told: str) -> Exception:
-    """The last failure's error; our own ones say how many came before."""
-    blame = turn.state.blame
-    assert blame is not None, "a failure has a cause"
-    error = blame.error
-    loop = loops.told(turn.state)
-    if loop is not None and isinstance(error, TrainwrightError):
-        what, remedy = loop
-        return type(error)(f"{what}; {told}", where=error.where, remedy=remedy, detail=error.detail)
-    if not isinstance(error, (WorkerLost, HangError)):
-        return error
-    return type(error)(f"{error.what}; {told}", where=error.where, remedy=error.remedy, detail=error.detail)
-
-
-def _failed(turn: Turn, worker: int, rank: int, cause: str, detail: str = "") -> Failed:
-    state = turn.state
-    node = state.members[rank].node if rank >= 0 else ""
-    return Failed(
-        generation=state.generation.number,
-        worker=worker,
-        rank=rank,
-        node=node,
-        cause=cause,
-        detail=detail,
-        step=state.progress,
     )
 
 

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainwright.core.arranging import rooms_of, tensor_workers
 from trainwright.core.plan import Plan
-from trainwright.driver.bundles import bundle
+from trainwright.driver.bundles import bundle, bundles
 
 MOVE_S = 3.0  # room that is there is given at once, but for a busy head
 FULL_S = 30.0  # before room is looked for again
@@ -25,6 +25,7 @@ class Rooms:
     """The bundles of a run: one group with a bundle for each node, or a group for each slot of a world that may change.
 
     Ray never divides a bundle. Where the nodes are not to be had for us alone, one holds the slots of a tensor group.
+    Servers, whose slots come first, have a group of their own, over as many nodes as can be.
 
     Args:
         plan: of the run.
@@ -34,6 +35,8 @@ class Rooms:
 
     def __init__(self, plan: Plan, *, elastic: bool, lasting: bool = True) -> None:
         self._placement, self._elastic, self._workers = plan.placement, elastic, plan.workers
+        self._first = plan.processes - plan.workers  # slot of a worker
+        self._served: PlacementGroup | None = None
         self._lifetime = "detached" if lasting else None
         self._together = 1 if elastic else tensor_workers(plan.mesh, plan.devices_per_worker)
         self._ends: tuple[int, ...] = ()  # the first slot after each bundle of the one group
@@ -45,7 +48,9 @@ class Rooms:
 
     def of(self, slot: int) -> PlacementGroupSchedulingStrategy:
         """Where a slot's process is to run: not on a node that is shunned, where there is room elsewhere."""
-        number = slot // self._together
+        if slot < self._first:
+            return self._of_server(slot)
+        number = self._number(slot)
         if time.monotonic() >= self._full_until_s and (self._homes.get(number) in self._shunned or self._stuck(number)):
             self._move(number)
         if number in self._moved:
@@ -56,12 +61,13 @@ class Rooms:
             return PlacementGroupSchedulingStrategy(self._groups[slot], placement_group_bundle_index=0)
         if 0 not in self._groups:
             self._hold(self._reserve())
-        index = sum(end <= slot for end in self._ends)
+        index = sum(end <= slot - self._first for end in self._ends)
         return PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=index)
 
     def found(self, slot: int, node_id: str) -> None:
         """A slot's process runs on this node."""
-        self._homes[slot // self._together] = node_id
+        if slot >= self._first:
+            self._homes[self._number(slot)] = node_id
 
     def shun(self, node_id: str) -> None:
         """Place nothing on this node from now on."""
@@ -69,17 +75,31 @@ class Rooms:
 
     def inherit(self, slot: int, group: PlacementGroup) -> None:
         """The bundle of one who was taken over: its slot's own, that of all, or one that it was moved to."""
-        if self._elastic:
+        if slot < self._first:
+            self._served = group
+        elif self._elastic:
             self._groups[slot] = group
         elif sum(self._shares(group)) == self._workers:
             self._hold(group)
         else:
-            self._groups[-1 - len(self._groups)] = self._moved[slot // self._together] = group
+            self._groups[-1 - len(self._groups)] = self._moved[self._number(slot)] = group
 
     def give_back(self) -> None:
         """All of it."""
+        if self._served is not None:
+            remove_placement_group(self._served)
         while self._groups:
             remove_placement_group(self._groups.popitem()[1])
+
+    def _number(self, slot: int) -> int:
+        """Of the tensor group."""
+        return (slot - self._first) // self._together
+
+    def _of_server(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        if self._served is None:
+            bundles = [bundle(self._placement, serves=True)] * self._first
+            self._served = placement_group(bundles, strategy="SPREAD", lifetime=self._lifetime)
+        return PlacementGroupSchedulingStrategy(self._served, placement_group_bundle_index=slot)
 
     # --- the one group ------------------------------------------------------------------------------------
 
@@ -108,8 +128,10 @@ class Rooms:
 
     def _group(self, shares: Sequence[int]) -> PlacementGroup:
         """A group with bundles of so many slots."""
-        bundles, strategy = [self._bundle(slots) for slots in shares], _STRATEGY[bool(self._placement.accelerators)]
-        group: PlacementGroup = placement_group(bundles, strategy=strategy, lifetime=self._lifetime)
+        strategy = _STRATEGY[bool(self._placement.accelerators)]
+        group: PlacementGroup = placement_group(
+            bundles(self._placement, shares), strategy=strategy, lifetime=self._lifetime
+        )
         return group
 
     def _bundle(self, slots: int) -> dict[str, float]:

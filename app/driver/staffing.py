@@ -38,21 +38,27 @@ def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
             if kill:
                 turn.want(m.Kill(worker=old.worker))
         turn.change(rank_of=rank_of)
-        _fill(turn, rank, spare_for(state, old.node))
+        fill(turn, rank, spare_for(state, old.node))
     state = turn.state
     turn.change(starting=state.starting - gone, awaiting=state.awaiting - gone)
     forget(turn, frozenset(gone))
     keeping.forget(turn, frozenset(gone))
     if turn.state.starting - starting:
-        deadline_s = turn.settings.place_deadline_s
         if not starting:
-            turn.emit(Waiting(what=count(len(turn.state.starting)) + " to start", deadline_s=deadline_s))
-        turn.arm("place", deadline_s)
-        if turn.settings.fewest < len(state.members):
+            what = count(len(turn.state.starting)) + " to start"
+            turn.emit(Waiting(what=what, deadline_s=turn.settings.place_deadline_s))
+        await_starts(turn)
+
+
+def await_starts(turn: Turn) -> None:
+    """Those who start have so much time."""
+    if turn.state.starting:
+        turn.arm("place", turn.settings.place_deadline_s)
+        if turn.settings.fewest < len(turn.state.members):
             turn.arm("shrink", turn.settings.shrink_s)
 
 
-def _fill(turn: Turn, rank: int, spare: int | None) -> None:
+def fill(turn: Turn, rank: int, spare: int | None) -> None:
     """Give a rank to a spare, or to a new process."""
     state = turn.state
     held = None if spare is None else state.spares[spare]
@@ -180,6 +186,8 @@ def arrange(turn: Turn, plan: Plan | None) -> None:
 
 def may_grow(state: State) -> bool:
     """Whether a recruit is up, and the survivors can take it in."""
+    if state.settings.tolerates:
+        return False  # they join by themselves
     room = len(state.members) < state.settings.most and state.settings.reform == "in_place"
     return room and not state.stopping and wanted(state) > len(state.members)
 
@@ -199,12 +207,11 @@ def pause(turn: Turn) -> None:
     """While steps run: have the ranks stop after the same one, soon, for something that is due."""
     if not turn.state.pausing:
         turn.change(pausing=True)
-        told = turn.state.members if turn.settings.topology == "independent" else turn.state.members[:1]
-        turn.call([member.worker for member in told], "stop")
+        turn.call([turn.state.members[0].worker], "stop")
 
 
 def regroup(turn: Turn) -> None:
-    """All stand idle: leave the group, so that recruits can join the next one."""
+    """All who take part stand idle: leave the group, so that recruits can join the next one."""
     turn.disarm()
     turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
     turn.call_all("leave")
@@ -213,6 +220,8 @@ def regroup(turn: Turn) -> None:
 
 def _may_shrink(state: State) -> bool:
     if state.settings.fewest == len(state.members) or "shrink" in state.timers:
+        return False
+    if any(state.settings.role_of(state.rank_of[worker]) != "worker" for worker in state.starting):
         return False
     left = len(state.members) - len(state.starting)
     return left >= state.settings.fewest and state.seats(left) > 0
@@ -260,6 +269,19 @@ def _needless(state: State, number: int) -> frozenset[int]:
 def _recruited(worker: int, spare: Spare) -> Member:
     assert spare.slot is not None, "a recruit has a slot"
     return Member(worker=worker, slot=spare.slot, node=spare.node, home=spare.home)
+
+
+def ready_recruits(state: State) -> list[int]:
+    """Recruits that are up, as far as the world may grow."""
+    return _ready(state)[: max(0, state.settings.most - len(state.members))]
+
+
+def take_recruit(turn: Turn, worker: int) -> None:
+    """Give a recruit the next rank."""
+    state = turn.state
+    spares = {number: spare for number, spare in state.spares.items() if number != worker}
+    turn.change(spares=spares)
+    renumber(turn, (*state.members, _recruited(worker, state.spares[worker])))
 
 
 def renumber(turn: Turn, members: tuple[Member, ...]) -> None:

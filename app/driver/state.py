@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -10,10 +10,11 @@ from typing import Any, Literal
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.data import Prefetch
 from trainwright.core.events import Failed
-from trainwright.core.group import Generation, Reform, Topology
-from trainwright.core.plan import Mesh, Plan
-from trainwright.driver.layouts import Layouts, Trials
+from trainwright.core.group import Generation, Peer
+from trainwright.core.plan import Plan
+from trainwright.driver.layouts import Trials
 from trainwright.driver.messages import Heal, KeptFile, KeptState, Outcome, Passed
+from trainwright.driver.settings import Settings
 
 
 class Phase(Enum):
@@ -40,102 +41,9 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
+STANDING = frozenset({Phase.RUNNING, Phase.SNAPSHOTTING, Phase.EVALUATING, Phase.READY, Phase.WAITING})
 RECOVERING = frozenset({Phase.GATHERING, Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING})
 NO_GENERATION = Generation(token=0, number=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a run is to do and how patient it is.
-
-    Attributes:
-        workers: world size at the start, in processes.
-        min_workers: fewest to go on with where no replacement comes; None for all of them.
-        last_resort: the same once `place_deadline_s` has passed without some; None for no fewer then either.
-        max_workers: to which the world grows where there is room; None for `workers`.
-        spares: processes that wait for a rank to become free, warmed up.
-        spares_stay: a spare takes ranks of its own node alone, since it takes over their accelerators.
-        total_steps: steps of the whole run.
-        steps_per_epoch: a checkpoint is due at the end of each epoch where `checkpoint_steps` is None.
-        reform: whether survivors keep their processes.
-        topology: of the engine; in `collective` and `coordinator` rank 0 hears a wish to stop for all.
-        checkpoint_steps: steps between checkpoints.
-        checkpoint_auto: between them by time: as often as pays, by their cost and the failures seen (see `milestones`).
-        keep_s: between copies of the state in the nodes' memory, at least; None keeps none.
-        evaluate_steps: steps between evaluations, one more at the end; None never evaluates.
-        failures: failures in a row, without a new completed step in between, that are recovered from.
-        failures_an_hour: failures within an hour that are recovered from; None for any number.
-        max_loss_ratio: a loss more than so many times the usual one is a spike; None looks at none.
-        spike_limit: spikes that the run is taken back from; 0 ends it.
-        pass_limit: batches that may be passed by, where their step fails again and again.
-        samples_of: rows of the training set, by step (from 1), rank, number of workers and plan: what errors name.
-        layouts: plans by number of workers; None where one is for any number.
-        probe_share: of the run's time, that measuring plans may take; None for any.
-        place_deadline_s: for all missing processes to start.
-        preemption_s: from a preemption notice to the end of the process.
-        replace_stragglers: workers whose part of a step takes so many times that of the others; None replaces none.
-        shrink_s: for them to start where the others may go on without them.
-        call_deadline_s: for reserve, form and heal.
-        leave_deadline_s: for survivors to let go of a broken group, once one of them has.
-        interrupt_deadline_s: for ranks that did not move in time to answer when they are interrupted.
-        hang_deadline_s: without a completed step while running, for a snapshot and for an evaluation; None learns it
-            from the steps (see `milestones`).
-        upload_deadline_s: for an upload, once nothing but it is waited for.
-        storage_attempts: uploads of the last step that may fail before the run does.
-        outage_deadline_s: for a store that is down to be back, instead of these.
-        retry_s: pause before the second of them; doubles each time, up to a minute.
-        threads: CPU threads of a worker.
-        devices: names of the devices of each process, as it sees them.
-        mesh: by which ranks are laid over the nodes; None where they may be in any order.
-    """
-
-    workers: int
-    total_steps: int
-    steps_per_epoch: int
-    min_workers: int | None = None
-    last_resort: int | None = None
-    max_workers: int | None = None
-    spares: int = 0
-    spares_stay: bool = False
-    reform: Reform = "in_place"
-    topology: Topology = "collective"
-    checkpoint_steps: int | None = None
-    checkpoint_auto: bool = False
-    keep_s: float | None = None
-    evaluate_steps: int | None = None
-    failures: int = 3
-    failures_an_hour: int | None = None
-    max_loss_ratio: float | None = None
-    spike_limit: int = 0
-    pass_limit: int = 0
-    samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None
-    layouts: Layouts | None = None
-    probe_share: float | None = None
-    place_deadline_s: float = 300.0
-    shrink_s: float = 30.0
-    preemption_s: float = 25.0
-    replace_stragglers: float | None = None
-    call_deadline_s: float = 90.0
-    leave_deadline_s: float = 15.0
-    interrupt_deadline_s: float = 5.0
-    hang_deadline_s: float | None = 300.0
-    upload_deadline_s: float = 600.0
-    storage_attempts: int = 4
-    outage_deadline_s: float = 3600.0
-    retry_s: float = 1.0
-    threads: int = 1
-    devices: tuple[str, ...] = ("cpu",)
-    mesh: Mesh | None = None
-
-    @property
-    def fewest(self) -> int:
-        """Fewest workers to go on with."""
-        return self.workers if self.min_workers is None else self.min_workers
-
-    @property
-    def most(self) -> int:
-        """Workers where there is room for all that are wanted."""
-        return self.workers if self.max_workers is None else self.max_workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +137,30 @@ class Blame:
     kind: str = ""
 
 
+Doing = Literal["start", "hold", "reserve", "form", "heal", "run", "evaluate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """What a member does that the others do not wait for (see `apart`).
+
+    Attributes:
+        doing: `start` (it was placed), `hold` (it is up and waits for its time), or the verb that it was called for.
+        until_s: when it is given up; of `hold`, when it goes on.
+        since_s: when it was wanted.
+        former: worker that held its rank before; -1 for none.
+        tries: to join that its process made before.
+        blame: a peer that it lost, where another's end may yet turn out to be the cause.
+    """
+
+    doing: Doing
+    until_s: float
+    since_s: float
+    former: int = -1
+    tries: int = 0
+    blame: Blame | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """Failures alike at one step, which was never completed. `cause` is the first one's, in words."""
@@ -255,6 +187,11 @@ class State:
         accelerators: of each slot, as its first process was given them.
         awaiting: workers that owe an answer on their thread of steps.
         answers: what came in this phase, by rank.
+        apart: members that the others do not wait for, by worker.
+        peers: of the generation.
+        until: step to which the ranks were called to run last.
+        judges: between how many the evaluation under way is dealt.
+        losing: ranks whose processes, which the others do without, were lost since the last new step.
         step: at which every rank stood when the group was last idle.
         progress: newest completed step of this line of states, as far as known.
         high: highest step ever completed; only beyond it does a step clear `failures`.
@@ -314,6 +251,11 @@ class State:
     accelerators: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     awaiting: frozenset[int] = frozenset()
     answers: Mapping[int, Any] = field(default_factory=dict)
+    apart: Mapping[int, Apart] = field(default_factory=dict)
+    peers: tuple[Peer, ...] = ()
+    until: int = 0
+    judges: int = 0
+    losing: frozenset[int] = frozenset()
     heal: Heal | None = None
     step: int = 0
     progress: int = 0

@@ -6,25 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from trainwright.core.data import Prefetch, Sums
+from trainwright.core.data import Feeding, Prefetch, Sums
 from trainwright.core.errors import StorageError, StoreDown
-from trainwright.core.events import Evaluated, Noted, Prefetched, Waiting
-from trainwright.driver import leaving, measuring, spikes, straggling
+from trainwright.core.events import Evaluated, Noted, Prefetched, Stale, Waiting
+from trainwright.driver import apart, leaving, measuring, spikes, straggling
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_checkpoint
 from trainwright.driver.ending import close
 from trainwright.driver.keeping import wants_keep
+from trainwright.driver.layouts import Evaluation
 from trainwright.driver.loops import careful
 from trainwright.driver.milestones import copies_due, evaluation_due, hang_deadline_s, next_milestone, pause_after_s
 from trainwright.driver.staffing import may_grow, pause, regroup, replenish, wanted
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
 
+REST_S = 0.5  # of a worker that had nothing to do, before it is called again
+LATE_S = 2.0  # for workers to come to an evaluation, once the steps are over
 _RETRY_MOST_S = 60.0
 
 
 def proceed(turn: Turn) -> None:
     """All ranks stand idle at one step: do what is due there, then step on or end."""
+    apart.release(turn)
+    apart.take_recruits(turn)
     if turn.state.spiked:
         regroup(turn)
         return
@@ -98,9 +103,11 @@ def _await_upload(turn: Turn) -> None:
 
 def _run(turn: Turn) -> None:
     until = careful(turn.state, next_milestone(turn.settings, turn.state.step))
-    turn.enter(Phase.RUNNING, moved_s=turn.now_s, pausing=False)
+    turn.enter(Phase.RUNNING, moved_s=turn.now_s, pausing=False, until=until)
     turn.call_all("run", until)
     turn.arm("hang", hang_deadline_s(turn.state))
+    apart.begin_segment(turn)
+    apart.look(turn)
     _arm_pause(turn)
     leaving.arm(turn)
 
@@ -129,22 +136,51 @@ def progressed(turn: Turn, event: m.Progressed) -> None:
         waited_s = turn.now_s - turn.state.moved_s
         turn.change(moved_s=turn.now_s, longest_s=max(turn.state.longest_s, waited_s))
         turn.arm("hang", hang_deadline_s(turn.state))
+        apart.call_idle(turn)
+        apart.look(turn)
         replenish(turn)
 
 
+def is_over(state: State) -> bool:
+    """Whether all whom the phase waits for have answered. For an evaluation, all who may judge are worth a wait."""
+    if state.phase is not Phase.RUNNING or not state.awaiting:
+        return not state.awaiting
+    if state.settings.topology == "collective" or apart.segment_lasts(state):
+        return False
+    return "late" not in state.timers
+
+
+def await_workers(turn: Turn) -> None:
+    """The steps are over but for some who will be wanted for an evaluation: they have a moment to come.
+
+    Others were there before the servers, which had no work for them yet: they are called again at once.
+    """
+    state = turn.state
+    if state.phase is not Phase.RUNNING or state.settings.topology != "independent" or not state.awaiting:
+        return
+    if apart.segment_lasts(state):
+        if "rest" not in state.timers:
+            turn.arm("rest", REST_S)
+    elif "late" not in state.timers and _wants_evaluation(replace(state, step=state.answers[0].step)):
+        turn.arm("late", LATE_S)
+
+
 def segment_ended(turn: Turn) -> None:
-    """All ranks have left the loop, after the same step."""
+    """All ranks have left the loop, after the same step, which rank 0 tells where workers step alone."""
+    apart.leave_behind(turn)
     answers: Mapping[int, m.SegmentReport] = turn.state.answers
-    reports = list(answers.values())
+    reports = [answers[rank] for rank in sorted(answers)]
+    together = turn.settings.topology == "collective"
     steps = {report.step for report in reports}
-    assert len(steps) == 1, f"ranks left the loop after different steps: {sorted(steps)}"
+    assert len(steps) == 1 or not together, f"ranks left the loop after different steps: {sorted(steps)}"
     skipped = sum(report.skipped for report in reports)
     if skipped > turn.state.skipped:
         turn.emit(Noted(text=f"{skipped} samples were skipped so far; see quarantine/ beside the run"))
-    passed = max(report.passed for report in reports)
+    told = max if together else sum  # all pass the same steps by, or each its own units
+    passed = told(report.passed for report in reports)
     if passed > turn.state.passed:
         turn.emit(Noted(text=f"{passed} steps changed nothing so far, because their loss was not finite"))
-    overflowed = max(report.overflowed for report in reports)
+    overflowed = told(report.overflowed for report in reports)
     if overflowed > turn.state.overflowed:
         turn.emit(Noted(text=f"{overflowed} steps changed nothing so far, because their gradient overflowed in fp16"))
     turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped, passed=passed, overflowed=overflowed)
@@ -152,6 +188,17 @@ def segment_ended(turn: Turn) -> None:
     straggling.compare(turn, {rank: report.own_s for rank, report in answers.items()})
     _tell_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
     measuring.tell(turn, reports)
+    _tell_staleness(turn, reports[0])
+
+
+def _tell_staleness(turn: Turn, report: m.SegmentReport) -> None:
+    """Say how stale what was applied was."""
+    stale = report.staleness
+    if stale is not None and (stale.counts or stale.dropped or stale.again):
+        counts = [[age, number] for age, number in sorted(stale.counts.items())]
+        turn.emit(
+            Stale(step=report.step, counts=counts, unit=stale.unit, dropped=stale.dropped, again=stale.again)
+        )  # fmt: skip
 
 
 def _finish_early(turn: Turn, reports: Sequence[m.SegmentReport]) -> None:
@@ -171,16 +218,33 @@ def _tell_prefetch(turn: Turn, found: list[Prefetch]) -> None:
 
 
 def _evaluate(turn: Turn) -> None:
+    """Have the set judged: by all, by a chief for all, or dealt anew between those workers that are there."""
+    state, wanted = turn.state, Evaluation(step=turn.state.step)
     turn.enter(Phase.EVALUATING)
-    turn.call_all("evaluate", turn.state.step)
-    turn.arm("hang", hang_deadline_s(turn.state))
+    match state.settings.topology:
+        case "independent":
+            judges = apart.at_work(state)
+        case "coordinator":
+            judges = [state.members[0].worker]
+        case _:
+            judges = [member.worker for member in state.members]
+    turn.change(awaiting=frozenset(judges), judges=len(judges))
+    for place, worker in enumerate(judges):
+        if state.settings.topology == "independent":
+            wanted = replace(wanted, feeding=Feeding(data_ranks=range(place, place + 1), total=len(judges)))
+        turn.call([worker], "evaluate", wanted)
+    if judges:
+        turn.arm("hang", hang_deadline_s(turn.state))
 
 
 def evaluated(turn: Turn) -> None:
-    """All sums are in, added in the order of ranks so that they repeat bitwise."""
+    """All sums are in, added in the order of ranks so that they repeat bitwise; once more where some were lost."""
     state = turn.state
+    if not state.judges or len(state.answers) < state.judges:
+        _evaluate(turn)
+        return
     total = Sums()
-    for rank in range(len(state.members)):
+    for rank in sorted(state.answers):
         total = total + state.answers[rank]
     seconds = turn.now_s - state.phase_s
     turn.emit(Evaluated(step=state.step, metrics=total.means(), seconds=seconds))

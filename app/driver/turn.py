@@ -7,7 +7,8 @@ from typing import Any
 
 from trainwright.core.events import Event
 from trainwright.driver.messages import Call, CancelTimer, Effect, Emit, SetTimer, Verb
-from trainwright.driver.state import RECOVERING, Phase, Settings, State
+from trainwright.driver.settings import Settings
+from trainwright.driver.state import RECOVERING, Phase, State
 
 
 class Turn:
@@ -51,8 +52,8 @@ class Turn:
         )
 
     def call_all(self, verb: Verb, argument: Any = None) -> None:
-        """Call every member and await each of them."""
-        workers = [member.worker for member in self.state.members]
+        """Call every member that takes part, and await each of them."""
+        workers = [member.worker for member in self.state.members if member.worker not in self.state.apart]
         self.change(awaiting=frozenset(workers))
         self.call(workers, verb, argument)
 
@@ -75,6 +76,6 @@ class Turn:
         state = self.state
         if step > state.high:
             failures = min(state.failures, 1) if state.phase in RECOVERING else 0
-            self.change(high=step, progress=step, failures=failures)
+            self.change(high=step, progress=step, failures=failures, losing=frozenset())
         elif step > state.progress:
             self.change(progress=step)

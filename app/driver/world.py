@@ -82,6 +82,7 @@ class World:
         self._keepers: dict[str, Any] = {}
         self._fresh = fresh
         self._plan = order.plan
+        self._together = order.plan.topology == "collective"
         self._rooms = Rooms(order.plan, elastic=elastic)
         self._ledger = ledger
         self._emit = emit
@@ -171,7 +172,8 @@ class World:
     # --- workers ------------------------------------------------------------------------------------------
 
     def _place(self, effect: m.Place) -> None:
-        options = {"num_cpus": 0} if effect.beside else resources(self._plan.placement)
+        serves = effect.slot < self._plan.processes - self._plan.workers
+        options = {"num_cpus": 0} if effect.beside else resources(self._plan.placement, serves=serves)
         self._slots[effect.worker] = effect.slot
         spot = self._rooms.of(effect.slot)
         options |= lasting(f"{self._name}/worker-{effect.worker}-{self._token}")
@@ -245,7 +247,7 @@ class World:
         actor = self._actors.get(effect.worker)
         if actor is None:
             return  # its death has been told
-        if effect.verb == "heal":
+        if effect.verb == "heal" and effect.argument.source != "join":
             self._told, self._watched = min(self._told, effect.argument.step), None
         if effect.verb == "reserve":
             self._build_for(effect.argument.plan)
@@ -270,17 +272,22 @@ class World:
         about: dict[str, Any] = {"worker": call.worker, "generation": call.generation, "verb": call.verb}
         failed = isinstance(value, m.Failure)
         event = m.Raised(**about, failure=value) if failed else m.Returned(**about, value=value)
-        if call.verb == "run" and (failed or self._watched == (call.worker, call.generation)):
-            self._tell_rest(event)  # every rank knows every step
+        knows = failed and self._together  # then every rank knows every step
+        if call.verb == "run" and (knows or self._watched == (call.worker, call.generation)):
+            self._tell_rest(event)
         else:
             self.put(event)
 
     # --- news ---------------------------------------------------------------------------------------------
 
     def _watch(self, call: m.Call) -> None:
-        """Watch the oldest worker of a generation: it has been there longest and knows every step."""
+        """Watch the oldest worker of a generation: it has been there longest and knows every step.
+
+        Where not all of them step together, that is rank 0, which is called first.
+        """
         watched = self._watched
-        if watched is None or watched[1] != call.generation or watched[0] > call.worker:
+        older = watched is not None and watched[0] > call.worker and self._together
+        if watched is None or watched[1] != call.generation or older:
             self._watched = (call.worker, call.generation)
             self._ask(self._watched)
 

@@ -19,7 +19,7 @@ from trainwright.core.errors import (
     WorkerLost,
 )
 from trainwright.driver import messages as m
-from trainwright.driver.state import Settings
+from trainwright.driver.settings import Settings
 
 if TYPE_CHECKING:
     from tests.simulation.world import Driver
@@ -123,20 +123,20 @@ class Facts:
         """A deadline passed because something hangs, or a pause is over."""
         if name == "backoff" and self.faults < 2:
             raise Violation("a first failure was not recovered from at once")
-        if name in ("call", "hang", "upload"):
+        if name in ("call", "hang", "upload", "apart"):
             self._fault()
         self.unquiet = True
 
-    def called(self, call: m.Call) -> None:
-        """The driver calls a worker."""
+    def called(self, call: m.Call, leads: bool) -> None:
+        """The driver calls a worker, or one who `leads` others."""
         if call.verb == "probe" and not self.trying:
             raise Violation("plans are tried although steps of the run were taken")
         if call.verb == "run":
             self.trying = False
-            if self.stop_at is not None:
+            if self.stop_at is not None and leads:
                 raise Violation("steps are begun after a wish to stop")
             self.recovering = False
-        if call.verb == "heal":
+        if call.verb == "heal" and call.argument.source != "join":
             if call.argument.source == "replica":
                 self._reached(call.argument.step)  # a survivor told of it
             self.line = call.argument.step
@@ -226,6 +226,7 @@ class Facts:
 
 
 def _whole(metrics: dict[str, float], settings: Settings) -> bool:
-    """Whether each rank of a world within its bounds was counted once."""
+    """Whether each rank of a world within its bounds was counted once; servers do not count."""
     right = abs(metrics["rank"] - (metrics["size"] + 1) / 2) < 1e-9
-    return right and least_of(settings) - 1e-9 <= metrics["size"] <= settings.most + 1e-9
+    least = 1 if settings.tolerates else least_of(settings)
+    return right and least - 1e-9 <= metrics["size"] <= settings.most - settings.servers + 1e-9

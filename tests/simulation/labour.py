@@ -7,10 +7,12 @@ from random import Random
 from typing import Any
 
 from tests.simulation.clock import Clock
+from tests.simulation.healing import heal
 from tests.simulation.memory import Memory
 from tests.simulation.plans import stage_piece, whole_of
 from tests.simulation.processes import TRIED, Process, Team, apply
 from tests.simulation.scenario import Scenario, least_of
+from tests.simulation.shop import SERVED, Shop
 from tests.simulation.store import Store, Violation
 from tests.simulation.uploads import Uploads
 from trainwright.core.data import Sums
@@ -29,10 +31,13 @@ class Labour:
         self.clock, self.store, self.right = clock, store, right
         self.deliver: Callable[[Any, m.Happening], None] = lambda driver, event: None
         size = scenario.settings.workers
-        self._pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2, "planned": 1}[scenario.layout]
-        self._whole = frozenset(self._piece(rank) for rank in range(size))
+        servers = scenario.settings.servers
+        pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2, "planned": 1, "served": servers}
+        self._pieces = pieces[scenario.layout]
+        self.whole = frozenset(self._piece(rank) for rank in range(size))
         self.outage_until_s = 0.0
         self.memory, self.uploads = Memory(self), Uploads(self)
+        self.shop = Shop(self) if scenario.layout == "served" else None
         self.crash_step = 0
         self.crash_rank = 0
 
@@ -41,15 +46,17 @@ class Labour:
 
     def tag(self, process: Process) -> StateTag:
         """What a process says it holds."""
+        if self.shop is not None:
+            return self.shop.tag(process)
         if process.plan is None:
-            return process.tag(self.scenario.layout, self._whole)
+            return process.tag(self.scenario.layout, self.whole)
         stages = process.plan.mesh.pipeline
         return process.tag(f"{process.plan.strategy}-{stages}", whole_of(stages))
 
     def is_whole(self, names: list[str]) -> bool:
         """Whether files together hold a state, each once."""
         count = int(names[0].rpartition("-")[2]) if names and names[0].startswith("stage-") else 1
-        whole = self._whole if self.scenario.layout != "planned" else whole_of(count)
+        whole = self.whole if self.scenario.layout != "planned" else whole_of(count)
         return set(names) == whole and len(names) == len(whole)
 
     def between(self, low: float, high: float) -> float:
@@ -65,7 +72,9 @@ class Labour:
         elif call.verb == "keep":
             self.memory.keep(process, call)
         elif call.verb == "stop":
-            if process.team is not None:
+            if self.shop is not None:
+                self.shop.stop(process)
+            elif process.team is not None:
                 process.team.wish = True
         elif call.verb == "interrupt":
             self.clock.after(self.between(0.0, 0.5), self._interrupt, process, call)
@@ -78,6 +87,8 @@ class Labour:
                 return
             if process.raise_next:
                 self.throw(process)
+            elif self.shop is not None and call.verb in SERVED:
+                self.shop.begin(process, call)
             elif call.verb in COLLECTIVE:
                 self._join(process, call)
             else:
@@ -111,7 +122,7 @@ class Labour:
                 self.answer(process, m.Snapshot(step=process.step, size_bytes=8, blocked_s=0.005), 0.01, 0.2)
 
     def _must_stand(self, process: Process, call: m.Call) -> None:
-        step = call.argument.step if call.verb == "snapshot" else call.argument
+        step = call.argument.step
         if process.step != step or not process.sound:
             raise Violation(f"{call.verb} at step {step} of a worker at step {process.step}")
 
@@ -142,6 +153,9 @@ class Labour:
 
     def throw(self, process: Process) -> None:
         """Raise what a fault wants from the call under way; the group breaks if the process leaves it."""
+        if self.shop is not None:
+            self.shop.throw(process)
+            return
         kind, process.raise_next = process.raise_next, ""
         process.raised |= kind == "internal" or (process.call is not None and process.call.verb == "leave")
         error: Exception = {
@@ -185,7 +199,7 @@ class Labour:
             team.ranks.add(process.rank)
             self._hold(process, team)
         if team.broken:
-            self._lose_peers(process)
+            self.lose_peers(process)
             return
         team.arrived.append(process)
         if len(team.arrived) == team.size and not any(member.hung for member in team.members):
@@ -228,7 +242,7 @@ class Labour:
                 self.fail(process, "storage", StorageError("the copy is gone"), self.between(0.1, 0.5))
             return
         if team.verb == "heal":
-            self._heal(team, arrived)
+            heal(self, team, arrived)
         if team.verb == "probe":
             for process in arrived:
                 self._try(process)
@@ -236,41 +250,6 @@ class Labour:
             return
         for process in arrived:
             self.answer(process, self.tag(process), 0.0, 0.2)
-
-    def _heal(self, team: Team, arrived: list[Process]) -> None:
-        heal: m.Heal = team.argument
-        by_rank = {process.rank: process for process in arrived}
-        known = max((process.step for process in arrived if process.sound and process.trained), default=0)
-        if known > heal.step and self.scenario.layout == "replicated":
-            raise Violation(f"healed at step {heal.step}, although a sound rank stands at {known}")
-        token = arrived[0].driver.token
-        self.memory.check(heal, token)
-        if heal.kept is not None:
-            if not self.is_whole(list({item.file.name for item in heal.kept.files})):
-                raise Violation(f"healed from parts of a state: {heal.kept}")
-            for process in arrived:
-                process.take(*self.memory.kept[heal.kept.version, heal.kept.files[0].file.name])
-        if heal.source == "checkpoint":
-            assert heal.checkpoint is not None
-            if heal.checkpoint.path not in self.store.committed:
-                raise Violation(f"{heal.checkpoint.path} was never committed")
-            for process in arrived:
-                process.take(heal.checkpoint.step, self.right[heal.checkpoint.step])
-        held = {rank: (process.step, process.lineage, process.piece) for rank, process in by_rank.items()}
-        for move in heal.moves:
-            step, lineage, piece = held[move.source]
-            if piece != move.piece or by_rank[move.target].piece != move.piece:
-                raise Violation(f"rank {move.source} sent {move.piece} to rank {move.target}, but holds {piece}")
-            by_rank[move.target].take(step, lineage)
-        for process in arrived:  # each reads its data from the agreed step on, wherever its state stands
-            right = process.lineage == self.right[heal.step]
-            if not right or not process.sound or (heal.source == "initial" and process.step):
-                raise Violation(f"rank {process.rank}: steps lost or applied twice by {heal.source} at {heal.step}")
-            process.take(heal.step, process.lineage)
-        team.step, team.lineage = heal.step, arrived[0].lineage
-        team.passing = frozenset(passed.step for passed in heal.passing)
-        if len(team.passing) > self.scenario.settings.pass_limit:
-            raise Violation(f"too many steps are passed by: {team.passing}")
 
     def _try(self, process: Process) -> None:
         process.take(process.step + 1, TRIED)
@@ -314,6 +293,9 @@ class Labour:
 
     def part(self, process: Process) -> None:
         """A member goes: its group breaks for all who are in it."""
+        if self.shop is not None:
+            self.shop.part(process)
+            return
         if process.team is not None and not process.team.broken:
             if process in process.team.arrived:
                 process.team.arrived.remove(process)
@@ -333,7 +315,7 @@ class Labour:
             elif team.verb == "probe":
                 self._try(process)
             if not process.hung:
-                self._lose_peers(process)
+                self.lose_peers(process)
 
     def _leave_step(self, team: Team, process: Process, torn: bool) -> None:
         process.take(team.step, team.lineage)
@@ -360,13 +342,16 @@ class Labour:
         if not process.alive or process.hung or team is None or team.number != call.generation.number:
             return
         process.freed = team
+        if self.shop is not None:
+            self.shop.interrupt(process)
+            return
         if process.deaf:
             process.deaf = False
-            self._lose_peers(process)
+            self.lose_peers(process)
         if not team.broken:
             self.break_team(team)
 
-    def _lose_peers(self, process: Process) -> None:
+    def lose_peers(self, process: Process) -> None:
         if self.rand() < 0.04 and process.team is not None and not process.team.cut and process.freed != process.team:
             process.deaf = True  # not connected to the one that went: notices nothing
             return

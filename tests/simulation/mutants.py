@@ -15,7 +15,7 @@ import trainwright.driver.decide as decide
 
 MODULES = (
     "turn", "agree", "milestones", "keeping", "checkpointing", "ending", "probing", "loops", "staffing", "heirs",
-    "leaving", "spikes", "straggling", "recovering", "forming", "measuring", "training", "decide",
+    "apart", "leaving", "spikes", "straggling", "recovering", "forming", "measuring", "training", "decide",
 )  # fmt: skip
 
 

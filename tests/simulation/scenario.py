@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from tests.simulation.plans import Plans, staged
-from trainwright.driver.state import Settings
+from trainwright.driver.settings import Settings
 
 KINDS = {
     "kill": 24, "kill two": 5, "kill all": 2, "crash loop": 2, "hang": 5, "internal": 4, "user": 2, "data": 1,
@@ -75,7 +75,29 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     scenario = Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
     if scenario.layout != "replicated":
         return scenario
-    return _planned(_elastic(scenario, Random(seed + 2**32)), Random(seed + 2**34))
+    scenario = _elastic(scenario, Random(seed + 2**32))
+    if settings.reform == "in_place" and Random(seed + 2**35).random() < 0.2:
+        return served(scenario, Random(seed + 2**36))
+    return _planned(scenario, Random(seed + 2**34))
+
+
+def served(scenario: Scenario, rng: Random) -> Scenario:
+    """The same with servers beside as many workers, which step alone."""
+    settings, servers = scenario.settings, rng.choice((1, 1, 2, 3))
+    bounds = replace(
+        settings,
+        workers=settings.workers + servers,
+        servers=servers,
+        topology="independent",
+        tolerates=frozenset({"worker"}),
+        min_workers=rng.choice((None, servers + 1)),
+        max_workers=settings.most + servers,
+        shrink_s=8.0,
+    )
+    faults = scenario.faults
+    if rng.random() < 0.1:  # while they form
+        faults += (Fault(kind="log lost", verb="reserve", nth=rng.randint(1, bounds.workers), amount=0.2),)
+    return replace(scenario, settings=bounds, layout="served", faults=faults)
 
 
 def _elastic(scenario: Scenario, rng: Random) -> Scenario:

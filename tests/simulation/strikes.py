@@ -107,10 +107,11 @@ class Strikes:
 
     def _at_cut(self, target: Process, living: list[Process]) -> None:
         team = target.team
+        labour = self._world.labour
         if team is not None and not team.broken:
             team.cut = True
             target.driver.facts.cuts.add(team.number)
-            self._world.labour.break_team(team)
+            labour.break_team(team) if labour.shop is None else labour.shop.cut(target)
 
     # --- starts -------------------------------------------------------------------------------------------
 

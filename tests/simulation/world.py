@@ -22,7 +22,7 @@ from trainwright.core import events
 from trainwright.core.errors import FencedError, StorageError
 from trainwright.driver import decide as real
 from trainwright.driver import messages as m
-from trainwright.driver.state import Phase, State
+from trainwright.driver.state import STANDING, Phase, State
 
 
 class Driver:
@@ -51,6 +51,11 @@ class Driver:
     def recovering(self) -> bool:
         """Whether it is gathering its workers."""
         return self.state is not None and self.state.phase is Phase.GATHERING
+
+    @property
+    def standing(self) -> bool:
+        """Whether its workers are at work, and it goes on being so."""
+        return self.state is not None and self.state.phase in STANDING
 
     @property
     def living(self) -> list[Process]:
@@ -179,7 +184,7 @@ class World:
         if call.generation.token != driver.token or number < driver.generation:
             raise Violation(f"{call.verb} is asked for generation {call.generation}, which is over")
         driver.generation = number
-        driver.facts.called(call)
+        driver.facts.called(call, self.labour.shop is None or process.rank == 0)
         process.spare = process.spare and call.verb != "reserve"  # its death counts from now on, if it was not before
         if process.alive:
             self.labour.begin(process, call)
@@ -265,6 +270,9 @@ class World:
             raise Violation(f"worker {effect.worker} is killed twice or after its death was told")
         if driver.recovering and self._saves_survivors(driver) and not process.guilty:
             raise Violation(f"worker {effect.worker} is killed, although it only waited for others")
+        stuck = any(other.hung and other.rank < self.scenario.settings.servers for other in driver.living)
+        if driver.standing and not (process.guilty or process.deaf or stuck):  # a frozen server makes others silent
+            raise Violation(f"worker {effect.worker} is killed, although nothing ails it")
         process.killed = True
         self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)
 

@@ -8,7 +8,7 @@ from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.decide import begin, decide
-from trainwright.driver.state import Settings
+from trainwright.driver.settings import Settings
 
 E = TypeVar("E")
 HEAD = CheckpointRef(step=4, path="checkpoints/00000004-1", manifest_sha256="00")

@@ -16,7 +16,8 @@ from trainwright.core import events
 from trainwright.core.group import StateTag
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.driver import messages as m
-from trainwright.driver.state import Phase, Settings
+from trainwright.driver.settings import Settings
+from trainwright.driver.state import Phase
 from trainwright.strategies.orders import order
 
 

@@ -20,10 +20,8 @@ MUTANTS = (
     Mutant(
         name="ends every rank that does not move",
         module="recovering",
-        fragment="event=_failed(turn, -1, -1, error.what)), explain=True)\n    if turn.state.phase",
-        replacement=(
-            "event=_failed(turn, -1, -1, error.what)), lost=state.awaiting, kill=True)\n    if turn.state.phase"
-        ),
+        fragment="loops.failed(turn.state, -1, -1, error.what)), explain=True)\n",
+        replacement="loops.failed(turn.state, -1, -1, error.what)), lost=state.awaiting, kill=True)\n",
     ),
     Mutant(
         name="calls a spare that is not up yet",
@@ -130,22 +128,22 @@ MUTANTS = (
     ),
     Mutant(
         name="gives up one failure early",
-        module="recovering",
-        fragment="if state.failures > state.settings.failures:",
-        replacement="if state.failures >= max(1, state.settings.failures):",
+        module="loops",
+        fragment="if state.failures > settings.failures:",
+        replacement="if state.failures >= max(1, settings.failures):",
     ),
     Mutant(
         name="never counts a failure",
-        module="recovering",
-        fragment="turn.change(failures=turn.state.failures + 1, failed_s=",
+        module="loops",
+        fragment="turn.change(failures=state.failures + 1, failed_s=",
         replacement="turn.change(failed_s=",
         also=("crash loop",),
     ),
     Mutant(
         name="counts every sign of one failure",
         module="recovering",
-        fragment="    if entering or again or state.blame is None:\n        recent",
-        replacement="    if True:\n        recent",
+        fragment="    if entering or again or state.blame is None:\n",
+        replacement="    if True:\n",
     ),
     Mutant(
         name="does not count a newcomer's death",
@@ -163,7 +161,7 @@ MUTANTS = (
     Mutant(
         name="does not tell idle ranks to leave",
         module="recovering",
-        fragment="    _let_go(turn, frozenset(state.rank_of) - state.awaiting - gone)\n",
+        fragment="    _let_go(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)\n",
         replacement="",
     ),
     Mutant(
@@ -173,9 +171,16 @@ MUTANTS = (
         replacement="",
     ),
     Mutant(
+        name="forgets whoever joins when a server is lost",
+        module="apart",
+        fragment="    turn.change(apart={}, awaiting=state.awaiting | busy, losing=frozenset())\n",
+        replacement="    turn.change(apart={}, losing=frozenset())\n",
+        also=("kill", "kill"),
+    ),
+    Mutant(
         name="takes answers of older generations",
         module="decide",
-        fragment="return event.generation != state.generation or event.worker not in state.awaiting",
+        fragment="return event.generation != state.generation or not owing",
         replacement="return event.worker not in state.rank_of",
         also=("kill", "user"),
     ),
@@ -231,8 +236,8 @@ MUTANTS = (
     Mutant(
         name="leaves a rank out of the evaluation",
         module="training",
-        fragment="for rank in range(len(state.members)):",
-        replacement="for rank in range(max(1, len(state.members) - 1)):",
+        fragment="for rank in sorted(state.answers):",
+        replacement="for rank in sorted(state.answers)[: max(1, len(state.answers) - 1)]:",
     ),
     Mutant(
         name="clears the failures with steps done again",

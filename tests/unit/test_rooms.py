@@ -124,3 +124,15 @@ def test_room_that_nobody_will_take_over_ends_with_who_asked_for_it(
     found.shun(B)
     found.of(2)
     assert [group.lifetime for group in place.groups] == [lifetime] * 2
+
+
+def test_servers_have_a_group_of_their_own_over_the_nodes(place: Place) -> None:
+    placement = Placement(cpus=1.0, accelerators=1, accelerator="GPU", server_cpus=0.5)
+    plan = Plan(strategy="", engine="", mesh=Mesh(data=2), batch_size=8, placement=placement, servers=3)
+    found = rooms.Rooms(plan, elastic=True)
+    spots: list[Any] = [found.of(slot) for slot in range(plan.processes)]
+    assert [index for _, index in spots] == [0, 1, 2, 0, 0]
+    assert place.groups[0].bundle_specs == [{"CPU": 0.5}] * 3
+    assert [group.bundle_specs for group in place.groups[1:]] == [[{"CPU": 1.0, "GPU": 1.0}]] * 2
+    found.give_back()
+    assert all(group.removed for group in place.groups)

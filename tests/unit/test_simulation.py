@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.simulation.world import simulate
 from trainwright.core import events
 from trainwright.core.group import Reform
 from trainwright.driver.decide import POSSIBLE
-from trainwright.driver.state import Settings
+from trainwright.driver.settings import Settings
 
 SCHEDULES = 10_000
 COVERED = 0.97  # share of the possible (phase, event) pairs that must have been seen
@@ -148,6 +149,56 @@ def test_every_kind_of_fault_changes_something(kind: str) -> None:
     ]
     shape = (plain.outcomes, plain.events, plain.seconds)
     assert any((run.outcomes, run.events, run.seconds) != shape for run in struck)
+
+
+SERVED: dict[str, Any] = {
+    "topology": "independent", "tolerates": frozenset({"worker"}), "hang_deadline_s": 40.0, "failures": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["kill", "hang", "preempt", "internal", "storage", "cut"])
+def test_workers_that_step_alone_come_and_go_and_stop_nobody(kind: str) -> None:
+    settings = Settings(workers=5, servers=2, total_steps=24, steps_per_epoch=12, evaluate_steps=6, **SERVED)
+    joined = 0
+    for seed in range(40):
+        faults = tuple(Fault(kind=kind, at_s=6.0 + seed / 16 + late, target=0.5 + late / 8) for late in (0.0, 3.5))
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout="served", faults=faults))
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        assert outcome.outcomes == ["done"] and [event.steps_lost for event in formed] == [0]
+        joined += sum(isinstance(event, events.Joined) for event in outcome.emitted)
+        evaluated = [event for event in outcome.emitted if isinstance(event, events.Evaluated)]
+        assert [event.step for event in evaluated] == [6, 12, 18, 24]
+    assert joined > 30
+
+
+def test_the_loss_of_all_workers_at_once_is_waited_out_and_that_of_a_server_is_recovered_from() -> None:
+    settings = Settings(workers=4, servers=1, total_steps=24, steps_per_epoch=6, **SERVED)
+    for seed in range(40):
+        at_s = 4.0 + seed / 8
+        workers = tuple(Fault(kind="kill", at_s=at_s, target=target) for target in (0.99, 0.99, 0.99))
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout="served", faults=workers))
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        assert outcome.outcomes == ["done"] and len(formed) == 1
+        server = (Fault(kind="kill", at_s=at_s, target=0.0),)
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout="served", faults=server))
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        assert outcome.outcomes == ["done"] and [event.source for event in formed][1:] in (
+            ["checkpoint"], ["initial"], ["replica"],
+        )  # fmt: skip
+
+
+def test_a_thousand_workers_lose_some_and_no_step() -> None:
+    settings = Settings(workers=1004, servers=4, total_steps=6, steps_per_epoch=3, evaluate_steps=3, **SERVED)
+    faults = tuple(Fault(kind="kill", at_s=5.0 + each / 10, target=0.1 + each / 25) for each in range(20))
+    outcome = simulate(Scenario(seed=7, settings=settings, layout="served", faults=faults))
+    formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+    assert outcome.outcomes == ["done"] and [event.steps_lost for event in formed] == [0]
+    assert sum(isinstance(event, events.Joined) for event in outcome.emitted) > 10
+
+
+def test_those_who_stay_are_seated_for_the_plan_that_goes_on() -> None:
+    """The last plan on trial is set aside by a preemption, and the one that goes on is for fewer; then all is lost."""
+    assert simulate(draw(10005294, also=("preempt", "upload hangs"))).outcomes == ["failed"]
 
 
 def test_a_schedule_repeats() -> None:

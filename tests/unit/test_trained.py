@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from trainwright.core.events import Probed, RunStarted
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.journal import Journal
 from trainwright.store import open_store
-from trainwright.trained import dealt, gathered, plan_on, replica_of, trained_plan
+from trainwright.trained import answering, dealt, gathered, plan_on, replica_of, trained_plan
 
 MESHES = {
     "one": Mesh(),
@@ -86,3 +86,21 @@ def test_there_are_fewer_replicas_where_there_is_less_room(tmp_path: Path) -> No
     with pytest.raises(ResourceError, match="needs 8 workers; the cluster has room for 3") as caught:
         plan_on(Cluster(nodes=(accelerated,)), layout, job(tmp_path))
     assert "--here" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("engine", "strategy", "workers"),
+    [
+        ("trainwright.strategies.torch.parameter_server:ParameterServer", "data_parallel", 3),
+        ("trainwright.strategies.tensorflow.parameter_server:Chief", "tf_one_device", 1),
+    ],
+)
+def test_what_was_trained_against_servers_is_answered_by_replicas(engine: str, strategy: str, workers: int) -> None:
+    trained = replace(
+        plan(Mesh(data=3), servers=2, topology="independent", consistency="async", wire="fp16"), engine=engine
+    )
+    found = answering(trained)
+    assert found is not None and (found.strategy, found.workers, found.processes) == (strategy, workers, workers)
+    assert (found.topology, found.consistency, found.wire, found.placement) == (
+        "collective", "", "full", trained.placement,
+    )  # fmt: skip

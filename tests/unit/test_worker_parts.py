@@ -19,6 +19,7 @@ from trainwright.core.data import Batch, Feed, StepReport, Sums
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.datasets.feeds import Coming
 from trainwright.driver.layouts import Probing
 from trainwright.records import StepRecords
 from trainwright.signals import stopping
@@ -199,7 +200,9 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     worker: Any = Worker(order_of(table_job(on_nonfinite="skip")))
     worker._plan = replace(worker._plan, mesh=Mesh(pipeline=2), schedule="pipedream")
     worker._engine, worker._stream = SimpleNamespace(train_step=train_step), SimpleNamespace(total_steps=10)
-    worker._feeds, worker._passing, worker._blank = Given(), {4: "it ends the workers"}, next(Given())
+    worker._feeds = Given()
+    worker._passing.begin({4: "it ends the workers"}, next(Given()))
+    worker._coming = Coming(worker._feeds, worker._plan.ahead, worker._passing.told)
     ended = []
     for until in (3, 10, 10):
         ended.append(worker.run(until).step)
@@ -211,6 +214,7 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
         (7, 8), (8, 9), (9, None), (-1, None),
     ]  # fmt: skip
     worker._plan, worker._feeds, worker._step = replace(worker._plan, schedule="1f1b"), Given(), 0
+    worker._coming = Coming(worker._feeds, worker._plan.ahead, worker._passing.told)
     told.clear()
     worker.run(2)
     assert told == [(0, None), (1, None), (1, None)]
