@@ -235,7 +235,7 @@ def _best(profile: ModelProfile, cluster: Cluster, wishes: Wishes, batch_size: i
     plan, steps = simplest(found.plans), wishes.steps_with(batch_size)
     found = replace(found, plans=(plan, *(other for other in found.plans if other is not plan)))
     goodput = _goodput(plan, cluster.accelerators, wishes.mtbf_hours) if wishes.mtbf_hours else None
-    total_s = steps * estimate_of(plan).step_s / (goodput.share if goodput else 1.0)
+    total_s = steps * estimate_of(plan).target_s / (goodput.share if goodput else 1.0)
     dollars = _dollars(cluster, wishes.price)
     choice = Choice(
         accelerators=cluster.accelerators,

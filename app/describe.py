@@ -21,6 +21,7 @@ _FREE = frozenset(
         "accelerator",        "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
         "replace_stragglers", "devices", "tf_config",
+        "tpu",
     }
 )  # fmt: skip
 _DATA = ", data "  # what follows says what a data set holds, whatever it is called and wherever it lies

@@ -58,6 +58,7 @@ def _node(facts: Mapping[str, Any]) -> Node:
     resources: Mapping[str, float] = facts["Resources"]
     accelerator = next((name for name in ACCELERATORS if resources.get(name, 0) >= 1), "")
     kinds = [key.split(":", 1)[1] for key in resources if key.startswith("accelerator_type:")]
+    labels: Mapping[str, str] = facts.get("Labels") or {}
     return Node(
         name=facts["NodeManagerHostname"],
         cpus=resources.get("CPU", 0.0),
@@ -65,4 +66,7 @@ def _node(facts: Mapping[str, Any]) -> Node:
         accelerators=int(resources.get(accelerator, 0)) if accelerator else 0,
         accelerator=accelerator,
         kind=kinds[0] if kinds else "",
+        head=next((name for name in resources if name.startswith("TPU-") and name.endswith("-head")), ""),
+        region=labels.get("ray.io/availability-region", ""),
+        preemptible=labels.get("ray.io/market-type") == "spot",
     )

@@ -15,6 +15,7 @@ from trainwright.core.events import (
     Event,
     Failed,
     Formed,
+    Joined,
     Kept,
     Leaving,
     Measured,
@@ -26,6 +27,7 @@ from trainwright.core.events import (
     RunEnded,
     RunStarted,
     Stacks,
+    Stale,
     Steps,
     Straggling,
     Waiting,
@@ -35,7 +37,7 @@ from trainwright.core.phases import Phases, merged
 from trainwright.journal import read_events
 from trainwright.liveness import owner_alive
 from trainwright.log import RunLog
-from trainwright.parts import Recovery, Session, StepRecord, Totals
+from trainwright.parts import Recovery, Session, StepRecord, Totals, noise_of
 from trainwright.store import Store
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class History:
         measured: what the steps of the newest plan took, in order of time.
         waiting: what the run waits for at this moment; None while it steps.
         steps_lost: completed steps that had to be done again.
+        stale: what workers that step alone pushed, in order of steps.
         last_s: time of the newest event, seconds since the epoch.
     """
 
@@ -88,6 +91,7 @@ class History:
     waiting: Waiting | None = None
     error: str = ""
     steps_lost: int = 0
+    stale: tuple[Stale, ...] = ()
     totals: Totals = field(default_factory=Totals)
     last_s: float = 0.0
 
@@ -190,14 +194,6 @@ def read_history(store: Store, run: str) -> History:
     return History.fold(events, owner_alive=alive, state=state)
 
 
-def noise_of(event: Measured) -> Noise | None:
-    """The noise scale that an event tells; None where it was not known."""
-    if not event.noise:
-        return None
-    told = dict(event.noise)
-    return Noise(count=int(told.pop("count")), **told)
-
-
 def epoch_of(step: int, steps_per_epoch: int) -> int:
     """Epoch, from 1, that completed step `step` belongs to."""
     return (max(step, 1) - 1) // steps_per_epoch + 1 if steps_per_epoch > 0 else 1
@@ -224,6 +220,7 @@ class _Folding:
         self.measured: list[Measured] = []
         self.waiting: Waiting | None = None
         self.end: RunEnded | None = None
+        self.stale: list[Stale] = []
         self.formed = False
         self.cause: Failed | None = None
         self.step = self.steps_lost = 0
@@ -266,7 +263,9 @@ class _Folding:
                 self.failures[-1] = replace(last, detail="\n".join(part for part in (last.detail, stood) if part))
             case Replanned() | Probed():
                 self._replanned(event)
-            case Leaving() | Straggling():
+            case Stale():
+                self.stale.append(event)
+            case Leaving() | Straggling() | Joined():
                 self.notes.append(Noted(time_s=event.time_s, text=event.text))
             case Noted():
                 self.notes.append(event)
@@ -313,6 +312,7 @@ class _Folding:
         self.recovery_s += sum(self.steps.pop(step).step_s for step in lost)
         for step in [step for step in self.evaluations if step > event.step]:
             del self.evaluations[step]
+        self.stale = [item for item in self.stale if item.step <= event.step]
         self.steps_lost += max(event.steps_lost, len(lost))
         if self.formed:
             self.recoveries.append(Recovery(formed=event, failure=self.cause))
@@ -392,6 +392,7 @@ class _Folding:
             waiting=self.waiting,
             error=self.end.error if self.end else "",
             steps_lost=self.steps_lost,
+            stale=tuple(self.stale),
             totals=self._totals(),
             last_s=self.last_s,
         )

@@ -15,6 +15,7 @@ from trainwright.core.events import (
     Event,
     Failed,
     Formed,
+    Joined,
     Kept,
     Leaving,
     Measured,
@@ -32,7 +33,8 @@ from trainwright.core.events import (
     Straggling,
     Waiting,
 )
-from trainwright.history import epoch_of, noise_of
+from trainwright.history import epoch_of
+from trainwright.parts import noise_of
 
 Tone = Literal["plain", "good", "warning", "bad"]
 _RECENT = 50  # steps over which throughput and loss are averaged
@@ -133,7 +135,7 @@ class Narrator:
                 return [resized_line(event)]
             case Replanned():
                 return [replanned_line(event)]
-            case Probed():
+            case Probed() | Joined():
                 return [Line(text=event.text, tone="good")]
             case Formed():
                 return self._tell_formed(event)
@@ -335,7 +337,7 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return resized_line(event)
         case Replanned():
             return replanned_line(event)
-        case Probed():
+        case Probed() | Joined():
             return Line(text=event.text, tone="good")
         case Formed():
             begins = event.source == "initial" and event.step == 0

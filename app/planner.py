@@ -14,10 +14,10 @@ from trainwright.core.plantext import Pins
 from trainwright.core.profile import ModelProfile
 from trainwright.layouts import contenders
 from trainwright.pictures import timeline_svg
-from trainwright.planview import STALE, plan_html, plan_text
+from trainwright.planview import compared, plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.question import Question, room_of
-from trainwright.strategies.ranking import Ranking, answer, divides, estimate_of, simplest, undivided
+from trainwright.strategies.ranking import Ranking, answer, divides, estimate_of, simplest, steps_alone, undivided
 from trainwright.strategies.remedies import remedies
 
 NO_ENGINE = "trainwright has no engine for it yet"
@@ -68,10 +68,12 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     if job.precision == "fp16" and profile.framework == "tensorflow":
         raise PlanError('precision="fp16" is for models of torch', where="precision", remedy='use precision="bf16"')
     allowed, unknown = _known(usable(cluster, job))
-    names = _names(job, profile.framework)
     question = Question.of(job, profile, allowed)
+    names = _names(job, profile.framework, question.pins)
     pins, found = question.pins, answer(question)
-    eligible = [plan for plan in found.plans if plan.engine and plan.strategy in names and pins.allow(plan)]
+    apart = job.strategy is not None or asks_alone(pins)
+    plans = found.plans if apart else found.unasked
+    eligible = [plan for plan in plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
         raise _nothing(question, found, names)
     chosen = simplest(undivided(eligible))
@@ -90,13 +92,19 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     )
 
 
+def asks_alone(pins: Pins) -> bool:
+    """Whether what is pinned is for ranks that step alone; `sync` is done by all."""
+    served = {"servers", "wire", "local_steps"} & pins.choices.keys()
+    return bool(served) or pins.choices.get("consistency", "sync") != "sync"
+
+
 def _untraced(profile: ModelProfile) -> tuple[str, ...]:
     """That the model's operations are not known."""
     what = f"tracing the model raised {profile.untraced}: activations are not counted, operations are guessed"
     return (what,) if profile.untraced else ()
 
 
-def _names(job: Job, framework: str) -> Collection[str]:
+def _names(job: Job, framework: str, pins: Pins) -> Collection[str]:
     """The strategies that the job allows."""
     if job.strategy is None:
         return tuple(name for name in STRATEGIES)
@@ -108,6 +116,13 @@ def _names(job: Job, framework: str) -> Collection[str]:
         raise PlanError(
             f"strategy={job.strategy!r} is for models of {others}, and this one is of {framework}",
             remedy=f"use {', '.join(suited)}",
+        )
+    if asks_alone(pins) and not hasattr(STRATEGIES[job.strategy], "ALONE"):
+        others = " or ".join(name for name, module in suited.items() if hasattr(module, "ALONE"))
+        raise PlanError(
+            f"{pins.text} is for workers that step alone, and strategy={job.strategy!r} has them step together",
+            where="strategy",
+            remedy=f"use {others or 'a model of torch'}, or leave that out",
         )
     return (job.strategy,)
 
@@ -166,13 +181,14 @@ def _nothing(question: Question, found: Ranking, names: Collection[str]) -> Plan
 
 def _not_the_best(question: Question, job: Job, chosen: Plan) -> tuple[str, ...]:
     """That what the job pins is not the best, and by how much."""
-    pinned = {"strategy": job.strategy, "plan": job.plan, "workers": job.workers, "accumulation": job.accumulation}
+    names = ("strategy", "plan", "workers", "accumulation", "consistency")
+    pinned = {name: getattr(job, name) for name in names}
     given = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
     if not given or question.elastic or question.devices:
         return ()
-    free = [plan for plan in answer(question.free).plans if plan.engine]
+    free = [plan for plan in answer(question.free).unasked if plan.engine]
     best = simplest(undivided(free)) if free else chosen
-    ratio = estimate_of(chosen).step_s / estimate_of(best).step_s
+    ratio = estimate_of(chosen).target_s / estimate_of(best).target_s
     if ratio < WORTH_SAYING:
         return ()
     return (f"without {given}, {best.strategy} on {best.workers} workers is predicted {ratio:.1f} times as fast",)
@@ -184,21 +200,22 @@ def _better_alone(question: Question, chosen: Plan) -> tuple[str, ...]:
     steps = {}
     for kind in kinds if len(kinds) > 1 and not question.workers else ():
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
-        alone = [plan for plan in answer(replace(question, cluster=Cluster(nodes=nodes))).plans if plan.engine]
+        alone = [plan for plan in answer(replace(question, cluster=Cluster(nodes=nodes))).unasked if plan.engine]
         if alone:
-            steps[kind] = estimate_of(simplest(undivided(alone))).step_s
+            steps[kind] = estimate_of(simplest(undivided(alone))).target_s
     best = min(steps, key=steps.__getitem__, default="")
-    if not best or WORTH_SAYING * steps[best] > estimate_of(chosen).step_s:
+    if not best or WORTH_SAYING * steps[best] > estimate_of(chosen).target_s:
         return ()
-    ratio = estimate_of(chosen).step_s / steps[best]
-    return (f"all accelerators wait for the slowest: the {best} alone are predicted {ratio:.1f} times as fast",)
+    ratio = estimate_of(chosen).target_s / steps[best]
+    why = "the slowest add little" if steps_alone(chosen) else "all accelerators wait for the slowest"
+    return (f"{why}: the {best} alone are predicted {ratio:.1f} times as fast",)
 
 
 def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
     """The best of each other strategy, and of the chosen one's what would be quicker."""
-    limit = estimate_of(chosen).step_s
+    limit = estimate_of(chosen).target_s
     found = [plan for plan in _best(plans) if plan.strategy != chosen.strategy]
-    quicker = [plan for plan in plans if plan.strategy == chosen.strategy and estimate_of(plan).step_s < limit]
+    quicker = [plan for plan in plans if plan.strategy == chosen.strategy and estimate_of(plan).target_s < limit]
     return [*found, *(plan for plan in quicker[:1] if plan.workers != chosen.workers or plan.engine == "")]
 
 
@@ -222,13 +239,11 @@ def _nearest(misfits: Iterable[Infeasible], but: Collection[str] = ()) -> list[I
 
 
 def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rejected:
-    ratio = estimate_of(plan).step_s / estimate_of(chosen).step_s
+    ratio = estimate_of(plan).target_s / estimate_of(chosen).target_s
     if plan.strategy not in names or not pins.allow(plan):
         said = f", though predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= WORTH_SAYING else ""
         return Rejected(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
-    reason = f"predicted {ratio:.2f} times the step time of {chosen.strategy}"
-    if plan.topology == "independent":
-        reason += f"; {STALE}"
+    reason = compared(plan, chosen)
     if plan.engine and divides(plan) and not divides(chosen):
         reason += "; a model is divided unmeasured where it does not fit otherwise: it takes longer than predicted"
     return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")

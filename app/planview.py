@@ -22,7 +22,22 @@ if TYPE_CHECKING:
     from trainwright.planner import Decision
 
 Fact = TypeVar("Fact")
-STALE = "its updates use parameters that are old: how many more samples that takes is not known"
+
+
+def compared(plan: Plan, best: Plan) -> str:
+    """What a plan takes beside the best: by step, or where that is not all, to the same loss."""
+    own, other = plan.estimate, best.estimate
+    assert own is not None and other is not None, "both were ranked"
+    if not own.factors and not other.factors:
+        return f"predicted {own.step_s / other.step_s:.2f} times the step time of {best.strategy}"
+    took = f"predicted {own.target_s / other.target_s:.2f} times the time of {best.strategy} to the same loss"
+    steps = f"{own.step_s / other.step_s:.2f} times its step time"
+    return f"{took} ({', '.join([steps, *factors_of(own)])})"
+
+
+def factors_of(estimate: Estimate) -> list[str]:
+    """By what the same loss takes longer: `staleness x 1.15`."""
+    return [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in estimate.factors.items()]
 
 
 def plan_line(plan: Plan) -> str:
@@ -30,7 +45,7 @@ def plan_line(plan: Plan) -> str:
 
     Example: `data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step`.
     """
-    parts = [f"{plan.strategy}: {_workers(plan)}", *_layout(plan), _batch(plan)]
+    parts = [f"{plan.strategy}: {_workers(plan)}", *_layout(plan), *_apart(plan), _batch(plan)]
     if plan.precision != "fp32":
         parts.append(plan.precision)
     if plan.estimate is not None:
@@ -41,7 +56,8 @@ def plan_line(plan: Plan) -> str:
 def name_of(plan: Plan) -> str:
     """Degrees and choices in words: `pipeline 8 x data 16 (ZeRO-1) x tensor 8, micro-batch 2, 1f1b, recompute full`."""
     rows = plan.micro_batch or plan.micro_batches(plan.batch_size)[1]
-    return ", ".join(filter(None, [_degrees(plan) or "one device", f"micro-batch {rows}", *_choices(plan)]))
+    parts = [_degrees(plan) or "one device", f"micro-batch {rows}", *_choices(plan), *_apart(plan)]
+    return ", ".join(filter(None, parts))
 
 
 def misfit_name(misfit: Infeasible) -> str:
@@ -100,6 +116,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("batch", _batch(plan).removeprefix("batch ")),
         ("precision", plan.precision),
     ]
+    if plan.servers:
+        rows += _alone_rows(plan)
     if plan.stages:
         rows.append(("layers by stage", runs_of(plan.stages)))
     if plan.cuts:
@@ -115,8 +133,21 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.estimate is not None:
         low, high = words.duration(plan.estimate.low_s), words.duration(plan.estimate.high_s)
         rows.append(("step, predicted", f"{words.duration(plan.estimate.step_s)} ({low} to {high})"))
+        if plan.estimate.factors:
+            said = f"{', '.join(factors_of(plan.estimate))} (a model, not verified)"
+            rows.append(("to the same loss", said))
         rows.append(("memory by stage" if plan.mesh.pipeline > 1 else "memory", memory_of(plan.estimate)))
     return rows + [("note", note) for note in plan.notes]
+
+
+def _alone_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Of workers that step alone."""
+    rows = [("servers", str(plan.servers)), ("consistency", plan.consistency)]
+    if plan.wire != "full":
+        rows.append(("on the wire", plan.wire))
+    if plan.local_steps > 1:
+        rows.append(("local steps", f"{plan.local_steps}, then {plan.outer}"))
+    return rows
 
 
 def memory_of(estimate: Estimate) -> str:
@@ -206,6 +237,15 @@ def _layout(plan: Plan) -> list[str]:
     return [*([] if plain else [_degrees(plan)]), *_choices(plan)]
 
 
+def _apart(plan: Plan) -> list[str]:
+    """Of workers that step alone, in a few words."""
+    if not plan.servers:
+        return []
+    found = [words.count(plan.servers, "server"), plan.consistency]
+    found += [plan.wire] if plan.wire != "full" else []
+    return [*found, f"{plan.local_steps} local steps, {plan.outer}"] if plan.local_steps > 1 else found
+
+
 def _workers(plan: Plan) -> str:
     place, workers = plan.placement, words.count(plan.workers, "worker")
     if place.accelerators:
@@ -218,7 +258,8 @@ def _workers(plan: Plan) -> str:
 def _reserved(plan: Plan) -> str:
     place = plan.placement
     devices = f", {place.accelerators} {place.accelerator}" if place.accelerators else ""
-    return f"{place.cpus:g} CPU{devices} for each worker; {place.data_cpus:g} CPU left for data"
+    whom = "each worker, of CPU as much for each server" if plan.servers else "each worker"
+    return f"{place.cpus:g} CPU{devices} for {whom}; {place.data_cpus:g} CPU left for data"
 
 
 def _batch(plan: Plan) -> str:

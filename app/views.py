@@ -10,7 +10,8 @@ plan, plan_line, mesh: [{node, ranks, data, stage, shard, tensor}],
 nodes: {node: ranks}, others, cluster, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
 worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
 data, start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}],
-noise_scale: {step, scale, low, high, batch, count}, noise, waiting, notes, report, changed_s}.
+noise_scale: {step, scale, low, high, batch, count}, noise, staleness: {text, mean,
+counts, unit, dropped, again}, waiting, notes, report, changed_s}.
 
 `logs`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
 """
@@ -39,6 +40,7 @@ from trainwright.liveness import owner_alive
 from trainwright.log import RunLog
 from trainwright.meshview import MeshTable, mesh_table, mesh_text
 from trainwright.narration import event_line, failure_text, recovery_text, waiting_text
+from trainwright.parts import staleness_of, staleness_text
 from trainwright.planview import other_rows, plan_from, plan_line
 from trainwright.store import Store, open_store
 
@@ -194,10 +196,19 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
         "step_parts": [asdict(row) for row in step_parts(history, plan)],
         "noise_scale": {"step": history.noise[0], **asdict(history.noise[1])} if history.noise else None,
         "noise": noise_text(history, plan),
+        "staleness": _staleness(history),
         "waiting": waiting_text(history.waiting) if history.waiting and history.state == "running" else "",
         "notes": [note.text for note in history.notes],
         "report": store.uri_of(report) if store.exists(report) else None,
     }
+
+
+def _staleness(history: History) -> dict[str, Any] | None:
+    """Of what workers pushed that step alone; None for those that step together."""
+    found = staleness_of(history.stale)
+    if not found.counts:
+        return None
+    return {"text": staleness_text(found), "mean": found.mean, **asdict(found)}
 
 
 def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
@@ -268,6 +279,7 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("speed", _speed(data)),
         ("time", f"{words.duration(seconds['wall'])}: {spent}" if spent else ""),
         ("noise scale", data["noise"]),
+        ("staleness", (data["staleness"] or {}).get("text", "")),
         ("recoveries", f"{len(data['recoveries'])}, {words.count(data['steps_lost'], 'step')} lost"),
         ("folder", data["uri"]),
         ("report", data["report"] or ""),

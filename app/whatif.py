@@ -17,7 +17,7 @@ from trainwright.core.accelerators import accelerator
 from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Infeasible, Plan
 from trainwright.core.profile import ModelProfile
-from trainwright.planview import STALE, estimate_table, memory_of, misfit_name, name_of, runs_of
+from trainwright.planview import compared, estimate_table, memory_of, misfit_name, name_of, runs_of
 from trainwright.strategies.ranking import estimate_of
 
 OTHERS = 6
@@ -199,16 +199,12 @@ def batch_rows(answer: WhatIf) -> Rows:
 
 def other_rows(answer: WhatIf) -> list[tuple[str, ...]]:
     """The best of each other kind, and the nearest misses."""
-    best = estimate_of(answer.plans[0]).step_s
     shown = {answer.plans[0].strategy}
     rows: list[tuple[str, ...]] = []
     for plan in answer.plans:
         if plan.strategy not in shown:
             shown.add(plan.strategy)
-            ratio = estimate_of(plan).step_s / best
-            alone = plan.topology == "independent"
-            why = f"predicted {ratio:.2f} times the step time" + f"; {STALE}" * alone
-            rows.append((f"{plan.strategy}: {name_of(plan)}", "not compared" if alone else "slower", why))
+            rows.append((f"{plan.strategy}: {name_of(plan)}", "slower", compared(plan, answer.plans[0])))
     for misfit in answer.misfits:
         if misfit.strategy not in shown:
             shown.add(misfit.strategy)

@@ -2,9 +2,9 @@
 
 A strategy is a module with a function `propose(question)` that yields plans and what makes others impossible, with
 `FRAMEWORKS` whose models it is for, and with `ENGINES` by framework; a plan without an engine is shown and not chosen.
-`OFFLOADS` says that it can keep the model's state in host memory. Where it can walk Keras' `fit` it has `FIT`, the
-engine for that, or else `NO_FIT`, the reason. How many micro-batches there are and what is computed again is left to
-the ranking. A new one is added to `STRATEGIES`; nothing else needs to know its name.
+`OFFLOADS` says that it can keep the model's state in host memory, `ALONE` that its workers step alone. Where it can
+walk Keras' `fit` it has `FIT`, the engine for that, or else `NO_FIT`, the reason. How many micro-batches there are and
+what is computed again is left to the ranking. A new one is added to `STRATEGIES`; nothing else needs to know its name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trainwright.core.engine import Engine
 from trainwright.core.plan import Plan
 from trainwright.strategies import (
     data_parallel,
+    local_sgd,
     model_parallel,
     one_device,
     parameter_server,
@@ -28,6 +29,8 @@ from trainwright.strategies import (
     tf_mirrored,
     tf_multi_worker_mirrored,
     tf_one_device,
+    tf_parameter_server,
+    tf_tpu,
 )
 
 STRATEGIES: Mapping[str, ModuleType] = {
@@ -38,10 +41,13 @@ STRATEGIES: Mapping[str, ModuleType] = {
     "pipeline": pipeline,
     "model_parallel": model_parallel,
     "parameter_server": parameter_server,
+    "local_sgd": local_sgd,
     "tf_one_device": tf_one_device,
     "tf_mirrored": tf_mirrored,
     "tf_multi_worker_mirrored": tf_multi_worker_mirrored,
     "tf_central_storage": tf_central_storage,
+    "tf_parameter_server": tf_parameter_server,
+    "tf_tpu": tf_tpu,
 }
 
 
@@ -51,9 +57,11 @@ def strategies_for(framework: str) -> Mapping[str, ModuleType]:
 
 
 def engine_class(plan: Plan) -> type[Engine]:
-    """The engine of a plan; imports its framework, and sees to it that Keras has the backend of the plan's model."""
+    """The engine of a plan; imports its framework, and tells it of Keras' backend and of the TPU by the environment."""
     if plan.keras_backend:
         os.environ["KERAS_BACKEND"] = plan.keras_backend
+    if plan.tpu:
+        os.environ["TPU_NAME"] = plan.tpu
     module, name = plan.engine.split(":")
     engine: type[Engine] = getattr(importlib.import_module(module), name)
     return engine

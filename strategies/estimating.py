@@ -9,6 +9,7 @@ import numpy as np
 from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Estimate, Plan
 from trainwright.core.profile import ModelProfile
+from trainwright.strategies.apart import factors
 from trainwright.strategies.calibration import DEFAULT, NAMES, Calibration, Vector, efficiencies
 from trainwright.strategies.machine import Machine
 from trainwright.strategies.memory import stage_memory
@@ -65,6 +66,7 @@ def estimate(
             profile, plan, batch_size=batch_size, precision=precision, apart=machine.device.apart
         ),
         device_memory_bytes=work.machine.device.memory_bytes,
+        factors=factors(work),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
-from trainwright.core.cluster import Cluster
+from trainwright.core.cluster import FAR_BYTES_PER_S, Cluster
 from trainwright.core.errors import ResourceError
 from trainwright.core.plan import Mesh
 
@@ -23,6 +23,8 @@ class Machine:
         devices: of all nodes.
         network_bytes_per_s: of one device, one direction.
         host_bytes: of the host's memory, a device's share; 0 where it is not known.
+        each: of all devices, where they differ; empty where they are alike.
+        preemptible, steady: nodes that may be taken back, and others.
     """
 
     device: Accelerator
@@ -30,6 +32,21 @@ class Machine:
     devices: int
     network_bytes_per_s: float
     host_bytes: int = 0
+    each: tuple[Accelerator, ...] = ()
+    preemptible: int = 0
+    steady: int = 0
+
+    def speeds(self, ranks: int, precision: str) -> tuple[float, ...]:
+        """Of so many devices, the slowest ones, in those of the slowest, from that up."""
+        if not self.each:
+            return (1.0,) * ranks
+        rates = sorted(item.rate(precision) * item.sustained for item in self.each)
+        return tuple(rate / rates[0] for rate in rates[:ranks])
+
+    @property
+    def nodes(self) -> int:
+        """That the devices are of."""
+        return -(-self.devices // self.per_node)
 
     @classmethod
     def of(cls, cluster: Cluster, ranks: int | None = None) -> Machine:
@@ -56,10 +73,23 @@ class Machine:
             node.network_bytes_per_s / count if node.network_bytes_per_s else slowest.network_bytes_per_s
             for node, count in zip(nodes, each, strict=True)
         ]
+        devices = [item for node in nodes if (item := found[node.kind]) is not None for _ in range(node.accelerators)]
         return cls(
-            device=slowest, per_node=min(each), devices=sum(each), network_bytes_per_s=min(networks),
+            device=slowest, per_node=min(each), devices=sum(each), network_bytes_per_s=_network(cluster, min(networks)),
             host_bytes=min(node.memory_bytes // node.accelerators for node in nodes),
+            each=tuple(devices) if len(found) > 1 else (), preemptible=cluster.preemptible,
+            steady=len(cluster.nodes) - cluster.preemptible,
         )  # fmt: skip
+
+
+def _network(cluster: Cluster, of_device: float) -> float:
+    """A device's share of the network, where the way to another region is what limits it."""
+    regions = len({node.region for node in cluster.nodes})
+    told = any(node.network_bytes_per_s for node in cluster.nodes)
+    if regions == 1 or told:
+        return of_device
+    most = max(node.accelerators for node in cluster.nodes) or 1
+    return min(of_device, FAR_BYTES_PER_S / most)
 
 
 CPU = Accelerator(
@@ -92,7 +122,8 @@ def _of_cpus(cluster: Cluster, ranks: int) -> Machine:
     share = min(node.cpus for node in cluster.nodes) / on_a_node
     speed = share**THREAD_EXPONENT if share > 1 else share
     memory = min(node.memory_bytes for node in cluster.nodes) // on_a_node
-    network = min(node.network_bytes_per_s for node in cluster.nodes) or NETWORK_BYTES_PER_S
+    told = min(node.network_bytes_per_s for node in cluster.nodes)
+    network = told or _network(cluster, NETWORK_BYTES_PER_S)
     core = ACCELERATORS.get(CPU.name, CPU)  # as it was measured, if it was
     device = replace(
         core,
@@ -101,7 +132,10 @@ def _of_cpus(cluster: Cluster, ranks: int) -> Machine:
         memory_bytes_per_s=core.memory_bytes_per_s * speed,
     )
     devices = on_a_node * len(cluster.nodes)
-    return Machine(device=device, per_node=on_a_node, devices=devices, network_bytes_per_s=network / on_a_node)
+    return Machine(
+        device=device, per_node=on_a_node, devices=devices, network_bytes_per_s=network / on_a_node,
+        preemptible=cluster.preemptible, steady=len(cluster.nodes) - cluster.preemptible,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

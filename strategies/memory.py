@@ -103,7 +103,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     micro_batches, rows = plan.micro_batches(batch_size)
     held, kept, working = _numbers(profile, mesh.tensor, mesh.pipeline > 1, plan.recompute, plan.sequence)
     parameter, gradient, optimizer = _STATES[NUMBER_BYTES.get(own, 4)]
-    served = optimizer if plan.servers else 0.0  # the optimizer's state is the servers'
+    served = optimizer if plan.servers and plan.local_steps == 1 else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
     each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=own) - served
     part = 1 / degree if plan.zero >= 2 else 1.0
@@ -111,7 +111,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
         each += parameter / degree  # FSDP2 holds its part beside the whole that it has gathered
         if mesh.pipeline > 1:  # gradients of all micro-batches add up whole, and are divided once a step
             each += gradient
-    if plan.streamed:  # two versions
+    if plan.streamed or plan.local_steps > 1:  # two versions, or what local steps began with
         each += parameter
     gradients = gradient * part * held
     visiting = parameter * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
@@ -157,6 +157,14 @@ def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
     degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
     found = model_state_bytes(profile.parameters, zero=3, degree=degree, precision=stored(profile, precision))
     return int(found) if plan.offload else 0
+
+
+def served_bytes(profile: ModelProfile, plan: Plan, *, nodes: int) -> int:
+    """Of a node's memory, what its servers keep there: parameters, what workers read of them, and Adam's state."""
+    if not plan.servers:
+        return 0
+    own = model_state_bytes(profile.parameters, zero=0, degree=1, precision=stored(profile, "fp32"))
+    return int(own / plan.servers * -(-plan.servers // nodes))
 
 
 def in_flight(plan: Plan, micro_batches: int) -> Vector:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 
+from trainwright.core.asynchrony import choices_of
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError
 from trainwright.core.job import Job
@@ -31,7 +32,7 @@ class Question:
         pins: what is said of the plan itself.
         own_step: the job's own function calls the model.
         offload: only plans are asked for that keep the model's state in the memory of the host.
-        workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config: as in `Job`.
+        workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
     """
 
     profile: ModelProfile
@@ -50,11 +51,12 @@ class Question:
     run: str = "step"
     compile: str = "auto"
     tf_config: str = "own"
+    tpu: str | None = None
 
     @classmethod
     def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> Question:
         """What a job asks. Raises PlanError where its `plan=` cannot be read."""
-        pins = Pins.parse(job.plan or "")
+        pins = Pins.parse(job.plan or "").beside(choices_of(job.consistency, job.wire, job.local_steps, job.outer))
         pinned = max(1, pins.mesh.size // (job.devices or 1)) if pins.mesh else None
         if pins.mesh and job.workers and job.workers * (job.devices or 1) != pins.mesh.size:
             has = f"workers={job.workers}" + (f" of {job.devices} devices" if job.devices else "")
@@ -80,6 +82,7 @@ class Question:
             run=job.run,
             compile=job.compile,
             tf_config=job.tf_config,
+            tpu=job.tpu,
         )
 
     @property
@@ -88,7 +91,7 @@ class Question:
         return Question(
             profile=self.profile, cluster=self.cluster, batch_size=self.batch_size, precision=self.precision,
             own_step=self.own_step, inexact=self.inexact, run=self.run, compile=self.compile,
-            tf_config=self.tf_config,
+            tf_config=self.tf_config, tpu=self.tpu,
         )  # fmt: skip
 
     @property
@@ -136,14 +139,17 @@ class Question:
         """`place` on this cluster, remembered: a node is looked at once, not for each of thousands of plans."""
         return cache(partial(place, self.cluster))
 
-    def plan(self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, **choices: object) -> Plan:
+    def plan(
+        self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
+    ) -> Plan:
         """A plan with so many devices in each worker; what the strategy does not choose is as the job says."""
         return Plan(
             strategy=strategy,
             engine=engine,
             mesh=mesh,
             batch_size=self.batch_size,
-            placement=self.place(mesh.size // devices, devices),
+            placement=self.place(mesh.size // devices + servers, devices),
+            servers=servers,
             accumulation=self.accumulation or 1,
             devices_per_worker=devices,
             precision=self.precision,
@@ -172,9 +178,11 @@ class Question:
         return None
 
     def without_engine(self, strategy: str) -> Infeasible | None:
-        """A framework that cannot be run on TPUs yet; only a job's own cluster is asked about that."""
+        """A framework or strategy that cannot be run on TPUs; only a job's own cluster is asked about that."""
         if self.cluster.accelerator != "TPU" or not self.profile.framework:
             return None
+        if self.profile.framework == "tensorflow":
+            return Infeasible(strategy=strategy, reason="TensorFlow's TPUs have their own strategy", hint="use tf_tpu")
         reason = f"there is no engine for {self.profile.framework} on TPU yet"
         return Infeasible(strategy=strategy, reason=reason, hint="use GPU or CPU")
 

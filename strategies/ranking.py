@@ -11,17 +11,20 @@ from typing import TypedDict
 from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Estimate, Infeasible, Plan
 from trainwright.core.profile import ModelProfile
+from trainwright.strategies.apart import factors
 from trainwright.strategies.calibration import DEFAULT, Calibration
 from trainwright.strategies.combinations import combination, compiled
 from trainwright.strategies.cuts import cuts, entries, severed
 from trainwright.strategies.estimating import estimate, expected
 from trainwright.strategies.machine import Machine
-from trainwright.strategies.memory import host_bytes, stage_memory
+from trainwright.strategies.memory import host_bytes, served_bytes, stage_memory
 from trainwright.strategies.question import Question
 from trainwright.strategies.work import refusal, work_of
 
 USABLE = 0.92  # of a device's memory: the rest is the framework's, and lost between blocks
 SURE = 20  # plans that get an interval, beside the best of each strategy
+AHEAD = 1.1  # times as quickly to the same loss as all others, before ranks step alone that nobody asked for
+CONSISTENCIES = ("", "sync", "ssp", "async")  # the simplest first
 TIE = 1.02  # times the best step: the simplest of these is chosen
 
 
@@ -29,11 +32,18 @@ TIE = 1.02  # times the best step: the simplest of these is chosen
 class Ranking:
     """Plans that fit, best first, and what makes others impossible, the nearest to fitting first.
 
-    Those whose ranks step alone come last: how many more samples they need is not known.
+    By time to the same loss (`Estimate.target_s`), as far as that can be told. Plans whose ranks step alone come last,
+    but for those that are far ahead of all others on a cluster for which they are made.
     """
 
     plans: tuple[Plan, ...]
     misfits: tuple[Infeasible, ...]
+    ahead_s: float = 0.0
+
+    @property
+    def unasked(self) -> tuple[Plan, ...]:
+        """Those that may be chosen where nobody asked for ranks that step alone: these, where they are far ahead."""
+        return tuple(plan for plan in self.plans if not steps_alone(plan) or estimate_of(plan).target_s <= self.ahead_s)
 
 
 def rank(
@@ -76,16 +86,17 @@ def answer(question: Question, calibration: Calibration | None = None) -> Rankin
     """
     sized = _Sized(question, calibration or DEFAULT)
     fitting, misfits = _fitting(sized)
-    runs = not question.profile.framework or any(plan.engine for plan in fitting)
+    runs = not question.profile.framework or any(plan.engine and not steps_alone(plan) for plan in fitting)
     if not runs and question.cluster.accelerators and not question.offload:
         offloaded = _fitting(_Sized(replace(question, offload=True), sized.calibration))
         fitting, misfits = fitting + offloaded[0], misfits + offloaded[1]
-    fitting.sort(key=lambda plan: (_alone(plan), estimate_of(plan).step_s))
+    ahead_s = _ahead(question, fitting, calibration) if question.cluster.uneven else 0.0
+    fitting.sort(key=lambda plan: _order(plan, ahead_s))
     best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
     for number in {*range(min(SURE, len(fitting))), *best.values()}:
         fitting[number] = sized.sure(fitting[number])
-    misfits.sort(key=lambda one: (_alone(one.plan), one.missing_bytes or math.inf))
-    return Ranking(plans=tuple(fitting), misfits=tuple(misfits))
+    misfits.sort(key=lambda one: (one.plan is not None and steps_alone(one.plan), one.missing_bytes or math.inf))
+    return Ranking(plans=tuple(fitting), misfits=tuple(misfits), ahead_s=ahead_s)
 
 
 def _fitting(sized: _Sized) -> tuple[list[Plan], list[Infeasible]]:
@@ -101,8 +112,8 @@ def _fitting(sized: _Sized) -> tuple[list[Plan], list[Infeasible]]:
 def simplest(plans: Iterable[Plan]) -> Plan:
     """Of plans, best first, the simplest of those that are as good as the first."""
     found = list(plans)
-    limit = TIE * estimate_of(found[0]).step_s
-    tied = [plan for plan in found if plan.topology == found[0].topology and estimate_of(plan).step_s <= limit]
+    limit = TIE * estimate_of(found[0]).target_s
+    tied = [plan for plan in found if plan.topology == found[0].topology and estimate_of(plan).target_s <= limit]
     return min(tied, key=_complexity)
 
 
@@ -112,7 +123,7 @@ def undivided(plans: Iterable[Plan]) -> list[Plan]:
     Dividing it costs more than the estimate knows: FSDP2's steps on CPUs take 1.3 to 7 times DDP's.
     """
     found = list(plans)
-    whole = {plan.mesh.size for plan in found if not divides(plan)}
+    whole = {plan.mesh.size for plan in found if not divides(plan) and not steps_alone(plan)}
     return [plan for plan in found if not divides(plan) or plan.mesh.size not in whole]
 
 
@@ -127,15 +138,39 @@ def estimate_of(plan: Plan) -> Estimate:
     return plan.estimate
 
 
-def _alone(plan: Plan | None) -> bool:
-    return plan is not None and plan.topology == "independent"
+def steps_alone(plan: Plan) -> bool:
+    """Whether ranks step alone, against servers."""
+    return plan.topology == "independent" or plan.servers > 0
+
+
+def _ahead(question: Question, plans: Iterable[Plan], calibration: Calibration | None) -> float:
+    """Seconds to the same loss that ranks which step alone must not take longer than, to be chosen unasked.
+
+    Where accelerators differ, those of one kind that step together are what they are held against too.
+    """
+    kinds = question.cluster.kinds if len(question.cluster.kinds) > 1 and not question.workers else ()
+    found = list(plans)
+    for kind in kinds:
+        nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
+        found += answer(replace(question, cluster=Cluster(nodes=nodes)), calibration).plans
+    together = [plan for plan in found if not steps_alone(plan)]
+    runs = [plan for plan in together if plan.engine] or together
+    return min((estimate_of(plan).target_s for plan in undivided(runs)), default=0.0) / AHEAD
+
+
+def _order(plan: Plan, ahead_s: float) -> tuple[bool, float]:
+    """Ranks that step alone come last, unless they are as far ahead as this."""
+    target_s = estimate_of(plan).target_s
+    return steps_alone(plan) and target_s > ahead_s, target_s
 
 
 def _complexity(plan: Plan) -> tuple[int, ...]:
     """Fewer kinds of parallelism, then less of each that costs something."""
     mesh = plan.mesh
     kinds = sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.shard, mesh.tensor))
-    return kinds, mesh.pipeline, mesh.tensor, plan.zero, plan.recompute != "none", plan.chunks, plan.accumulation
+    apart = (plan.local_steps, CONSISTENCIES.index(plan.consistency.partition("(")[0]), plan.servers)
+    divided = (mesh.pipeline, mesh.tensor, plan.zero)
+    return kinds, *apart, *divided, plan.recompute != "none", plan.chunks, plan.accumulation
 
 
 def _proposals(question: Question) -> Iterator[Plan | Infeasible]:
@@ -199,17 +234,20 @@ class _Sized:
         memory = stage_memory(profile, plan, apart=machine.device.apart, **self._numbers)
         if max(memory) > room:
             return _too_large(plan, memory, room)
-        missing = host_bytes(profile, plan, precision=self.question.precision) - machine.host_bytes
+        kept = host_bytes(profile, plan, precision=self.question.precision)
+        kept += served_bytes(profile, plan, nodes=machine.nodes) // machine.per_node
+        missing = kept - machine.host_bytes
         if machine.host_bytes and missing > 0:
             what = f"out of the host's memory by {missing / 2**30:.1f} GiB for each device"
-            hint = "shard over more devices, or use nodes with more memory"
+            more = "have more nodes with servers" if plan.servers else "shard over more devices"
+            hint = f"{more}, or use nodes with more memory"
             return Infeasible(strategy=plan.strategy, reason=what, hint=hint, plan=plan, missing_bytes=missing)
         work = work_of(profile, machine, plan, **self._numbers)
         terms = expected(work, self.calibration)
         step_s = sum(terms.values())
         found = Estimate(
             step_s=step_s, low_s=step_s, high_s=step_s, terms=terms, stage_memory_bytes=memory,
-            device_memory_bytes=machine.device.memory_bytes,
+            device_memory_bytes=machine.device.memory_bytes, factors=factors(work),
         )  # fmt: skip
         return replace(plan, estimate=found)
 

@@ -15,9 +15,10 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from trainwright.core.sections import STREAMED, section_of
+from trainwright.strategies.apart import LAST
 from trainwright.strategies.calibration import DEFAULT, Calibration, Vector
 from trainwright.strategies.orders import Kind, Operation, needs, order
-from trainwright.strategies.timing import LAST, Pieces, pieces
+from trainwright.strategies.timing import Pieces, pieces
 from trainwright.strategies.work import Work
 
 SpanKind = Literal[

@@ -7,22 +7,20 @@ Huang et al. (2019) and Narayanan et al. (2021), for stages that differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from trainwright.core.sections import STREAMED
+from trainwright.strategies.apart import Rates, alone, exposed, uneven
 from trainwright.strategies.calibration import DEFAULT, Vector
 from trainwright.strategies.machine import Group
 from trainwright.strategies.orders import HALVED
 from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Work
 
-Rates = Mapping[str, float]
 SOFT = 4.0  # how sharply the longer of two overlapping times wins
 PCIE_BYTES_PER_S = 1.2e10  # of a device to its host, one direction: assumed
 GLOO = 30.0  # times as long as NCCL's take the small collectives of gloo
-LAST = 0.15  # of the gradients: they are reduced when backward has ended, whatever was hidden before
 _HALVED_BUBBLE = 1 / 3  # of 1F1B's (ZB-H1; Qi et al., 2023); of ZB-V's chunks likewise
 
 
@@ -50,6 +48,7 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
         "optimizer": float(work.update_s) / rates["update"],
         "other": rates["step_s"] * work.machine.device.host,
     }
+    found = alone(work, rates, found, back) if work.servers else uneven(work, found)
     return {name: float(seconds) for name, seconds in found.items() if seconds}
 
 
@@ -176,7 +175,7 @@ def _transfers(work: Work, rates: Rates, compute_s: float) -> float:
         return 0.0
     cuts = 2 * _sent(work, work.sent_bytes[work.sent_bytes > 0], rates)
     slowest = float(cuts.max(initial=0.0))
-    each = _exposed(slowest, compute_s) if work.schedule == "gpipe" else slowest
+    each = exposed(slowest, compute_s) if work.schedule == "gpipe" else slowest
     first = slowest if work.schedule in STREAMED else float(cuts.sum()) / work.chunks
     return first + each * (work.micro_batches - 1) * work.chunks
 
@@ -194,7 +193,7 @@ def _gathered(work: Work, rates: Rates, compute_s: float) -> float:
         return 0.0
     size = np.array([work.gradient_bytes.max()])
     spent = 1.5 * float(_all_reduce(work, work.shard, rates, "reduce", size)[0])
-    return _exposed(spent, compute_s)
+    return exposed(spent, compute_s)
 
 
 def _called(work: Work, rates: Rates) -> float:
@@ -204,15 +203,15 @@ def _called(work: Work, rates: Rates) -> float:
 
 def _offloaded(work: Work, compute_s: float) -> float:
     """Parameters from the host, for ZeRO-3 twice, and gradients to it: what compute does not hide."""
-    return _exposed(work.offloaded_bytes / PCIE_BYTES_PER_S, compute_s)
+    return exposed(work.offloaded_bytes / PCIE_BYTES_PER_S, compute_s)
 
 
 def _gradients(work: Work, rates: Rates, backward_s: float) -> float:
     """Their reduction over the data ranks, once a step, less what is hidden under the last backward."""
     if work.servers:
-        return _served(work, rates)
+        return 0.0  # none: see `apart`
     spent = float(_reduction(work, rates, np.array([work.gradient_bytes.max()]))[0])
-    return _exposed(spent, rates["overlap"] * backward_s)
+    return exposed(spent, rates["overlap"] * backward_s)
 
 
 def _reduction(work: Work, rates: Rates, size: Vector) -> Vector:
@@ -222,23 +221,3 @@ def _reduction(work: Work, rates: Rates, size: Vector) -> Vector:
         spent += _all_reduce(work, work.shard, rates, "reduce", size) + _messages(work.shard, rates)
     spent += _all_reduce(work, work.data, rates, "reduce", size / work.shard.size) + _messages(work.data, rates)
     return spent
-
-
-def _served(work: Work, rates: Rates) -> float:
-    """Gradients to the parameter servers and parameters back: through a worker's link, or the servers' if it is less.
-
-    A server has a node's network, or where there is one node its links.
-    """
-    machine, ranks = work.machine, work.mesh.data_ranks
-    one = machine.network_bytes_per_s * rates["network"]
-    if ranks <= machine.per_node:
-        one = machine.device.link_bytes_per_s * rates["reduce"]
-    size = 2 * float(work.gradient_bytes.max())
-    return max(size / one, size * ranks / (work.servers * one * machine.per_node)) + 2 * rates["message_s"]
-
-
-def _exposed(spent_s: float, hidden_s: float) -> float:
-    """What of a time lies outside another: what is too long for it, and the last part."""
-    if not spent_s:
-        return 0.0
-    return float(max(spent_s - hidden_s, 0.0) + LAST * min(spent_s, hidden_s))

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.accelerators import Accelerator
+from trainwright.core.asynchrony import Consistency, Wire
 from trainwright.core.errors import PlanError
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.profile import ModelProfile
@@ -65,7 +66,11 @@ class Work:
         chunks: of each stage.
         zero: what is sharded.
         gathers: collectives of ZeRO for each micro-batch.
+        speeds: of the ranks' devices, in those of the slowest, from that up.
         servers: that hold the parameters, where ranks step alone.
+        consistency: of those.
+        pushed: of the gradients' bytes, what these send.
+        local_steps: that they take by themselves.
         tensor, data, shard: who reduces with whom.
         remote: whether the next stage is on another node.
         shape: see `Shape`.
@@ -96,7 +101,11 @@ class Work:
     chunks: int
     zero: int
     gathers: float
+    speeds: tuple[float, ...]
     servers: int
+    consistency: Consistency
+    pushed: float
+    local_steps: int
     tensor: Group
     data: Group
     shard: Group
@@ -206,8 +215,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     sizes = plan.stages or even(profile, plan.sections)
     counts = counted(profile, sizes)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
-    own = NUMBER_BYTES.get(stored(profile, precision), 4)
-    memory = machine.device.memory_bytes_per_s
+    own, memory = NUMBER_BYTES.get(stored(profile, precision), 4), machine.device.memory_bytes_per_s
     parameters = by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
     updated = UPDATE_BYTES[own] + 2 * own * plan.streamed  # of two versions one is copied
@@ -232,7 +240,11 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         chunks=plan.chunks,
         zero=plan.zero,
         gathers=plan.zero * units(profile) / mesh.pipeline if plan.zero >= 2 and sharded > 1 else 0.0,
+        speeds=machine.speeds(mesh.size, precision),
         servers=plan.servers,
+        consistency=Consistency.parse(plan.consistency or "sync"),
+        pushed=Wire.parse(plan.wire).part,
+        local_steps=plan.local_steps,
         tensor=group(machine, mesh.tensor, 1),
         data=group(machine, mesh.data, mesh.size // mesh.data),
         shard=group(machine, mesh.shard, mesh.tensor),

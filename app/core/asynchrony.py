@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trainwright.core.errors import PlanError
 
 _FORM = re.compile(r"\s*(?P<kind>[a-z]+)\s*(\(\s*(?P<arguments>[^()]*?)\s*\))?\s*")
+_NUMBER = r"\s*(\d+(?:\.\d+)?|\.\d+)\s*"
 _REMEDY = 'write "sync", "sync(backup=1)", "ssp(3)", "async" or "async(scaled)"'
 
 
@@ -59,6 +60,79 @@ class Consistency:
     def waits(self) -> bool:
         """Whether an update is of a whole step, and not of one unit."""
         return self.bound is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """The form in which workers push what they computed; what rounding leaves over is added to their next push.
+
+    Attributes:
+        kind: `full` (the gradient's own numbers), `fp16`, `bf16`, `int8` (one scale for each block) or `topk`.
+        share: of the numbers that `topk` sends, those that are largest, with their places.
+    """
+
+    kind: Literal["full", "fp16", "bf16", "int8", "topk"] = "full"
+    share: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Wire:
+        """`full`, `fp16`, `bf16`, `int8`, `topk(share)`. Raises PlanError."""
+        match text.strip():
+            case "full" | "fp16" | "bf16" | "int8" as kind:
+                return cls(kind=kind)
+        found = re.fullmatch(rf"topk\({_NUMBER}\)", text.strip())
+        if found and 0 < float(found[1]) <= 1:
+            return cls(kind="topk", share=float(found[1]))
+        remedy = 'write "full", "fp16", "bf16", "int8" or "topk(0.01)"'
+        raise PlanError(f"wire={text!r} is not known", where="wire", remedy=remedy)
+
+    def __str__(self) -> str:
+        return f"topk({self.share:g})" if self.kind == "topk" else self.kind
+
+    @property
+    def part(self) -> float:
+        """Bytes, of those of single-precision numbers; a number of `topk` takes its place along."""
+        return {"full": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.25, "topk": 2 * self.share}[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """How servers apply the mean of what workers' local steps came to.
+
+    With rate 1 and without momentum the parameters become the workers' mean (local SGD: Stich, ICLR 2019); DiLoCo
+    (Douillard et al., 2023) takes it as a gradient for Nesterov's method, with rate 0.7 and momentum 0.9.
+
+    Attributes:
+        rate: by which the mean is scaled.
+        momentum: of Nesterov's method; 0 for none.
+    """
+
+    rate: float = 1.0
+    momentum: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Outer:
+        """`average`, `nesterov(rate,momentum)`. Raises PlanError."""
+        if text.strip() in ("average", ""):
+            return cls()
+        found = re.fullmatch(rf"nesterov\({_NUMBER},{_NUMBER}\)", text.strip())
+        if found and float(found[1]) > 0 and float(found[2]) < 1:
+            return cls(rate=float(found[1]), momentum=float(found[2]))
+        remedy = 'write "average" or "nesterov(0.7,0.9)": a learning rate above 0, a momentum below 1'
+        raise PlanError(f"outer={text!r} is not known", where="outer", remedy=remedy)
+
+    def __str__(self) -> str:
+        return "average" if self == Outer() else f"nesterov({self.rate:g},{self.momentum:g})"
+
+
+def choices_of(consistency: str | None, wire: str, local_steps: int, outer: str | None) -> dict[str, Any]:
+    """What a job's fields of these names pin of its plan, in the plan's own words; nothing where they are left out."""
+    given: dict[str, Any] = {"consistency": str(Consistency.parse(consistency))} if consistency else {}
+    if Wire.parse(wire) != Wire():
+        given["wire"] = str(Wire.parse(wire))
+    if local_steps > 1:
+        given |= {"local_steps": local_steps, "outer": str(Outer.parse(outer or "average"))}
+    return given
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

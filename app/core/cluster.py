@@ -12,7 +12,11 @@ from trainwright.core.accelerators import accelerator as kind_of
 from trainwright.core.errors import ResourceError, nearest
 
 ACCELERATORS = ("GPU", "TPU")
-_PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<each>\d+)x?(?P<kind>[A-Za-z][\w-]*)(?:@(?P<network>\d+(?:\.\d+)?)Gb)?")
+_PART = re.compile(
+    r"(?:(?P<nodes>\d+)x)?(?P<each>\d+)x?(?P<kind>[A-Za-z][\w-]*)(?:@(?P<network>\d+(?:\.\d+)?)Gb)?"
+    r"(?:/(?P<region>[\w-]+))?(?P<spot>:spot)?"
+)
+FAR_BYTES_PER_S = 1.25e8  # of a node's network, below which the others are far: 1 Gb/s
 _CPU_MEMORY_BYTES = 4 * GIB  # for each CPU of a node that is only imagined
 
 
@@ -26,8 +30,11 @@ class Node:
         memory_bytes: likewise.
         accelerators: how many.
         accelerator: Ray's resource name of them (`GPU`, `TPU`) or empty.
+        head: Ray's resource of the first host of a TPU slice, where this is one.
         kind: their model, as in `trainwright.core.accelerators`, or what Ray calls it.
         network_bytes_per_s: of the whole machine, one direction; 0 where it is what the accelerator usually has.
+        region: of the provider, between which links are long; empty where that is not known.
+        preemptible: it may be taken back at any time (a spot instance).
     """
 
     name: str
@@ -36,7 +43,10 @@ class Node:
     accelerators: int = 0
     accelerator: str = ""
     kind: str = ""
+    head: str = ""
     network_bytes_per_s: float = 0.0
+    region: str = ""
+    preemptible: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +61,8 @@ class Cluster:
 
         Args:
             text: `4x8xH100-80GB` for 4 nodes of 8, `8xA100-80GB` for one node, `2x16xCPU` for 2 nodes of 16 CPUs;
-                `@800Gb` after it for the network of each node in Gb/s; `+` between parts that differ.
+                `@800Gb` after it for the network of each node in Gb/s, then `/name` for its region and `:spot` where it
+                may be taken back; `+` between parts that differ: `4x8xT4/east + 4x8xT4/west:spot`.
 
         Raises:
             ResourceError: it cannot be read, or an accelerator is not known.
@@ -65,7 +76,8 @@ class Cluster:
                 )
             network = float(found["network"] or 0) * 1e9 / 8
             for _ in range(int(found["nodes"] or 1)):
-                nodes.append(_imagined(f"node-{len(nodes)}", int(found["each"]), found["kind"], network, text))
+                node = _imagined(f"node-{len(nodes)}", int(found["each"]), found["kind"], network, text)
+                nodes.append(replace(node, region=found["region"] or "", preemptible=bool(found["spot"])))
         return cls(nodes=tuple(nodes))
 
     @classmethod
@@ -101,6 +113,22 @@ class Cluster:
         return tuple(dict.fromkeys(node.kind for node in self.nodes if node.accelerators))
 
     @property
+    def far(self) -> bool:
+        """Whether some nodes are far from others: in another region, or behind a network of less than 1 Gb/s."""
+        slow = any(0 < node.network_bytes_per_s < FAR_BYTES_PER_S for node in self.nodes)
+        return len(self.nodes) > 1 and (slow or len({node.region for node in self.nodes}) > 1)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether workers that step alone may be worth it: nodes differ, may be taken back, or are far apart."""
+        return len(self.kinds) > 1 or self.preemptible > 0 or self.far
+
+    @property
+    def preemptible(self) -> int:
+        """Nodes that may be taken back."""
+        return sum(node.preemptible for node in self.nodes)
+
+    @property
     def slots(self) -> int:
         """Workers that a job gets when it names no number.
 
@@ -125,7 +153,10 @@ class Cluster:
         count = len(self.nodes)
         kinds = " and ".join(kind for kind in self.kinds if kind) or self.accelerator
         devices = f"{self.accelerators} {kinds}" if self.accelerators else "no accelerators"
-        return f"{count} node{'s' if count != 1 else ''}, {self.cpus:g} CPUs, {devices}"
+        regions = len({node.region for node in self.nodes})
+        apart = f", in {regions} regions" if regions > 1 else ""
+        spot = f", {self.preemptible} preemptible" if self.preemptible else ""
+        return f"{count} node{'s' if count != 1 else ''}, {self.cpus:g} CPUs, {devices}{apart}{spot}"
 
 
 def _imagined(name: str, each: int, kind: str, network: float, text: str) -> Node:

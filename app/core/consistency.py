@@ -6,8 +6,9 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
+from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.collation import MASK
-from trainwright.core.errors import nearest
+from trainwright.core.errors import PlanError, nearest
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
@@ -35,7 +36,7 @@ def inconsistencies(job: Job) -> list[str]:
         problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
     if job.on_crash_loop == "skip" and job.failures < LOOP:
         problems.append(f'on_crash_loop="skip" tells a loop by {LOOP} failures alike: set failures={LOOP} or more')
-    problems += _padding_problems(job) + _bounds_problems(job)
+    problems += _padding_problems(job) + _bounds_problems(job) + _alone_problems(job)
     return problems
 
 
@@ -48,6 +49,36 @@ def _bounds_problems(job: Job) -> list[str]:
         for (low, least), (high, most) in itertools.pairwise(given)
         if least > most
     ]
+
+
+def _alone_problems(job: Job) -> list[str]:
+    """What is wrong with the fields of workers that step alone."""
+    problems = []
+    for name, parse in (("consistency", Consistency.parse), ("wire", Wire.parse), ("outer", Outer.parse)):
+        try:
+            parse(getattr(job, name) or {"consistency": "sync", "wire": "full", "outer": "average"}[name])
+        except PlanError as error:
+            problems.append(f"{error.what}: {error.remedy}")
+    if problems:
+        return problems
+    consistency = Consistency.parse(job.consistency or "sync")
+    if job.workers and consistency.backup >= job.workers:
+        problems.append(
+            f"consistency={job.consistency!r} waits for none of workers={job.workers}: use a smaller backup="
+        )
+    if job.outer is not None and job.local_steps == 1:
+        problems.append(
+            f"outer={job.outer!r} is for what several local steps came to: set local_steps=, or leave it out"
+        )
+    if job.local_steps > 1 and consistency.scaled:
+        problems.append(
+            'consistency="async(scaled)" scales the rate of an update, and local_steps= have none: use "async"'
+        )
+    if job.local_steps > 1 and consistency.backup:
+        problems.append(
+            "sync(backup=...) drops shares of a step, and local_steps= are whole ones: leave one of them out"
+        )
+    return problems
 
 
 def _loop_problems(job: Job) -> list[str]:
@@ -69,6 +100,9 @@ def _fit_problems(job: Job) -> list[str]:
         "clip_norm": "set global_clipnorm of the optimizer",
         "accumulation": "set gradient_accumulation_steps of the optimizer",
         "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
+        "consistency": "Keras' fit has all workers step together: leave run or it out",
+        "wire": "Keras' fit pushes nothing to servers: leave run or it out",
+        "local_steps": "Keras' fit takes steps of its own: leave run or it out",
         "on_error": 'run="fit" counts every row of a batch: leave it out',
         "on_nonfinite": 'run="fit" applies an update before its loss is known: leave run or it out',
         "on_crash_loop": 'run="fit" cannot pass a batch by: leave run or it out',

@@ -57,8 +57,8 @@ class Feed:
         total: number of data ranks.
         rows: real samples in the global batch, over all data ranks.
         wish: this rank's wish to stop; it travels in the reduction that carries the weights.
-        following: the feed of the step after, where the plan's steps begin the next one and that one is sure to be
-            asked for next: on all ranks or on none.
+        following: the feed of the step after, which may have one too: where the plan's steps may begin before the one
+            before them ends, and these are sure to be asked for next; on all ranks or on none.
     """
 
     step: int

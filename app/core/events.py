@@ -116,6 +116,25 @@ class Straggling(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Joined(Event):
+    """A process takes part, `seconds` after it was wanted, without a pause; `former` held its rank (-1: nobody)."""
+
+    kind = "joined"
+    generation: int = 0
+    worker: int = 0
+    rank: int = 0
+    node: str = ""
+    former: int = -1
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """`rank 3 (node-a) works again after 4 s: nobody waited for it`."""
+        verb = "works again" if self.former >= 0 else "works too"
+        return f"rank {self.rank} ({self.node}) {verb} after {self.seconds:.0f} s: nobody waited for it"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resized(Event):
     """The next generation has another world size, the global batch stays; `why` in words."""
 
@@ -263,6 +282,18 @@ class Measured(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stale(Event):
+    """How stale what was applied was, since the event before: `core.asynchrony.Staleness`, with its counts as pairs."""
+
+    kind = "stale"
+    step: int = 0
+    counts: list[list[int]] = field(default_factory=list)
+    unit: str = "updates"
+    dropped: int = 0
+    again: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """Metrics over the whole evaluation set."""
 
@@ -351,8 +382,8 @@ class RunEnded(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        RunStarted, Waiting, Placed, Promoted, Leaving, Straggling, Resized, Replanned, Probed, Formed, Steps,
-        Prefetched, Measured, Evaluated, Checkpointed, Kept, CheckpointSkipped, Failed, Stacks, Noted, RunEnded,
+        RunStarted, Waiting, Placed, Promoted, Joined, Leaving, Straggling, Resized, Replanned, Probed, Formed, Steps,
+        Prefetched, Measured, Stale, Evaluated, Checkpointed, Kept, CheckpointSkipped, Failed, Stacks, Noted, RunEnded,
     )
 }  # fmt: skip
 

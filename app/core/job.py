@@ -65,9 +65,23 @@ class Job(BaseModel):
             of its node; without any, logical devices of its CPU.
         tf_config: of TensorFlow's workers: `own` has each choose a port, and writes their TF_CONFIG anew; `environment`
             takes each worker's address from the TF_CONFIG that it finds.
+        tpu: that TensorFlow drives: `local`, a name that Google Cloud knows, or `grpc://host:port`; by default the one
+            on the worker's host, else what its environment tells.
         strategy: name of a strategy to pin; by default what the planner finds best.
         plan: what to pin of the plan: degrees and choices such as `dp=4,tp=2,accumulation=2` (see `Plan.parse`; where a
             degree is given, those left out are 1), or a file that `trainwright plan --out` wrote.
+        consistency: how far workers may be apart that step alone, against servers which hold the parameters: `sync`
+            (one update a step, of all workers, as one device would), `sync(backup=1)` (without the slowest 1, whose
+            samples come again), `ssp(3)` (no worker begins a step 4 ahead of what is applied), `async` (each worker's
+            part of a step is an update of its own, at once) or `async(scaled)` (that, with the learning rate divided by
+            how many others came in between). By default what the planner finds best; all but `sync` give another result
+            than one device, and not the same twice. `docs/asynchronous.md` says when which is worth it.
+        wire: how these push gradients: `full`, `fp16`, `bf16`, `int8`, or `topk(0.01)`: the largest hundredth; what is
+            rounded away is added to the next push.
+        local_steps: that each worker takes by itself, with an optimizer of its own, before it pushes what they came to
+            (local SGD; DiLoCo with `outer="nesterov(0.7,0.9)"`): so many times less to send, and another result.
+        outer: how servers apply that: `average`, the default (parameters become the workers' mean), or
+            `nesterov(rate,momentum)`: Nesterov's method on the mean difference.
         probe: measure plans that are predicted to be about as good before the first step of a run that is long enough,
             and go on with the quickest; nothing of it is left in state, order or randomness.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
@@ -147,8 +161,13 @@ class Job(BaseModel):
     spares: Annotated[int, Field(ge=0)] | None = None
     devices: Annotated[int, Field(ge=1)] | None = None
     tf_config: Literal["own", "environment"] = "own"
+    tpu: str | None = None
     strategy: str | None = None
     plan: str | None = None
+    consistency: str | None = None
+    wire: str = "full"
+    local_steps: Annotated[int, Field(ge=1)] = 1
+    outer: str | None = None
     probe: bool = True
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

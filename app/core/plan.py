@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from trainwright.core.data import Feeding
-from trainwright.core.group import Role, Topology
+from trainwright.core.group import Role, Topology, role_of
 from trainwright.core.sections import STREAMED, loss_stage
 
 
@@ -56,14 +57,18 @@ class Placement:
         accelerators: accelerators reserved for each worker (0 on CPU).
         accelerator: name of Ray's resource, such as `GPU` or `TPU`; empty on CPU.
         threads: CPU threads each worker computes with.
+        head: Ray's resource of the first host of a TPU slice, such as `TPU-v4-16-head`, which the first worker takes.
         data_cpus: CPUs of the cluster left for Ray Data.
+        server_cpus: CPUs reserved for each server, of a share that no worker has; it takes no accelerator.
     """
 
     cpus: float
     accelerators: int = 0
     accelerator: str = ""
     threads: int = 1
+    head: str = ""
     data_cpus: float = 1.0
+    server_cpus: float = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,8 @@ class Estimate:
         terms: seconds by name; they add up to `step_s`.
         stage_memory_bytes: that each pipeline stage takes of a device.
         device_memory_bytes: of one device; 0 where that is not known.
+        factors: by what the same loss takes longer than so many steps, by name: `staleness`, `local_steps` (more steps
+            for it), `preemptions` (time lost to them). Models, not verified.
     """
 
     step_s: float
@@ -84,6 +91,12 @@ class Estimate:
     terms: Mapping[str, float]
     stage_memory_bytes: tuple[int, ...]
     device_memory_bytes: int = 0
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def target_s(self) -> float:
+        """Seconds to the loss that one step of one device would come to: what plans are ranked by."""
+        return self.step_s * math.prod(self.factors.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +121,8 @@ class Plan:
         zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: what `zero` divides is kept and updated in the memory of the host, and visits the device.
         servers: processes that hold the parameters, where workers step alone.
+        tpu: that the job names.
+        in_flight: steps that a coordinator has begun and not completed, at most.
         consistency: how far these may be apart (see `Consistency.parse`).
         wire: in what form they push gradients: `full`, `fp16`, `bf16`, `int8` or `topk(share)`.
         local_steps: steps that each of them takes by itself between two pushes.
@@ -139,6 +154,8 @@ class Plan:
     zero: int = 0
     offload: bool = False
     servers: int = 0
+    in_flight: int = 1
+    tpu: str = ""
     consistency: str = ""
     wire: str = "full"
     local_steps: int = 1
@@ -155,7 +172,8 @@ class Plan:
         Args:
             text: any of `dp`, `fsdp` (ZeRO-3 over so many ranks, `dp` times), `zero` (1, 2 or 3: over all `dp`
                 ranks), `offload` (0 or 1), `tp`, `sequence` (0 or 1), `pp`, `micro_batch`, `accumulation`,
-                `schedule`, `chunks`, `recompute`, `precision`; what is left out is 1, none, or with a pipeline
+                `schedule`, `chunks`, `recompute`, `precision`, and for workers that step alone `servers`,
+                `consistency`, `wire`, `local_steps`, `outer`; what is left out is 1, none, or with a pipeline
                 micro-batches of one sample in the order 1F1B.
 
         Raises:
@@ -177,6 +195,10 @@ class Plan:
         """`pipeline (pp=2,schedule=1f1b,accumulation=4)`, `one_device`."""
         return f"{self.strategy} ({self.text})" if self.text else self.strategy
 
+    def noted(self, *notes: str) -> Plan:
+        """The same with more to know about it."""
+        return replace(self, notes=(*self.notes, *notes))
+
     def micro_batches(self, batch_size: int) -> tuple[int, int]:
         """How many micro-batches a data rank's share of so many samples makes, and the samples of the largest."""
         share = -(-batch_size // self.mesh.data_ranks)
@@ -195,20 +217,24 @@ class Plan:
         return self.schedule in STREAMED and self.mesh.pipeline > 1
 
     @property
+    def ahead(self) -> int:
+        """Steps that may begin before the one before them ends, whose feeds are given along with its own."""
+        return 1 if self.streamed else self.in_flight - 1
+
+    @property
     def workers(self) -> int:
         """Number of worker actors."""
         return self.mesh.size // self.devices_per_worker
 
     @property
     def processes(self) -> int:
-        """Number of actors: workers and servers."""
-        return self.servers + self.workers
+        """Number of actors: workers and servers, and a coordinator that leads those and computes nothing itself."""
+        chief = self.topology == "coordinator" and self.servers > 0
+        return chief + self.servers + self.workers
 
     def role_of(self, rank: int) -> Role:
-        """Of a process: a coordinator comes first, then servers, then workers."""
-        if self.topology == "coordinator":
-            return "chief" if rank == 0 else "server" if rank <= self.servers else "worker"
-        return "server" if rank < self.servers else "worker"
+        """Of a process; see `core.group.role_of`."""
+        return role_of(rank, self.topology, self.servers)
 
     @property
     def layout(self) -> Plan:
@@ -237,11 +263,15 @@ class Plan:
     def feed_of(self, worker: int) -> Feeding:
         """Which data ranks a worker is fed, and whether it wants inputs and targets.
 
-        A coordinator's rank 0 holds all data ranks and the others none.
+        A coordinator's rank 0 holds all data ranks and the others none. Servers have none, and a worker that steps
+        alone has one to begin with.
         """
         total, stage = self.mesh.data_ranks, self.mesh.stage_of(worker * self.devices_per_worker)
         if self.topology == "coordinator":
             return Feeding(data_ranks=range(total if worker == 0 else 0), total=total)
+        if self.topology == "independent":
+            share = (worker - self.servers) % total
+            return Feeding(data_ranks=range(share, share + (worker >= self.servers)), total=total)
         first = self.mesh.data_rank_of(worker * self.devices_per_worker)
         return Feeding(
             data_ranks=range(first, first + self.devices_per_worker),

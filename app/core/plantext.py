@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.errors import PlanError, nearest
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.sections import CHUNKED, misplaced
 
-_NUMBERS = ("dp", "fsdp", "tp", "pp", "sequence", "zero", "offload", "micro_batch", "accumulation", "chunks")
+_NUMBERS = (
+    "dp", "fsdp", "tp", "pp", "sequence", "zero", "offload", "micro_batch", "accumulation", "chunks", "servers",
+    "local_steps",
+)  # fmt: skip
 _BOUNDS: Mapping[str, tuple[int, int | None]] = {
     "zero": (0, 3),
     "offload": (0, 1),
@@ -22,6 +27,12 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "tf32", "fp16", "bf16"),
 }
+_FORMS: Mapping[str, Callable[[str], object]] = {
+    "consistency": Consistency.parse,
+    "wire": Wire.parse,
+    "outer": Outer.parse,
+}
+_COMMA = re.compile(r",(?![^()]*\))")  # not one between parentheses
 
 
 def fields_of(text: str) -> dict[str, Any]:
@@ -32,13 +43,15 @@ def fields_of(text: str) -> dict[str, Any]:
         given = {"micro_batch": 0 if "accumulation" in given else 1, "schedule": "1f1b"} | given
     if given.get("schedule") in CHUNKED:
         given = {"chunks": 2} | given
-    return {"strategy": strategy_of(mesh), "mesh": mesh, **given, "zero": zero}
+    alone = {"topology": "independent", "consistency": "sync"} if "servers" in given else {}
+    strategy = strategy_of(mesh, servers=given.get("servers", 0), local_steps=given.get("local_steps", 1))
+    return {"strategy": strategy, "mesh": mesh, **alone, **given, "zero": zero}
 
 
 def _given(text: str) -> dict[str, Any]:
     """What the text says, by name."""
     given: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, (part.strip() for part in _COMMA.split(text))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         given[name] = _value(name, value, text)
     problem = misplaced(given["schedule"], given["chunks"]) if {"schedule", "chunks"} <= given.keys() else ""
@@ -73,8 +86,16 @@ def text_of(plan: Plan) -> str:
         "schedule": plan.schedule,
         "chunks": plan.chunks,
         "recompute": plan.recompute,
+        "servers": plan.servers,
+        "consistency": plan.consistency,
+        "wire": plan.wire,
+        "local_steps": plan.local_steps,
+        "outer": plan.outer,
     }
-    idle = {"zero": 0, "offload": 0, "sequence": 0, "micro_batch": 0, "schedule": "", "recompute": "none"}
+    idle = {
+        "zero": 0, "offload": 0, "sequence": 0, "micro_batch": 0, "schedule": "", "recompute": "none", "servers": 0,
+        "consistency": "sync" if plan.servers else "", "wire": "full", "outer": "",
+    }  # fmt: skip
     kept = {name: value for name, value in parts.items() if value != idle.get(name, 1)}
     if mesh.pipeline > 1 and not plan.micro_batch:
         kept["accumulation"] = plan.accumulation
@@ -106,18 +127,35 @@ class Pins:
         mesh, zero = _mesh_of(given)
         return cls(text=text, mesh=mesh, choices=given | {"zero": zero})
 
+    def beside(self, choices: Mapping[str, Any]) -> Pins:
+        """These, and others that a job gives as fields of its own.
+
+        Raises:
+            PlanError: one of them is given twice, and differs.
+        """
+        for name, value in choices.items():
+            if self.choices.get(name, value) != value:
+                said = f"{name}={value!r} is not the {name}={self.choices[name]} of plan={self.text!r}"
+                raise PlanError(said, where="plan", remedy="leave one of them out")
+        text = ",".join(filter(None, [self.text, *(f"{name}={value}" for name, value in choices.items())]))
+        return Pins(text=text, mesh=self.mesh, choices={**self.choices, **choices})
+
     def allow(self, plan: Plan) -> bool:
         """Whether a plan is as it is said."""
         if self.mesh is not None and self.mesh != plan.mesh:
             return False
         found = {name: getattr(plan, name) for name in self.choices}
+        if "consistency" in found:  # ranks that step together need no word for it
+            found["consistency"] = plan.consistency or "sync"
         if "micro_batch" in found:
             found["micro_batch"] = plan.micro_batches(plan.batch_size)[1]
         return found == dict(self.choices)
 
 
-def strategy_of(mesh: Mesh) -> str:
-    """The strategy that offers such a mesh."""
+def strategy_of(mesh: Mesh, *, servers: int = 0, local_steps: int = 1) -> str:
+    """The strategy that offers such a mesh, with so many servers."""
+    if servers:
+        return "local_sgd" if local_steps > 1 else "parameter_server"
     degrees = {
         "pipeline": mesh.pipeline, "tensor_parallel": mesh.tensor, "sharded": mesh.shard, "data_parallel": mesh.data,
     }  # fmt: skip
@@ -129,8 +167,11 @@ def _value(name: str, value: str, text: str) -> Any:
         if value not in _WORDS[name]:
             raise PlanError(f"{name}={value!r} is not known", where=text, remedy=nearest(value, _WORDS[name]))
         return value
+    if name in _FORMS:
+        return str(_FORMS[name](value))
     if name not in _NUMBERS:
-        raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, (*_NUMBERS, *_WORDS)))
+        known = (*_NUMBERS, *_WORDS, *_FORMS)
+        raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, known))
     least, most = _BOUNDS.get(name, (1, None))
     if not value.isdigit() or int(value) < least or (most is not None and int(value) > most):
         wanted = {1: "0 or 1", 3: "0, 1, 2 or 3"}.get(most or 0, f"a whole number from {least}")

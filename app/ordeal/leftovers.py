@@ -31,7 +31,8 @@ class Surroundings:
 
     def new(self, before: Surroundings, run: str) -> tuple[str, ...]:
         """What came since and is of no use to anybody: shared memory without a process, actors with the run's name."""
-        orphans = self.shared - before.shared - _mapped()
+        used = _used()
+        orphans = {name for name in self.shared - before.shared if _inode(name) not in used}
         actors = {name for name in self.actors - before.actors if run in name}
         return (
             *(f"shared memory {_SHARED / name}" for name in sorted(orphans & _files())),
@@ -43,16 +44,23 @@ def _files() -> frozenset[str]:
     return frozenset(path.name for path in _SHARED.iterdir()) if _SHARED.is_dir() else frozenset()
 
 
-def _mapped() -> set[str]:
-    """Files of shared memory that a living process has mapped or open."""
-    found: set[str] = set()
+def _inode(name: str) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return (_SHARED / name).stat().st_ino
+    return 0
+
+
+def _used() -> set[int]:
+    """Inodes of shared memory that a living process has mapped or open, whatever name it had then.
+
+    A semaphore is mapped under another name than the one that it is given afterwards (glibc, sem_open).
+    """
+    found: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is not ours to look at
             for line in (process / "maps").read_text().splitlines():
-                _, inside, name = line.partition(f"{_SHARED}/")
-                found |= {name.removesuffix(" (deleted)")} if inside else set()
+                found |= {int(line.split()[4])} if f"{_SHARED}/" in line else set()
             for handle in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    target = str(handle.readlink())
-                    found |= {target.removeprefix(f"{_SHARED}/")} if target.startswith(f"{_SHARED}/") else set()
+                    found |= {handle.stat().st_ino} if str(handle.readlink()).startswith(f"{_SHARED}/") else set()
     return found

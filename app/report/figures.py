@@ -8,21 +8,22 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright import words
 from trainwright.history import History
-from trainwright.parts import StepRecord
+from trainwright.parts import StepRecord, staleness_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BINS = 500
+_BINS, _BARS = 500, 60
 _COLOURS = {
     "ink": "#010101", "soft": "#020202", "grid": "#030303", "series-1": "#040404", "series-2": "#050505",
     "series-3": "#060606", "series-4": "#070707", "bad": "#080808", "good": "#090909",
 }  # fmt: skip
+_SERIES = [_COLOURS[f"series-{number}"] for number in range(1, 5)]
 _SETTINGS = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -106,7 +107,9 @@ def small_figures(history: History) -> list[tuple[str, str]]:
     ]
     if any(record.gradient_norm is not None for record in history.records):
         of.append(("Gradient norm before clipping", lambda r: math.nan if r.gradient_norm is None else r.gradient_norm))
-    return [(title, _small(f"small-{number}", history, value)) for number, (title, value) in enumerate(of)]
+    found = [(title, _small(f"small-{number}", history, value)) for number, (title, value) in enumerate(of)]
+    stale = stale_figure(history)
+    return [*found, ("Staleness, % of what was pushed", stale)] if stale else found
 
 
 def _small(name: str, history: History, value: Callable[[StepRecord], float]) -> str:
@@ -118,6 +121,45 @@ def _small(name: str, history: History, value: Callable[[StepRecord], float]) ->
             axes.set_ylim(0, max(max(finite) * 1.12, 1e-12))
 
     return _svg(name, _SMALL, draw, "")
+
+
+def stale_figure(history: History) -> str:
+    """How stale the updates were that workers which step alone made; empty where no update was."""
+    staleness = staleness_of(history.stale)
+    counts = sorted(staleness.counts.items())
+    if len(counts) < 2:
+        return ""
+
+    def draw(axes: Axes) -> None:
+        total, width = sum(count for _, count in counts), max(1, math.ceil((counts[-1][0] + 1) / _BARS))
+        heights: dict[int, float] = {}
+        for age, count in counts:
+            heights[age // width] = heights.get(age // width, 0.0) + 100 * count / total
+        places = [(number + 0.5) * width for number in heights]  # a bar begins at its age: none is cut at 0
+        axes.bar(places, list(heights.values()), width=0.86 * width, color=_COLOURS["series-1"])
+        axes.axvline(
+            staleness.mean + 0.5, color=_COLOURS["series-2"], linewidth=1.4, label=f"mean {staleness.mean:.1f}"
+        )
+        _legend(axes)
+
+    return _svg("staleness", _SMALL, draw, staleness.unit)
+
+
+def curves_figure(name: str, curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, *, log: bool) -> str:
+    """Curves with their names, such as of what was simulated; heights that are no numbers are left out."""
+
+    def draw(axes: Axes) -> None:
+        for number, (label, points) in enumerate(curves.items()):
+            kept = [point for point in points if math.isfinite(point[1]) and (point[1] > 0 or not log)]
+            if not kept:
+                continue  # it has its colour in another figure
+            dashed = (0, (4, 2)) if number >= len(_SERIES) else "-"
+            axes.plot(*zip(*kept, strict=True), color=_SERIES[number % len(_SERIES)], linestyle=dashed, label=label)
+        if log:
+            axes.set_yscale("log")
+        _legend(axes)
+
+    return _svg(name, _WIDE, draw, xlabel, log=log)
 
 
 def _binned(
@@ -174,7 +216,9 @@ def _legend(axes: Axes) -> None:
     axes.legend(frameon=False, labelcolor=_COLOURS["ink"], fontsize=9.5, handlelength=1.4, borderaxespad=0.2)
 
 
-def _svg(name: str, inches: tuple[float, float], draw: Callable[[Axes], None], xlabel: str) -> str:
+def _svg(
+    name: str, inches: tuple[float, float], draw: Callable[[Axes], None], xlabel: str, *, log: bool = False
+) -> str:
     """Draw one figure; ids carry its name, so that several figures live in one page."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -187,7 +231,8 @@ def _svg(name: str, inches: tuple[float, float], draw: Callable[[Axes], None], x
         FigureCanvasSVG(figure)
         axes = figure.subplots()
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if inches != _SMALL else 4, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5 if inches != _SMALL else 3))
+        if not log:
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=5 if inches != _SMALL else 3))
         draw(axes)
         axes.set_xlim(left=0)
         axes.set_xlabel(xlabel)

@@ -18,6 +18,7 @@ from trainwright.history import History, epoch_of, read_history
 from trainwright.journal import read_events
 from trainwright.meshview import SHOWN, mesh_table
 from trainwright.narration import prefetch_text, recovery_text, source_text
+from trainwright.parts import staleness_of, staleness_text
 from trainwright.planview import other_rows, plan_from, plan_line, plan_rows
 from trainwright.report import figures
 from trainwright.report.templates import fill
@@ -93,6 +94,7 @@ def render(history: History, facts: Facts) -> str:
         comparison=[row.cells() for row in step_parts(history, plan)],
         timed=_timed(history),
         noise=noise_text(history, plan),
+        staleness=staleness_text(staleness_of(history.stale)),
         others=other_rows(history.start.rejected),
         time_parts=time_parts(history),
         prefetch=prefetch_text(history.prefetch) if history.prefetch else "",

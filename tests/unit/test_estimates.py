@@ -270,7 +270,8 @@ def test_the_ranking_is_sorted_fits_and_says_why_the_others_do_not() -> None:
     assert best is not None and best.low_s < best.step_s < best.high_s
     assert found.plans == tuple(tw.rank(GPT, NODE, batch_size=64, precision="bf16"))
     strategies = {plan.strategy for plan in found.plans}
-    assert strategies == {name for name in STRATEGIES if not name.startswith("tf_")}
+    near = {"local_sgd"}  # of which the nodes are too near to propose it
+    assert strategies == {name for name in STRATEGIES if not name.startswith("tf_")} - near
     small = ranking(GPT, tw.Cluster.parse("8xT4"), batch_size=64, precision="fp16")
     full = [one for one in small.misfits if one.missing_bytes]
     assert "one_device" not in {plan.strategy for plan in small.plans}

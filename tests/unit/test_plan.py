@@ -174,8 +174,9 @@ def test_a_job_that_fits_nowhere_is_told_what_would_fit() -> None:
     huge = replace(PROFILE, layers=(replace(PROFILE.layers[0], parameters=19 * 10**6, flops=1e10),) * 100)
     with pytest.raises(PlanError, match=r"data_parallel: out of memory by 13\.7 GiB on stage 0"):
         decide(tw.Cluster.parse("2xT4"), profile=huge, strategy="data_parallel")
-    with pytest.raises(PlanError, match="no engine for it yet"):
-        decide(tw.Cluster.parse("2xT4"), profile=huge, strategy="parameter_server")
+    asked = decide(tw.Cluster.parse("2xT4"), profile=huge, strategy="parameter_server").chosen
+    assert asked.servers and asked.topology == "independent", "the optimizer's state is the servers'"
+    assert decide(tw.Cluster.parse("2xT4"), profile=huge).chosen.strategy == "sharded", "not unasked"
     normed = replace(PROFILE, inexact=("batch_norm",))
     wide = replace(normed, layers=(replace(PROFILE.layers[0], output_numbers=1e8, kept_numbers=1e8),))
     with pytest.raises(PlanError, match=r"-> use batch_size=32$"):
