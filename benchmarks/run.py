@@ -27,7 +27,9 @@ DEADLINES_S = {
     "step_time": 420, "tf_step_time": 420, "ray_step_time": 420, "pipeline_step": 420, "sharded_step": 420,
     "first_step": 420, "checkpoint_stall": 420, "memory": 420, "plans": 900,
     "recovery": 900, "tf_recovery": 900, "recovery_4": 900, "recovery_large": 420,
+    "parameter_server": 900,
     "data_light": 420, "data_heavy": 420, "data_start": 240, "data_step": 240, "tf_feed": 240,
+    "asynchronous": 600,
 }  # fmt: skip
 
 

@@ -1,0 +1,270 @@
+"""Ways of pushing gradients to servers and pulling parameters, all held by the same processes, which take turns.
+
+Every way does the same work: a worker has a gradient in memory of its own, each push is an update of all parameters by
+SGD on the servers, and the worker then gets the new parameters into memory of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from peers.gloo_parameter_server import GlooServer, GlooWorker, join
+from torch import nn
+from torch.nn import functional
+
+from trainwright.core.engine import ModelSpec
+from trainwright.core.group import Address, Generation, Group, Peer
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.strategies.servers import regions
+from trainwright.strategies.servers.bank import Shard
+from trainwright.strategies.servers.clients import Clients
+from trainwright.strategies.torch.parameter_server import ParameterServer
+from trainwright.strategies.torch.served import shards
+from trainwright.strategies.torch.wireform import Form
+
+SERVERS, WORKERS, RATE = 2, 2, 0.1
+WAYS = {
+    "shared": {"consistency": "async"},
+    "sync": {"consistency": "sync"},
+    "tcp": {"consistency": "async"},
+    "fp16": {"consistency": "async", "wire": "fp16"},
+}  # ours: fields of their plans
+GENERATION, DEADLINE_S, MEET_S, END_S = Generation(token=1, number=1), 60.0, 120.0, 20.0
+Floats = npt.NDArray[np.float32]
+
+
+class Turn(Protocol):
+    """One process's part of a way. `steps` are those of each worker, `meet` is called when it is ready to begin."""
+
+    def __call__(self, steps: int, meet: Callable[[], None]) -> tuple[float, float]:
+        """When it began and ended."""
+
+
+def build(layers: int) -> nn.Module:
+    """So many layers of a million parameters each."""
+    return nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(layers)))
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain: all parameters, one pass."""
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+class OurServer:
+    """Servers of trainwright's torch engine, which serve one segment a turn."""
+
+    def __init__(self, way: str) -> None:
+        self._engine, self._way, self._until = ParameterServer(), way, 0
+
+    def reserve(self) -> Address:
+        """Some ways are not to go through shared memory."""
+        shares = regions.SHARES
+        regions.SHARES = shares and self._way in ("shared", "sync")
+        try:
+            return self._engine.reserve(GENERATION, "server")
+        finally:
+            regions.SHARES = shares
+
+    def form(self, group: Group, spec: ModelSpec, plan: Plan) -> None:
+        """Join the other server, with the shard that it was dealt."""
+        self._engine.form(group)
+        self._engine.build(spec, plan)
+        self._engine.transfer(())
+
+    def __call__(self, steps: int, meet: Callable[[], None]) -> tuple[float, float]:
+        """Serve so many steps more."""
+        self._until += steps
+        meet()
+        for _ in self._engine.serve(self._until, lambda: False):
+            pass
+        return 0.0, 0.0
+
+    def close(self) -> None:
+        """End it."""
+        self._engine.leave()
+
+
+class OurWorker:
+    """A worker of ours without a model to run: lease, pull, write each layer's gradient into the outbox, push."""
+
+    def __init__(self, group: Group, plan: Plan, shards: Sequence[Shard], gradient: Floats, own: Floats) -> None:
+        self._forms = [Form(shard, plan.wire) for shard in shards]
+        self._slots = [slot for shard in shards for slot in shard.slots]
+        self._servers = [server for server, shard in enumerate(shards) for _ in shard.slots]
+        ends = np.cumsum([slot.size // 4 for slot in self._slots])[:-1]
+        self._gradients = [torch.from_numpy(part) for part in np.split(gradient, ends)]
+        sizes = np.cumsum([shard.trained_bytes // 4 for shard in shards])[:-1]
+        memory = [memoryview(part).cast("B") for part in np.split(own, sizes)]
+        self._clients = Clients(group, group.peers[:SERVERS])
+        self._clients.open()
+        self._clients.lay(shards, [form.size_bytes for form in self._forms], memory)
+
+    def __call__(self, steps: int, meet: Callable[[], None]) -> tuple[float, float]:
+        """Until the servers have all steps; the end is that of its last push."""
+        clients = self._clients
+        meet()
+        begun = ended = time.perf_counter()
+        while (grant := clients.lease()) is not None:
+            clients.pull(grant.needs)
+            self._write(clients)
+            clients.push(weight=1.0, sums=[(1.0, 1.0)])
+            ended = time.perf_counter()
+        return begun, ended
+
+    def _write(self, clients: Clients) -> None:
+        outbox = clients.outbox
+        for server, slot, gradient in zip(self._servers, self._slots, self._gradients, strict=True):
+            form = self._forms[server]
+            form.write(outbox[server], slot.name, gradient)
+            clients.ready(server, form.places[slot.name].offset, form.places[slot.name].size)
+
+    def close(self) -> None:
+        """End it."""
+        self._clients.close()
+
+
+class Copying:
+    """The limit: as many bytes copied to memory of another's, and from there, as a push and a pull have."""
+
+    def __init__(self, gradient: Floats, own: Floats) -> None:
+        self._gradient, self._own = gradient, own
+        self._there, self._here = np.ones_like(gradient), np.ones_like(own)
+
+    def __call__(self, steps: int, meet: Callable[[], None]) -> tuple[float, float]:
+        """Two copies a step."""
+        meet()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            np.copyto(self._there, self._gradient)
+            np.copyto(self._own, self._here)
+        return begun, time.perf_counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """What the processes are to be: of these ways of ours, for models of so many layers of a million parameters."""
+
+    layers: int
+    ways: tuple[str, ...]
+    folder: str
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the job: only the optimizer is ever used."""
+        return ModelSpec(
+            model=partial(build, self.layers), loss=functional.cross_entropy, optimizer=sgd, total_steps=10**9,
+            inputs=("x",), targets=("y",),
+        )  # fmt: skip
+
+    def plan(self, way: str) -> Plan:
+        """Of one of our ways."""
+        return Plan(
+            strategy="parameter_server", engine="", mesh=Mesh(data=WORKERS), batch_size=WORKERS,
+            placement=Placement(cpus=1), servers=SERVERS, **WAYS[way],
+        )  # fmt: skip
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """What each server holds."""
+        return shards(self.spec, self.plan("shared"), build(self.layers), "")
+
+
+@contextlib.contextmanager
+def cast(scene: Cast) -> Iterator[Callable[[str, int], float]]:
+    """Servers and workers as processes; gives a function (way, steps) -> seconds for each push and pull.
+
+    The function raises EOFError when a process has failed; its traceback is on stderr.
+    """
+    context = get_context("spawn")
+    barrier = context.Barrier(SERVERS + WORKERS)
+    pipes = [context.Pipe() for _ in range(SERVERS + WORKERS)]
+    processes = [
+        context.Process(target=_member, args=(rank, scene, far, barrier), daemon=True)
+        for rank, (_, far) in enumerate(pipes)
+    ]
+    for process, (_, far) in zip(processes, pipes, strict=True):
+        process.start()
+        far.close()
+    near = [pipe for pipe, _ in pipes]
+    try:
+        addresses = [pipe.recv() for pipe in near]
+        for pipe in near:
+            pipe.send(addresses)
+        for pipe in near:
+            pipe.recv()
+        yield lambda way, steps: _turn(near, way, steps)
+    finally:
+        for pipe in near:
+            pipe.close()
+        for process in processes:
+            process.join(END_S)
+            process.kill()
+
+
+def _turn(pipes: Sequence[Connection], way: str, steps: int) -> float:
+    for pipe in pipes:
+        pipe.send((way, steps))
+    spans = [pipe.recv() for pipe in pipes][SERVERS:]
+    return float(max(end for _, end in spans) - min(begin for begin, _ in spans)) / (steps * WORKERS)
+
+
+def _member(rank: int, scene: Cast, pipe: Connection, barrier: Barrier) -> None:
+    """One process: a server or a worker of every way."""
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        turns = (_server if rank < SERVERS else _worker)(rank, scene, pipe, stack)
+        join(rank, SERVERS + WORKERS, f"{scene.folder}/rendezvous")
+        pipe.send("ready")
+        with contextlib.suppress(EOFError):  # there are no more turns
+            while True:
+                way, steps = pipe.recv()
+                pipe.send(turns[way](steps, lambda: barrier.wait(MEET_S)))
+
+
+def _server(rank: int, scene: Cast, pipe: Connection, stack: contextlib.ExitStack) -> dict[str, Turn]:
+    servers = {way: OurServer(way) for way in scene.ways}
+    pipe.send({way: server.reserve() for way, server in servers.items()})
+    addresses = pipe.recv()
+    for way, server in servers.items():
+        stack.callback(server.close)
+        server.form(_group(rank, way, addresses), scene.spec, scene.plan(way))
+    return {"copy": _idle, "gloo": GlooServer(scene.shards[rank].trained_bytes // 4, WORKERS, RATE), **servers}
+
+
+def _worker(rank: int, scene: Cast, pipe: Connection, stack: contextlib.ExitStack) -> dict[str, Turn]:
+    pipe.send({})
+    addresses, dealt = pipe.recv(), scene.shards
+    gradient, own = np.ones(scene.layers * 10**6, np.float32), np.zeros(scene.layers * 10**6, np.float32)
+    ends = [shard.trained_bytes // 4 for shard in dealt][:-1]
+    by_gloo = GlooWorker(*(torch.from_numpy(whole).tensor_split(ends) for whole in (gradient, own)))
+    turns: dict[str, Turn] = {"copy": Copying(gradient, own), "gloo": by_gloo}
+    for way in scene.ways:
+        turns[way] = worker = OurWorker(_group(rank, way, addresses), scene.plan(way), dealt, gradient, own)
+        stack.callback(worker.close)
+    return turns
+
+
+def _idle(steps: int, meet: Callable[[], None]) -> tuple[float, float]:
+    """A server's part of a way without servers."""
+    meet()
+    return 0.0, 0.0
+
+
+def _group(rank: int, way: str, addresses: Sequence[Mapping[str, Address]]) -> Group:
+    nowhere = Address(host="127.0.0.1", port=0)
+    peers = tuple(
+        Peer(rank=number, address=found.get(way, nowhere), role="server" if number < SERVERS else "worker")
+        for number, found in enumerate(addresses)
+    )
+    return Group(generation=GENERATION, rank=rank, peers=peers, deadline_s=DEADLINE_S)
