@@ -15,7 +15,8 @@ from tests import clusters
 pytest_plugins = ["tests.s3"]
 
 
-ORDER = ("tests/faults/", "tests/unit/", "tests/conformance/")  # then those on Ray
+ORDER = ("tests/faults/", "tests/ray/", "tests/conformance/", "tests/e2e/", "tests/unit/")  # the small ones last
+GROUPS = (ORDER[:2], ORDER[2:3])  # that share a Ray cluster, or ranks and the runs that they are compared with
 STAND_BACK = 1  # niceness, beside the group that takes longest
 gc.disable()  # until all is collected: imports make no garbage
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its workers starve beside another process
@@ -39,8 +40,8 @@ def pytest_collection_finish() -> None:
 
 
 def group_of(test: str) -> str:
-    """What one process runs in one go: all tests that kill processes and wait for what becomes of it, or a file."""
-    return ORDER[0] if test.startswith(ORDER[0]) else test.partition("::")[0]
+    """What one process runs in one go: what shares expensive things, or a file."""
+    return next((group[0] for group in GROUPS if test.startswith(group)), test.partition("::")[0])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 import trainwright as tw
-from tests import jobs, machines, processes, s3
+from tests import clusters, jobs, machines, processes, s3
 from tests.runs import final_state
 from tests.samples import account_of
 from trainwright.core.events import Event, Formed, RunStarted, Steps
@@ -282,6 +282,8 @@ def main(arguments: list[str]) -> int:
         server.make_bucket("soak")
         os.environ |= server.environment()
         folder = stack.enter_context(own_folder())
+        stack.enter_context(clusters.forking(clusters.TORCH_IMPORTS))  # its workers carry the mark as it does
+        clusters.thrifty()
         with cluster(task, folder, server):
             found = soak(task, "s3://soak/runs", folder)
         found["wrong"] += [f"file {path}" for path in temporary_files()]

@@ -1,11 +1,13 @@
 """Starts a Ray worker process as Ray's own `setup_worker.py` does, only sooner.
 
-That imports all of Ray, half a second of a core, before it makes way for the worker, which imports it again; where no
-runtime environment is to be set up there is nothing to do in between, and the tests' nursery forks the worker.
+That imports all of Ray, half a second of a core, before it makes way for the worker, which imports it again; where the
+runtime environment is none, or variables alone, there is nothing else to do in between, and the tests' nursery forks
+the worker.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -14,12 +16,17 @@ from pathlib import Path
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
-def bare(arguments: list[str]) -> list[str] | None:
-    """What a worker without an environment of its own is to run; None where there is one to set up."""
-    contexts = [argument.removeprefix(CONTEXT) for argument in arguments if argument.startswith(CONTEXT)]
-    if any(context != "{}" for context in contexts):
-        return None
-    return [argument for argument in arguments if not argument.startswith((CONTEXT, LANGUAGE))]
+def bare(arguments: list[str]) -> tuple[list[str], dict[str, str]] | None:
+    """What a worker is to run and its variables beside this process's; None where Ray has more to set up."""
+    variables: dict[str, str] = {}
+    for argument in arguments:
+        if argument.startswith(CONTEXT):
+            context = json.loads(argument.removeprefix(CONTEXT))
+            variables |= context.pop("env_vars", {})
+            own = context.pop("py_executable", sys.executable) == sys.executable
+            if not own or any(context.values()) or any("$" in value for value in variables.values()):
+                return None
+    return [argument for argument in arguments if not argument.startswith((CONTEXT, LANGUAGE))], variables
 
 
 def rays_own() -> str:
@@ -36,4 +43,6 @@ if __name__ == "__main__":
     worker = bare(sys.argv[1:])
     if worker is None:
         os.execv(sys.executable, [sys.executable, rays_own(), *sys.argv[1:]])
-    order(os.environ[VARIABLE], worker)
+    command, variables = worker
+    os.environ |= variables
+    order(os.environ[VARIABLE], command)

@@ -10,7 +10,7 @@ import pytest
 from tests.conformance.cases import Case, label, new_process, several, sizes
 from tests.conformance.harness import Outcome, Pool, World
 from tests.conformance.problems import PROBLEMS, Problem
-from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_whole, state_of
+from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 from trainwright.driver.agree import agree_at
 
@@ -29,7 +29,7 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
     pool: Pool, case: Case, workers: int, victim: int
 ) -> None:
     dead = case.losing(workers)[victim]
-    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    whole, feeds = unbroken(pool, case, workers), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         _arm(case, world, dead, "kill")
         world.start(feeds[0])
@@ -44,19 +44,19 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
         assert [pid for rank, pid in enumerate(world.pids) if rank != dead] == [
             pid for rank, pid in enumerate(pids) if rank != dead
         ]
-        assert_same(unbroken, state_of(case, world))
+        assert_same(whole.end, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), several(2, 3, in_place=True), ids=label)
 def test_a_group_that_did_not_form_forms_with_a_new_process(pool: Pool, case: Case, workers: int) -> None:
     feeds = case.feeds(PROBLEM, workers, range(WHOLE))
-    unbroken = run_whole(pool, case, workers, PROBLEM)
+    whole = unbroken(pool, case, workers)
     with case.world(pool, PROBLEM, workers) as world:
         outcomes = world.form_without(workers - 1, deadline_s=1.0)
         assert all(isinstance(outcome.error, PeerLost) for outcome in outcomes), outcomes
         world.start(feeds[0])
         world.train(feeds)
-        assert_same(unbroken, state_of(case, world))
+        assert_same(whole.end, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), several(2, in_place=True), ids=label)

@@ -20,7 +20,7 @@ from tests.conformance.harness import Pool, World
 from tests.conformance.problems import CLASSES, FEATURES, PROBLEMS
 from tests.conformance.test_failures import SOON_S
 from tests.conformance.test_sharded import adamw
-from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_whole, state_of
+from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, PeerLost, UserCodeError
@@ -222,7 +222,7 @@ SINGLE = replace(PROBLEMS["ragged"], dtype="float32")
 
 def test_a_stage_without_a_loss_dies_and_its_replica_gives_its_state(pool: Pool) -> None:
     case, workers, dead = NAMED["torch-pipelines"], 4, 0
-    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    whole, feeds = unbroken(pool, case, workers), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         world.start(feeds[0])
         world.train(feeds[:PART])
@@ -235,7 +235,7 @@ def test_a_stage_without_a_loss_dies_and_its_replica_gives_its_state(pool: Pool)
         assert {tag.step for tag in world.every("transfer", lambda rank: (agreement.moves,))} == {PART}
         world.warm(feeds[PART])
         world.train(feeds[PART:])
-        assert_same(unbroken, state_of(case, world))
+        assert_same(whole.end, state_of(case, world))
 
 
 def looking(inputs: Tensor) -> Tensor:

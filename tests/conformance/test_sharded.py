@@ -16,7 +16,7 @@ from tests.conformance import problems, torch_case
 from tests.conformance.cases import CASES
 from tests.conformance.harness import Pool, World
 from tests.conformance.problems import PROBLEMS
-from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, run_whole, state_of
+from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, UserCodeError
@@ -44,7 +44,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(("name", "kind"), [("torch-hybrid-shard", "shard"), ("torch-dp-x-tp", "tensor")])
 def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool, name: str, kind: str) -> None:
     case, workers, dead = NAMED[name], 4, 3
-    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    whole, feeds = unbroken(pool, case, workers), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         world.start(feeds[0])
         outcomes, _ = world.train_with_fault(feeds[: PART + 1], dead, "kill")
@@ -58,13 +58,13 @@ def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool, name: str, kind: s
         assert {tag.step for tag in world.every("transfer", lambda rank: (agreement.moves,))} == {PART}
         world.warm(feeds[PART])
         world.train(feeds[PART:])
-        assert_same(unbroken, state_of(case, world))
+        assert_same(whole.end, state_of(case, world))
 
 
 @pytest.mark.parametrize("name", ["torch-fsdp-x-tp", "torch-fsdp-x-pp", "torch-pp-x-tp"])
 def test_ranks_that_form_again_go_on_with_what_they_hold(pool: Pool, name: str) -> None:
     case, workers = NAMED[name], 4
-    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    whole, feeds = unbroken(pool, case, workers), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         world.start(feeds[0])
         world.train_with_fault(feeds[: PART + 1], workers - 1, "error")
@@ -72,7 +72,7 @@ def test_ranks_that_form_again_go_on_with_what_they_hold(pool: Pool, name: str) 
         assert {tag.step for tag in tags} == {PART} and all(tag.sound for tag in tags)
         assert frozenset().union(*(tag.pieces for tag in tags)) == tags[0].whole
         world.train(feeds[PART:])
-        assert_same(unbroken, state_of(case, world))
+        assert_same(whole.end, state_of(case, world))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_ranks_that_form_again_go_on_with_what_they_hold(pool: Pool, name: str) 
 )
 def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool, name: str, alone: set[str], parts: list[str]) -> None:
     workers, case = LAYOUTS[name]
-    unbroken, feeds = run_whole(pool, case, workers, PROBLEM), case.feeds(PROBLEM, workers, range(WHOLE))
+    whole, feeds = unbroken(pool, case, workers), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         spare, rehearsal = world.ranks[1], Generation(token=0, number=0)
         peer = Peer(rank=0, address=spare.call("reserve", rehearsal, "worker"))
@@ -98,7 +98,7 @@ def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool, name: str, alone:
         assert [(tag.step, *tag.pieces) for tag in tags] == [(None, part) for part in parts]
         world.settle(0, feeds[0])
         world.train(feeds)
-        assert_same(unbroken, state_of(case, world))
+        assert_same(whole.end, state_of(case, world))
 
 
 def test_every_layout_goes_on_from_every_other(pool: Pool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tests.conformance import problems
 from tests.conformance.cases import Case, label, several, sizes, variants
 from tests.conformance.harness import Pool, World
 from tests.conformance.problems import PROBLEMS
+from trainwright.core.data import StepReport
 
 # Everything that could be carried from step to step: dropout, momenta, a schedule, clipping. Uneven shares and a short
 # last batch, in micro-batches of two sizes: TensorFlow compiles each.
@@ -20,9 +21,21 @@ PROBLEM = replace(PROBLEMS["weights"], name="all", batch_size=21, rows=104, drop
 PART, WHOLE = 5, 9
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unbroken:
+    """What an unbroken run came to: its checkpoint after PART steps, all reports since, and its last state."""
+
+    files: Mapping[str, bytes]
+    reports: list[list[StepReport]]
+    end: Mapping[str, Any]
+
+
+_UNBROKEN: dict[tuple[str, int], Unbroken] = {}
+
+
 @pytest.mark.parametrize(("case", "workers"), sizes(1, 3), ids=label)
 def test_dropout_repeats_bitwise_and_follows_the_seed(pool: Pool, case: Case, workers: int) -> None:
-    first, again = run_whole(pool, case, workers, PROBLEM), run_whole(pool, case, workers, PROBLEM)
+    first, again = unbroken(pool, case, workers).end, run_whole(pool, case, workers, PROBLEM)
     assert_same(first, again)
     other = run_whole(pool, case, workers, replace(PROBLEM, dropout=0.6))
     assert not _same(first, other), "dropout does nothing"
@@ -79,18 +92,12 @@ def test_a_snapshot_is_a_copy_and_restores_bitwise(pool: Pool, case: Case, worke
 
 @pytest.mark.parametrize(("case", "workers"), [*sizes(1, 2), *variants()], ids=label)
 def test_a_checkpoint_continues_bitwise_in_fresh_processes(pool: Pool, case: Case, workers: int) -> None:
-    feeds = case.feeds(PROBLEM, workers, range(WHOLE))
-    with case.world(pool, PROBLEM, workers) as world:
-        world.start(feeds[0])
-        world.train(feeds[:PART])
-        files = world.files()
-        reports = world.train(feeds[PART:])
-        end = state_of(case, world)
+    feeds, whole = case.feeds(PROBLEM, workers, range(WHOLE)), unbroken(pool, case, workers)
     with case.world(pool, PROBLEM, workers, fresh=True) as world:
-        _load(world, files, PART)
+        _load(world, whole.files, PART)
         world.warm(feeds[PART])
-        assert world.train(feeds[PART:]) == reports
-        assert_same(end, state_of(case, world))
+        assert world.train(feeds[PART:]) == whole.reports
+        assert_same(whole.end, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), several(3), ids=label)
@@ -116,7 +123,7 @@ def test_a_checkpoint_continues_with_another_number_of_workers(pool: Pool, case:
 def test_a_newcomer_gets_the_state_of_a_survivor(pool: Pool, case: Case, workers: int, newcomer: int) -> None:
     feeds = case.feeds(PROBLEM, workers, range(WHOLE))
     new = newcomer % workers
-    unbroken = run_whole(pool, case, workers, PROBLEM)
+    whole = unbroken(pool, case, workers)
     with case.world(pool, PROBLEM, workers) as world:
         world.start(feeds[0])
         world.train(feeds[:PART])
@@ -129,7 +136,7 @@ def test_a_newcomer_gets_the_state_of_a_survivor(pool: Pool, case: Case, workers
         )
         assert {tag.step for tag in world.settle((new + 1) % workers, feeds[PART])} == {PART}
         world.train(feeds[PART:])
-        assert_same(unbroken, state_of(case, world))
+        assert_same(whole.end, state_of(case, world))
 
 
 @pytest.mark.parametrize(("case", "workers"), sizes(2), ids=label)
@@ -153,6 +160,20 @@ def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def unbroken(pool: Pool, case: Case, workers: int) -> Unbroken:
+    """An unbroken run of PROBLEM; one for all tests, since equal runs are equal bit by bit."""
+    key = (case.name, workers)
+    if key not in _UNBROKEN:
+        feeds = case.feeds(PROBLEM, workers, range(WHOLE))
+        with case.world(pool, PROBLEM, workers) as world:
+            world.start(feeds[0])
+            world.train(feeds[:PART])
+            files = world.files()
+            reports = world.train(feeds[PART:])
+            _UNBROKEN[key] = Unbroken(files=files, reports=reports, end=state_of(case, world))
+    return _UNBROKEN[key]
 
 
 def run_whole(pool: Pool, case: Case, workers: int, problem: problems.Problem) -> Mapping[str, Any]:

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+from tests.processes import ROOT
+
+# A kernel whose own cluster is as `tests.clusters` has them.
+KERNEL = """
+from ipykernel.kernelapp import launch_new_instance
+from tests import clusters
+
+clusters.thrifty()
+launch_new_instance()
+"""
 
 
-def test_the_quickstart_notebook(tmp_path: Path) -> None:
-    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+class Client(NotebookClient):
+    """Runs that kernel."""
+
+    def create_kernel_manager(self) -> Any:
+        manager = super().create_kernel_manager()
+        manager.kernel_spec.argv = [sys.executable, "-c", KERNEL, "-f", "{connection_file}"]
+        return manager
+
+
+def test_the_quickstart_notebook(tmp_path: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
+    Client(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = {
         cell.source: [output for output in cell.outputs if "TqdmWarning" not in output.get("text", "")]  # not ours
         for cell in notebook.cells

@@ -33,7 +33,7 @@ def test_a_killed_driver_is_started_again(folder: Path, tmp_path: Path, unbroken
     with processes.trainwright("fit", file, step_s=STEP_S, module=processes.FORKING) as driver:
         processes.wait_until(lambda: committed(folder) >= 10, driver)
         processes.kill(driver)
-    code, _, err = processes.finish("fit", file, module=processes.FORKING)
+    code, _, err = processes.finish("fit", file, cluster=processes.address())
     assert code == 0, err
     assert re.search(r"resuming step 1[05]", err), err
     assert final_state(folder, "faulty") == unbroken(3)
@@ -50,7 +50,7 @@ def test_ctrl_c_takes_a_checkpoint_and_the_same_command_goes_on(
     assert driver.returncode == 130, err
     stopped = committed(folder)
     assert 0 < stopped < 27
-    code, _, err = processes.finish("fit", file, module=processes.FORKING)
+    code, _, err = processes.finish("fit", file, cluster=processes.address())
     assert code == 0 and f"resuming step {stopped}" in err, err
     assert final_state(folder, "faulty").files == unbroken(2).files
 

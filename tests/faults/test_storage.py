@@ -143,6 +143,14 @@ def test_an_unwritable_store_is_said_before_anything_starts(tmp_path: Path) -> N
     assert str(tmp_path / "file") in str(caught.value)
 
 
+_JOB = """
+from tests import jobs
+from trainwright.core.events import Checkpointed
+
+# Neither of the first two is passed over.
+awaits = {{5 * number: jobs.Awaited(kind=Checkpointed, number=number) for number in (1, 2)}}
+job = jobs.job({storage!r}, awaits=awaits)
+"""
 _FORKING = """
 import subprocess, sys
 from tests import clusters
@@ -164,8 +172,7 @@ def test_a_full_disk_costs_checkpoints_and_the_run_goes_on_where_space_is_made(
     tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:
     """A real file system of 9 MB, which holds two checkpoints, in a mount namespace of its own."""
-    job = f"from tests import jobs\njob = jobs.job({str(tmp_path / 'disk' / 'runs')!r})\n"
-    (tmp_path / "job.py").write_text(job)
+    (tmp_path / "job.py").write_text(_JOB.format(storage=str(tmp_path / "disk" / "runs")))
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     forking = [sys.executable, "-c", _FORKING, "sh", "-c", _FULL_DISK]
     command = ["unshare", "--user", "--map-root-user", "--mount", *forking]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -185,3 +186,11 @@ def test_shared_memory_that_nobody_uses_is_left_over(tmp_path: Path) -> None:
     finally:
         path.unlink()
     assert now.new(before, "net") == ("actor keeper-net-1",), "it went away in the meantime"
+
+
+def test_a_semaphore_is_in_use_while_its_process_lives() -> None:
+    lock = multiprocessing.get_context("spawn").Lock()  # which keeps its name, unlike one that is to be inherited
+    name = "sem." + lock._semlock.name.lstrip("/")
+    now = Surroundings(shared=frozenset({name}), actors=frozenset())
+    assert (Path("/dev/shm") / name).exists()
+    assert now.new(Surroundings(shared=frozenset(), actors=frozenset()), "net") == ()

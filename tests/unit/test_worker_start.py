@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.runtime_env.context import RuntimeEnvContext
 
 from tests import worker_start
 from tests.nursery import nursery, order
@@ -30,11 +31,29 @@ os.write(2, ("done" + chr(10)).encode())
 def test_a_worker_without_an_environment_is_forked() -> None:
     for context in ([], [f"{CONTEXT}{{}}"]):
         arguments = ["default_worker.py", *context, "--language=PYTHON", "--node-id=1"]
-        assert bare(arguments) == ["default_worker.py", "--node-id=1"]
+        assert bare(arguments) == (["default_worker.py", "--node-id=1"], {})
 
 
-def test_an_environment_is_left_to_ray() -> None:
-    assert bare(["default_worker.py", f'{CONTEXT}{{"env_vars": {{"A": "1"}}}}', "--language=PYTHON"]) is None
+def test_one_with_variables_alone_too() -> None:
+    context = RuntimeEnvContext(env_vars={"A": "1"}).serialize()
+    assert bare(["default_worker.py", CONTEXT + context, "--language=PYTHON"]) == (["default_worker.py"], {"A": "1"})
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        RuntimeEnvContext(env_vars={"A": "${B}"}),
+        RuntimeEnvContext(py_executable="nice python"),
+        RuntimeEnvContext(command_prefix=["cd", "there", "&&"]),
+        RuntimeEnvContext(override_worker_entrypoint="other.py"),
+    ],
+    ids=["expanded", "executable", "prefix", "entry"],
+)
+def test_any_other_environment_is_left_to_ray(context: RuntimeEnvContext) -> None:
+    assert bare(["default_worker.py", CONTEXT + context.serialize(), "--language=PYTHON"]) is None
+
+
+def test_rays_own_is_found() -> None:
     assert Path(rays_own()).is_relative_to(Path(ray.__file__).parent) and Path(rays_own()).exists()
 
 
