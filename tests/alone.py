@@ -42,6 +42,7 @@ class Cluster:
         own = problems.plan_of(problem, "", SHARES, 1, "independent")
         self.plan = replace(own, servers=servers, **{"consistency": "sync", **plan})
         self.deadline_s = 20.0
+        self.first = 0  # step of the last segment
         self.servers = [Independent(host="127.0.0.1") for _ in range(servers)]
         self.peers = tuple(
             Peer(rank=rank, address=one.reserve(FIRST, "server"), role="server")
@@ -74,20 +75,21 @@ class Cluster:
 
     def serve(self, until: int = STEPS, wish: Callable[[], bool] = lambda: False) -> list[Future[list[StepReport]]]:
         """Servers that let steps be taken, from when this returns."""
+        self.first = self.servers[0].state.step or 0
         serving = [self.pool.submit(lambda one=one: list(one.serve(until, wish))) for one in self.servers]
         lead = self.servers[0]._desk
         assert isinstance(lead, Lead)
-        ended = lead.segments
-        while not lead.serving and lead.segments == ended and not serving[0].done():
+        while not lead.serving and lead.step <= self.first and not serving[0].done():
             time.sleep(0.001)
         return serving
 
     def work(self, one: Independent, units: int = 10**6) -> Future[list[Unit]]:
         """So many units, or all there are."""
-        return self.pool.submit(lambda: list(self._work(one, units)))
+        first = self.first
+        return self.pool.submit(lambda: list(self._work(one, units, first)))
 
-    def _work(self, one: Independent, units: int) -> Iterator[Unit]:
-        while units and (unit := one.lease()) is not None:
+    def _work(self, one: Independent, units: int, first: int) -> Iterator[Unit]:
+        while units and (unit := one.lease(first)) is not None:
             for step in range(unit.step, unit.step + unit.steps):
                 one.train_step(self.feed(step, unit.share))
             units -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trainwright.core.errors import PlanError
 
@@ -64,7 +64,7 @@ class Consistency:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """The form in which workers push what they computed; what rounding leaves over is added to their next push.
+    """The form in which workers push what they computed; what `topk` leaves over is added to their next push.
 
     Attributes:
         kind: `full` (the gradient's own numbers), `fp16`, `bf16`, `int8` (one scale for each block) or `topk`.
@@ -135,9 +135,10 @@ def choices_of(consistency: str | None, wire: str, local_steps: int, outer: str 
     return given
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class Unit:
+class Unit(NamedTuple):
     """Work that is handed out at once: a data rank's share of a step, or of several that follow each other.
+
+    A tuple, since books of leases compare and look up several for each that is done.
 
     Attributes:
         step: the first, from 0.

@@ -172,8 +172,10 @@ class Independent(Engine, Protocol):
         and the last report has `wish`.
         """
 
-    def lease(self) -> Unit | None:
-        """A worker: what to compute next. Waits while nothing may be begun; None when no step is left to take.
+    def lease(self, first: int) -> Unit | None:
+        """A worker: what to compute next. None when the `serve` that begins at step `first` is over.
+
+        Waits while nothing may be begun, also for that `serve` to begin.
 
         Raises:
             PeerLost: a server is gone, or does not answer within the deadline.

@@ -123,10 +123,10 @@ class Independent(Base):
         """Of what was applied at this server since it was asked last."""
         return self._desk.staleness()
 
-    def lease(self) -> Unit | None:
-        """A worker's next unit; None when the servers' `serve` ended."""
+    def lease(self, first: int) -> Unit | None:
+        """A worker's next unit; None when the servers' `serve` from step `first` on is over."""
         with self._busy:
-            self._work, grant = None, self._clients.lease()
+            self._work, grant = None, self._clients.lease(first)
         return None if grant is None else grant.unit
 
     def train_step(self, feed: Feed) -> StepReport:

@@ -8,18 +8,21 @@ done, which means that every server has what was pushed for them; rounds close i
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trainwright.core.asynchrony import Consistency, Unit
 from trainwright.strategies.servers.usual import Usual
 
 WINDOW = 16  # rounds that `async` reads ahead of the first that is not complete
+_SWEPT = 256  # entries of a heap, before what is long done is looked for
 OVERDUE = 4.0  # times what a unit at most usually takes its worker, after which it is handed out again
 SOONER = 1.5  # times what it usually takes the idle worker: a unit that is expected to be out for longer is copied
 
 
-@dataclass(frozen=True, kw_only=True)
-class Grant:
+class Grant(NamedTuple):
     """A unit for a worker.
 
     Attributes:
@@ -58,8 +61,7 @@ class _Round:
     done: set[Unit] = field(default_factory=set)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Lease:
+class _Lease(NamedTuple):
     unit: Unit
     at: int
     since_s: float
@@ -95,6 +97,7 @@ class Book:
         self._leases: dict[str, _Lease] = {}
         self._holders: dict[Unit, set[str]] = {}
         self._slowest: list[tuple[float, int, int, Unit]] = []  # heap: expected end (negative), serial, round, unit
+        self._sweep = _SWEPT  # length of that heap at which it is swept
         self._dues: list[tuple[float, int, str, _Lease]] = []  # heap: when a lease is overdue, serial, worker
         self._undated: list[tuple[str, _Lease]] = []  # leases of a time when nothing was known
         self._serial = 0
@@ -131,13 +134,19 @@ class Book:
         found = self._unheld(prefer % self._shares) or self._copied(worker, now_s)
         return self._granted(worker, *found, now_s) if found else None
 
-    def offers(self, now_s: float) -> bool:
-        """Whether `lease` may give something to some worker; False where it would not to any."""
+    def first(self, workers: Iterable[str], now_s: float) -> str | None:
+        """The first of these workers, who have nothing to do, to whom `lease` gives something; None: to none."""
         self._expire(now_s)
-        return bool(self._wanted) or self._may(self._oldest()[0]) or self._slow(self._usual.least, now_s) is not None
+        if self._wanted or self._may(self._oldest()[0]):
+            return next(iter(workers), None)
+        least_s = self._usual.least
+        late_s = self._late_s(now_s)
+        if least_s is None or late_s <= SOONER * least_s:
+            return None
+        return next((worker for worker in workers if self._sooner(worker, late_s)), None)
 
     def due_s(self) -> float | None:
-        """When to ask `offers` again although nothing happened: the next lease is overdue then. None: never."""
+        """When to ask `first` again although nothing happened: the next lease is overdue then. None: never."""
         while self._dues and self._leases.get(self._dues[0][2]) is not self._dues[0][3]:
             heapq.heappop(self._dues)
         return self._dues[0][0] if self._dues else None
@@ -207,32 +216,36 @@ class Book:
             self._lay()
         self._next[share] = at + 1
         mine = self._rounds[at]
-        return Unit(step=mine.step, share=share, steps=mine.steps)
+        return Unit(mine.step, share, mine.steps)
 
     def _lay(self) -> None:
         """Begin the next round."""
         step, steps = self._laid_steps, min(self._local_steps, self.until - self._laid_steps)
-        units = {Unit(step=step, share=share, steps=steps) for share in range(self._shares)}
+        units = {Unit(step, share, steps) for share in range(self._shares)}
         self._rounds[self._laid] = _Round(step=step, steps=steps, units=units)
         self._laid, self._laid_steps = self._laid + 1, step + steps
 
     def _copied(self, worker: str, now_s: float) -> tuple[int, Unit] | None:
         """What one worker alone holds and will for longer than this one takes (Zaharia et al., OSDI 2008)."""
-        found = self._slow(self._usual.of(worker), now_s)
-        if found is not None:
-            heapq.heappop(self._slowest)
-            self.again += 1
-        return found
+        if not self._sooner(worker, self._late_s(now_s)):
+            return None
+        _, _, at, unit = heapq.heappop(self._slowest)
+        self.again += 1
+        return at, unit
 
-    def _slow(self, usual_s: float | None, now_s: float) -> tuple[int, Unit] | None:
-        """The unit expected last of those that one worker holds, where that is later than a copy of it."""
+    def _sooner(self, worker: str, late_s: float) -> bool:
+        """Whether a copy of what is out for so long would be done before."""
+        usual_s = self._usual.of(worker)
+        return usual_s is not None and late_s > SOONER * usual_s
+
+    def _late_s(self, now_s: float) -> float:
+        """For how long the unit is still out, as expected, that comes last of those that one worker holds."""
         while self._slowest:
             ends_s, _, at, unit = self._slowest[0]
             if len(self._holders.get(unit, ())) == 1 and self._open(at, unit):
-                late = usual_s is not None and -ends_s - now_s > SOONER * usual_s
-                return (at, unit) if late else None
+                return -ends_s - now_s
             heapq.heappop(self._slowest)
-        return None
+        return -math.inf
 
     def _open(self, at: int, unit: Unit) -> bool:
         """Whether a unit is not done and counts in that round."""
@@ -242,7 +255,7 @@ class Book:
 
     def _granted(self, worker: str, at: int, unit: Unit, now_s: float) -> Grant:
         usual_s = self._usual.of(worker)
-        lease = _Lease(unit=unit, at=at, since_s=now_s, ends_s=now_s + (usual_s or 0.0))
+        lease = _Lease(unit, at, now_s, now_s + (usual_s or 0.0))
         self._leases[worker] = lease
         self._holders.setdefault(unit, set()).add(worker)
         self._serial += 1
@@ -251,8 +264,16 @@ class Book:
         else:
             heapq.heappush(self._dues, (now_s + self._overdue_s(worker), self._serial, worker, lease))
             heapq.heappush(self._slowest, (-lease.ends_s, self._serial, at, unit))
+            if len(self._slowest) > self._sweep:
+                self._swept()
         bound = self._consistency.bound
-        return Grant(unit=unit, at=at, needs=0 if bound is None else max(0, at - bound))
+        return Grant(unit, at, 0 if bound is None else max(0, at - bound))
+
+    def _swept(self) -> None:
+        """Forget what is done of the units that are out: where nobody ever waits, nobody else comes to it."""
+        self._slowest = [entry for entry in self._slowest if self._open(entry[2], entry[3])]
+        heapq.heapify(self._slowest)
+        self._sweep = max(_SWEPT, 2 * len(self._slowest))
 
     def _overdue_s(self, worker: str) -> float:
         """After so long a worker is thought to be frozen."""

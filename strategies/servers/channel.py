@@ -61,6 +61,8 @@ class Link:
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self.peer = peer
         self.shared = connection.family == getattr(socket, "AF_UNIX", None)
+        if not self.shared:
+            connection.settimeout(None)  # its two threads wait in the kernel, which spares a call for each piece
         self._in, self._out = connection, connection.dup()  # each has a timeout of its own
         self._outbox = memoryview(b"")
         self._final: list[tuple[int, int]] = []
@@ -194,7 +196,6 @@ class Link:
 
     def _send_all(self) -> None:
         try:
-            self._out.settimeout(left(_FOREVER))
             while (pieces := self._sent.get()) is not None:
                 send_some(self._out, pieces)
         except OSError as error:
@@ -311,7 +312,8 @@ def _fill(connection: socket.socket, into: memoryview, until: float) -> int | No
     files = connection.family == getattr(socket, "AF_UNIX", None)
     found = None
     while len(into):
-        connection.settimeout(left(until))
+        if until != _FOREVER:
+            connection.settimeout(left(until))
         count, file = receive_some(connection, into, files=files)
         found = file if found is None else found
         into = into[count:]

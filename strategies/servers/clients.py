@@ -40,7 +40,6 @@ class Clients:
         self._servers = tuple(_Server(group, peer) for peer in servers)
         self._worker = f"{group.rank}-{uuid.uuid4().hex}"
         self._prefer = group.rank - len(self._servers)
-        self._ended = 0  # segments that had ended when the first server was heard last
         self.grant: Grant | None = None
         self.memory: tuple[memoryview, ...] = ()
 
@@ -53,7 +52,6 @@ class Clients:
         """Reach every server."""
         for server in self._servers:
             server.open()
-        self._ended = int(self._servers[0].ask({"do": "join"})["ended"])
 
     def lay(
         self, shards: Sequence[Shard], wire_bytes: Sequence[int], memory: Sequence[memoryview] | None = None
@@ -69,13 +67,11 @@ class Clients:
         for server, shard, view, size in zip(self._servers, shards, self.memory, wire_bytes, strict=True):
             server.lay(view, size + shard.pulled_bytes - shard.trained_bytes)
 
-    def lease(self) -> Grant | None:
-        """What to compute next; waits while nothing may be begun. None: the servers' `serve` ended, or is not begun."""
-        said = self._servers[0].ask(
-            {"do": "lease", "worker": self._worker, "prefer": self._prefer, "ended": self._ended}
-        )
+    def lease(self, first: int) -> Grant | None:
+        """What to compute next; waits while nothing may be begun. None: the segment from step `first` on is over."""
+        said = self._servers[0].ask({"do": "lease", "worker": self._worker, "prefer": self._prefer, "first": first})
         if "over" in said:
-            self._ended, self.grant = int(said["over"]), None
+            self.grant = None
             return None
         step, share, steps = said["unit"]
         self.grant = Grant(unit=Unit(step=step, share=share, steps=steps), at=said["at"], needs=said["needs"])
@@ -105,8 +101,10 @@ class Clients:
         """A range of an outbox is final until it is pushed, and may leave now."""
         self._servers[server].ready(offset, size)
 
-    def push(self, *, weight: float, sums: Sequence[tuple[float, float]], norm: float = 0.0) -> None:
+    def push(self, *, weight: float, sums: Sequence[tuple[float, float]], norm: float = 0.0) -> list[bool]:
         """Push the outboxes as what the leased unit came to; returns when all servers have it.
+
+        By server, whether it took the outbox: False where another worker's push of the same unit came first.
 
         Args:
             weight: sum of weights of the unit's samples; with 0 no outbox is sent.
@@ -119,10 +117,10 @@ class Clients:
             more = {"sums": list(sums), "norm": norm} if number == 0 else {}
             whole = bool(weight)
             server.begin({"do": "push", **head, "seen": server.version, "weight": weight, **more}, outbox=whole)
-        for server in self._servers:
-            server.pushed(server.end(), self.grant.at)
+        taken = [server.pushed(server.end(), self.grant.at) and bool(weight) for server in self._servers]
         if len(self._servers) > 1:
             self._servers[0].tell({"do": "done", **head})
+        return taken
 
     def cut(self) -> None:
         """End all connections, from any thread."""
@@ -222,13 +220,14 @@ class _Server:
         if self._outbox is not None:
             self._outbox.applied(self.version)
 
-    def pushed(self, said: dict[str, Any], at: int) -> None:
-        """What the answer to a push says of where it is now."""
+    def pushed(self, said: dict[str, Any], at: int) -> bool:
+        """What the answer to a push says of where it is now; whether it was taken."""
         assert self._outbox is not None, "lay comes first"
         try:
             self._outbox.pushed(self._opened, at, kept=said["kept"], copied=said["copied"])
         except PeerLost:
             self.link.cut()  # the next call makes it anew
+        return bool(said["taken"])
 
     def pulled(self, offset: int, size: int) -> None:
         """Wait until a range of what is pulled is there."""

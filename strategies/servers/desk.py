@@ -207,7 +207,7 @@ class Desk:
             pull.line.answer_published(json.dumps({**said, "size": size}).encode(), 0, size)
 
     def _push(self, line: Line, head: Head, payload: memoryview) -> None:
-        """Apply a push, keep it (where it lies, or a copy of it), or drop it, which the worker is not told."""
+        """Apply a push, keep it (where it lies, or a copy of it), or drop it."""
         gate, unit = self.gate, unit_of(head)
         age = gate.version - head["seen"]
         verdict = gate.offer(head["worker"], unit, head["at"], head["seen"])
@@ -220,7 +220,8 @@ class Desk:
             push = self._as_push(unit, head["weight"], memory or payload)
             gate.keep(head["worker"], unit, head["at"], head["seen"], Kept(push=push, memory=memory))
         kept = verdict == "keep" and bool(payload)
-        answer(line, kept=kept and head["keep"], copied=kept and not head["keep"])
+        taken = verdict != "drop" or gate.first(unit, head["at"]) == head["worker"]
+        answer(line, taken=taken, kept=kept and head["keep"], copied=kept and not head["keep"])
         self._pushed(head, counted=verdict != "drop")
 
     def _pushed(self, head: Head, *, counted: bool) -> None:

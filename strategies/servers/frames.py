@@ -17,6 +17,7 @@ from trainwright.core.group import Generation
 
 HELLO_BYTES, HELLO_S = 4096, 2.0  # what a stranger may send, and how long it may take
 HEAD_BYTES = 64 * 2**20
+MOST_BYTES = 2**48  # of an outbox: no machine has more
 REMEDY = "the first rank that failed says why"
 _HEADER = struct.Struct("!BxxxIQQ")
 _LONGEST_S = 1e6  # what a socket takes as a timeout
@@ -53,7 +54,7 @@ class Header:
     def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
         """As received. Raises ConnectionError where it cannot be one."""
         kind, head, offset, size = _HEADER.unpack(data)
-        if kind not in Kind.__members__.values() or head > HEAD_BYTES:
+        if kind not in Kind.__members__.values() or head > HEAD_BYTES or offset + size > MOST_BYTES:
             raise ConnectionError("no frame of ours")
         return cls(Kind(kind), head, offset, size)
 
@@ -68,7 +69,7 @@ def rank_of(said: bytes | bytearray, generation: Generation) -> int | None:
     try:
         heard = json.loads(said)
         rank, token, number = (int(heard[key]) for key in ("rank", "token", "number"))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # whatever a stranger may say
         return None
     return rank if Generation(token=token, number=number) == generation else None
 

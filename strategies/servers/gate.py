@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from trainwright.core.asynchrony import Consistency, Staleness, Unit
 from trainwright.strategies.servers.book import Closing
@@ -31,8 +31,7 @@ class Update(Generic[T]):
     pushes: tuple[T, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kept(Generic[T]):
+class _Kept(NamedTuple, Generic[T]):
     worker: str
     seen: int
     push: T
@@ -50,11 +49,11 @@ class Gate(Generic[T]):
     """
 
     def __init__(self, *, shares: int, consistency: Consistency) -> None:
-        self._shares, self._consistency = shares, consistency
+        self._shares, self._waits = shares, consistency.waits
         self.version = 0
         self._open = 0  # the first round that is not complete here
         self._applied: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
-        self._kept: dict[tuple[int, Unit], _Kept[T]] = {}
+        self._kept: dict[int, dict[Unit, _Kept[T]]] = {}  # by round
         self._closings: dict[int, Closing] = {}
         self._counts: Counter[int] = Counter()
         self._dropped = 0
@@ -68,24 +67,30 @@ class Gate(Generic[T]):
             at: the round in which that counts.
             seen: this server's version whose parameters it computed on.
         """
-        if self._consistency.waits:
-            kept = self._kept.get((at, unit))
-            first = None if kept is None else kept.worker
+        first = self.first(unit, at)
+        if self._waits:
             late = at < self.version or (at in self._closings and unit not in self._closings[at].units)
         else:
-            first, late = self._applied.get(at, {}).get(unit.share), at < self._open
+            late = at < self._open
         if late or first is not None:
             self._dropped += first != worker
             return "drop"
-        if self._consistency.waits:
+        if self._waits:
             return "keep"
         self._counts[max(0, self.version - seen)] += 1
         self._mark(worker, unit, at)
         return "apply"
 
+    def first(self, unit: Unit, at: int) -> str | None:
+        """The worker whose push of a unit is here; None where none is, or its round is complete."""
+        if not self._waits:
+            return self._applied.get(at, {}).get(unit.share)
+        kept = self._kept[at].get(unit) if at in self._kept else None
+        return None if kept is None else kept.worker
+
     def keep(self, worker: str, unit: Unit, at: int, seen: int, push: T) -> None:
         """A push that `offer` wants kept; it must stay as it is until its round is applied."""
-        self._kept[at, unit] = _Kept(worker=worker, seen=seen, push=push)
+        self._kept.setdefault(at, {})[unit] = _Kept(worker, seen, push)
 
     def close(self, closing: Closing) -> None:
         """The first server says which units count in a round; those are here, or still come."""
@@ -94,16 +99,18 @@ class Gate(Generic[T]):
     def due(self) -> Update[T] | None:
         """The next round's update, where that is closed and its units are here. `applied` follows it."""
         closing = self._closings.get(self.version)
-        if closing is None or any((closing.at, unit) not in self._kept for unit in closing.units):
+        if closing is None:
             return None
-        return Update(closing=closing, pushes=tuple(self._kept[closing.at, unit].push for unit in closing.units))
+        kept = self._kept.get(closing.at, {})
+        if any(unit not in kept for unit in closing.units):
+            return None
+        return Update(closing=closing, pushes=tuple(kept[unit].push for unit in closing.units))
 
     def applied(self, update: Update[T]) -> None:
         """The round that `due` gave is applied: what is kept of it is let go."""
         at = update.closing.at
         counted = set(update.closing.units)
-        for round_, unit in [key for key in self._kept if key[0] == at]:
-            kept = self._kept.pop((round_, unit))
+        for unit, kept in self._kept.pop(at, {}).items():
             if unit in counted:
                 self._counts[max(0, at - kept.seen)] += 1
             else:
@@ -120,7 +127,7 @@ class Gate(Generic[T]):
         """Of what was applied since this was asked last."""
         counts, dropped = dict(self._counts), self._dropped
         self._counts, self._dropped = Counter(), 0
-        unit: Literal["steps", "updates"] = "steps" if self._consistency.waits else "updates"
+        unit: Literal["steps", "updates"] = "steps" if self._waits else "updates"
         return Staleness(counts=counts, unit=unit, dropped=dropped)
 
     def _mark(self, worker: str, unit: Unit, at: int) -> None:

@@ -20,16 +20,15 @@ from trainwright.strategies.servers.gate import Update
 from trainwright.strategies.servers.lines import Line, Listener
 
 _WISH_S = 0.05  # between two looks at the wish to stop
-_EARLY_S = 1.0  # a worker may come that much earlier to a segment than the first server
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Idle:
-    """A worker that waits for a unit."""
+    """A worker that waits for a unit of the segment that begins at step `first`."""
 
     line: Line
     prefer: int
-    ended: int
+    first: int
     since_s: float
 
 
@@ -56,7 +55,6 @@ class Lead(Desk):
 
     Attributes:
         serving: `serve` is under way.
-        segments: calls of `serve` that have ended.
     """
 
     def __init__(self, listener: Listener, group: Group, servers: Sequence[Peer]) -> None:
@@ -67,7 +65,6 @@ class Lead(Desk):
         self._lines_of: dict[str, Line] = {}  # by worker
         self._told: dict[tuple[int, Unit], _Told] = {}
         self.serving = self._ending = False
-        self.segments = 0
         self._opened: set[int] = set()  # other servers in this segment
         self._standing: set[int] = set()  # that have ended it
         self._alive_s: dict[int, float] = {}
@@ -78,7 +75,7 @@ class Lead(Desk):
         self._norms: dict[int, dict[int, float]] = {}  # by round and server, squared
         self._norm: dict[int, float] = {}  # by round
         self._again = 0
-        more = {"join": self._join, "lease": self._lease, "done": self._done, "hear": self._hear, "say": self._say}
+        more = {"lease": self._lease, "done": self._done, "hear": self._hear, "say": self._say}
         self._handlers.update(more)
         self._thread.start()
 
@@ -143,8 +140,6 @@ class Lead(Desk):
 
     def _next_s(self) -> float:
         due_s = super()._next_s()
-        if not self.serving and self._idle:
-            return min(due_s, min(idle.since_s for idle in self._idle.values()) + _EARLY_S)
         if self._giving and self._idle:
             return min(due_s, self.book.due_s() or due_s)
         return due_s
@@ -181,16 +176,13 @@ class Lead(Desk):
 
     # --- workers ---
 
-    def _join(self, line: Line, head: Head, _: memoryview) -> None:
-        answer(line, ended=self.segments)
-
     def _lease(self, line: Line, head: Head, _: memoryview) -> None:
         worker = head["worker"]
         self._lines_of[worker] = line
         self._idle.pop(worker, None)  # it asks again, and goes to the end of the queue
         if self._book is not None:
             self._book.release(worker)
-        self._idle[worker] = _Idle(line=line, prefer=head["prefer"], ended=head["ended"], since_s=time.monotonic())
+        self._idle[worker] = _Idle(line=line, prefer=head["prefer"], first=head["first"], since_s=time.monotonic())
 
     def _done(self, line: Line, head: Head, _: memoryview) -> None:
         answer(line)
@@ -204,34 +196,25 @@ class Lead(Desk):
             self.book.done(head["worker"], unit_of(head), head["at"], time.monotonic())
 
     def _give_out(self, now_s: float) -> None:
-        """Answer workers that wait: with a unit, or that the segment is over, or that they go on waiting."""
+        """Answer workers that wait: with a unit, or that their segment is over, or that they go on waiting."""
+        for worker, idle in list(self._idle.items()):
+            if idle.first < self.step:
+                answer(idle.line, over=True)
+                del self._idle[worker]
         if self._giving:
             self._grant(now_s)
         for worker, idle in list(self._idle.items()):
-            early = idle.ended == self.segments and now_s - idle.since_s < _EARLY_S
-            if not self.serving and not early:
-                answer(idle.line, over=self.segments)
-            elif now_s - idle.since_s > self._patience_s:
+            if now_s - idle.since_s > self._patience_s:
                 answer(idle.line, wait=True)
-            else:
-                continue
-            del self._idle[worker]
+                del self._idle[worker]
 
     def _grant(self, now_s: float) -> None:
         """The longest waiting first, for as long as there is something for anybody."""
-        book, given = self.book, True
-        while given:
-            given = False
-            for worker, idle in list(self._idle.items()):
-                if not book.offers(now_s):
-                    return
-                grant = book.lease(worker, idle.prefer, now_s)
-                if grant is not None:
-                    unit = grant.unit
-                    unit_said = [unit.step, unit.share, unit.steps]
-                    answer(idle.line, unit=unit_said, at=grant.at, needs=grant.needs)
-                    del self._idle[worker]
-                    given = True
+        while (worker := self.book.first(self._idle, now_s)) is not None:
+            idle = self._idle.pop(worker)
+            grant = self.book.lease(worker, idle.prefer, now_s)
+            assert grant is not None, "it is the first to whom something is given"
+            answer(idle.line, unit=list(grant.unit), at=grant.at, needs=grant.needs)
 
     # --- rounds ---
 
@@ -299,7 +282,6 @@ class Lead(Desk):
             self._say_to_others(over=book.step)
         if self._ending and self._standing == self._others:
             self.serving = self._ending = False
-            self.segments += 1
             self.step, self.sound = book.step, True
             self._news.put(None)
 

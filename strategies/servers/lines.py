@@ -20,16 +20,10 @@ from dataclasses import dataclass
 from trainwright.core.group import Address, Generation
 from trainwright.strategies.servers import regions
 from trainwright.strategies.servers.frames import HELLO_BYTES, HELLO_S, Header, Kind, rank_of
-from trainwright.strategies.servers.sockets import (
-    Pieces,
-    local_name,
-    receive_some,
-    same_user,
-    send_some,
-    tune,
-)
+from trainwright.strategies.servers.sockets import Pieces, local_name, receive_some, same_user, send_some, tune
 
 _TURN_BYTES = 4 * 2**20  # of one line, before the others have their turn
+_LEAST_BYTES = 2**19  # of a long range, before its line is attended to
 _KEYS = itertools.count()
 
 
@@ -113,7 +107,7 @@ class Line:
         self._known: regions.Region | None = None  # the published memory that the worker has
         self._sending = threading.Lock()
         self._out: deque[Pieces] = deque()
-        self._want, self._have = memoryview(bytearray(Header.SIZE)), 0
+        self._want, self._have, self._least = memoryview(bytearray(Header.SIZE)), 0, 1
         self._then: Callable[[], Call | None] = self._header_came
         self._header, self._file = Header(Kind.HELLO), -1
 
@@ -217,11 +211,20 @@ class Line:
                 os.close(self._file)
             self._file = file
         self._have += count
-        self.moved = time.monotonic() if count else self.moved
+        self.moved = time.monotonic() if count and self.rank >= 0 else self.moved  # a stranger gains no time by it
+        self._gather()
         return count
+
+    def _gather(self) -> None:
+        """Of a long range, let much come before the system says that some is there: each time costs a call."""
+        least = _LEAST_BYTES if len(self._want) - self._have >= _LEAST_BYTES else 1
+        if least != self._least and not self.shared:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
 
     def _wanting(self, into: memoryview, then: Callable[[], Call | None]) -> None:
         self._want, self._have, self._then = into, 0, then
+        self._gather()
 
     def _header_came(self) -> Call | None:
         header = self._header = Header.unpack(self._want)

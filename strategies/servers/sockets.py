@@ -54,7 +54,7 @@ def receive_some(connection: socket.socket, into: memoryview, *, files: bool) ->
     """What is there: how many bytes came (0: none now), and the descriptor beside them. Raises OSError at the end."""
     try:
         if not files:
-            count, found = connection.recv_into(into), None
+            count, found = connection.recv_into(into, 0, socket.MSG_WAITALL), None
         else:
             count, beside, _, _ = connection.recvmsg_into([into], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
             found = _first(beside)

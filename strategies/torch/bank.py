@@ -77,8 +77,8 @@ class Bank:
             self._replica.take_outer(mean, self._outer)
 
     def _take_buffers(self, pushes: Sequence[Push]) -> None:
-        """Those of the first push that has some."""
-        told = next((push.buffers for push in pushes if len(push.buffers)), None)
+        """Those of the first push that counts and has some."""
+        told = next((push.buffers for push in pushes if push.weight > 0 and len(push.buffers)), None)
         if told is not None:
             held = dict(self._replica.model.named_buffers())
             for slot in self._buffers:
@@ -109,7 +109,7 @@ class Bank:
         whole = math.fsum(push.weight for push in counted)
         for into, parameter in zip(self._scratch, replica.trainable, strict=True):
             for place, push in enumerate(counted):
-                take = form.add if place else form.scaled
+                take = form.add if place else form.fill
                 take(push.payload, replica.names[parameter], into, push.weight / whole)
         return self._scratch
 

@@ -106,13 +106,15 @@ class Outgoing:
     forms: Sequence[Form]
     _clients: Clients | None = None
     _outbox: Sequence[memoryview] = ()
-    _residuals: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    _kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by server and name, what the next push gets
+    _left: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # of the push under way, if it counts
     _written: set[nn.Parameter] = field(default_factory=set)
     _late: list[_Late] = field(default_factory=list)
 
     def begin(self, clients: Clients) -> None:
-        """A push begins."""
+        """A push begins; one that was begun before and not pushed has left nothing over."""
         self._clients, self._outbox = clients, clients.outbox
+        self._left.clear()
         self._written.clear()
         self._late.clear()
 
@@ -153,27 +155,34 @@ class Outgoing:
         name = self.replica.names[parameter]
         if values.is_sparse:
             raise JobError([f"parameter {name!r} {SPARSE}"])
-        scaled = values.detach() if isinstance(factor, float) and factor == 1.0 else values.detach() * factor
         for piece in self.where[name]:
-            part = piece.of(scaled)
+            part = piece.of(values.detach())
             if part.device.type == "cuda":
-                self._late.append(_staged(piece, part))
+                self._late.append(_staged(piece, part * factor))
             else:
-                self._write(piece, part)
+                self._write(piece, part, factor)
         self._sent(wait=False)
 
     def _told(self, factor: Callable[[], float | Tensor], parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "it was accumulated"
         self.put(parameter, parameter.grad, factor())
 
-    def _write(self, piece: Piece, values: Tensor) -> None:
+    def counted(self, by: Sequence[bool]) -> None:
+        """Which servers count what was pushed: of those that do not, all waits for the next push that was waiting."""
+        for (server, name), kept in self._left.items():
+            if by[server]:
+                self._kept[server, name] = kept
+        self._left.clear()
+
+    def _write(self, piece: Piece, values: Tensor, factor: float | Tensor = 1.0) -> None:
         name, form = piece.slot.name, self.forms[piece.server]
-        residual = None
+        kept = None
         if form.keeps:
-            key = (piece.server, name)
-            residual = self._residuals.setdefault(key, torch.zeros(values.shape, dtype=values.dtype))
+            before = self._kept.get((piece.server, name))
+            kept = torch.zeros(values.shape, dtype=values.dtype) if before is None else before.clone()
+            self._left[piece.server, name] = kept
         if values.numel():
-            form.write(self._outbox[piece.server], name, values.contiguous(), residual)
+            form.write(self._outbox[piece.server], name, values.contiguous(), factor, kept)
         place = form.places[name]
         assert self._clients is not None, "begin() comes first"
         self._clients.ready(piece.server, place.offset, place.size)

@@ -144,9 +144,9 @@ class ParameterServer(TorchEngine):
         if not self._serving:
             super().warm(feed)
 
-    def lease(self) -> Unit | None:
-        """What to compute next; None when no step is left to take. Raises PeerLost."""
-        grant = self._clients_of.lease()
+    def lease(self, first: int) -> Unit | None:
+        """What to compute next; None when the servers' `serve` from step `first` on is over. Raises PeerLost."""
+        grant = self._clients_of.lease(first)
         return None if grant is None else grant.unit
 
     def train_step(self, feed: Feed) -> StepReport:

@@ -103,6 +103,13 @@ def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
+def persistent(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Each persistent buffer wherever a module holds it: the module, its name there, and the buffer."""
+    mine = {tensor for _, tensor in named(model)}
+    places = [(module, key, held) for module in model.modules() for key, held in module._buffers.items()]
+    return [(module, key, held) for module, key, held in places if held in mine and held is not None]
+
+
 def shards(spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> tuple[Shard, ...]:
     """What each server holds of a model; an optimizer that looks at whole tensors is given whole ones.
 

@@ -17,6 +17,7 @@ from trainwright.strategies.torch.exchange import Incoming, Outgoing, pieces
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Caller, Objective
 from trainwright.strategies.torch.replica import Replica
+from trainwright.strategies.torch.served import persistent
 from trainwright.strategies.torch.step import Runner
 from trainwright.strategies.torch.units import UnitObjective, UnitRunner, compute, own
 from trainwright.strategies.torch.wireform import Form
@@ -40,7 +41,9 @@ class Solo:
         waits = Consistency.parse(plan.consistency or "sync").waits
         self._largest = None if waits else replica.spec.clip_norm
         self._local = plan.local_steps > 1
-        self._before: list[Tensor] = []  # the parameters as they were pulled
+        self._buffers = persistent(replica.model)
+        self._changing = [*(replica.trainable if self._local else ()), *(buffer for _, _, buffer in self._buffers)]
+        self._pulled: list[Tensor] = []  # those, as they were before a unit changed them
         self._sums: list[tuple[float, float]] = []  # of the unit's steps so far: losses and weights
 
     def join(self, clients: Clients) -> None:
@@ -54,10 +57,23 @@ class Solo:
         return self._joined
 
     def pull(self, needs: int = 0) -> None:
-        """The model's tensors become those of the servers, where these have newer ones."""
+        """The model's tensors become those of the servers: what a unit changed is undone, and what is newer copied."""
+        self._undo()
         if self._clients.pull(needs):
             for server in range(len(self._shards)):
                 self._incoming.take(server)
+
+    def _undo(self) -> None:
+        for module, key, buffer in self._buffers:
+            module._buffers[key] = buffer  # the user's code may have put another one there
+        for tensor, pulled in zip(self._changing, self._pulled, strict=False):
+            tensor.detach().copy_(pulled)
+        self._pulled = []
+
+    def _begin(self, grant: Grant) -> None:
+        """A unit begins at what the servers hold."""
+        self.pull(grant.needs)
+        self._pulled = [tensor.detach().clone() for tensor in self._changing]
 
     def runner(self, caller: Caller) -> Runner:
         """Runs micro-batches of a unit."""
@@ -85,14 +101,14 @@ class Solo:
         """A unit of one step, which servers take."""
         replica, outgoing, clients = self._replica, self._outgoing, self._clients
         replica.laps.begin(feed.step)
-        self.pull(grant.needs)
+        self._begin(grant)
         replica.laps.wait()
         with replica.attempt() as attempt:
             outgoing.begin(clients)
             done = compute(replica, runner, outgoing, feed, largest=self._largest)
             outgoing.buffers(self._shards)
-            clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0)
-            attempt.applied = True
+            outgoing.counted(clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0))
+            attempt.applied = done.weight > 0
         replica.laps.wait()
         replica.laps.optimizer()
         return StepReport(
@@ -110,16 +126,15 @@ class Solo:
         """A step that this worker takes by itself; after the last what all of them came to is pushed."""
         unit, trainable = grant.unit, self._replica.trainable
         if feed.step == unit.step:
-            self.pull(grant.needs)
-            self._before = [each.detach().clone() for each in trainable]
+            self._begin(grant)
             self._sums = []
         report = step.train(self._replica, runner, own(feed))
         self._sums.append((report.loss * report.weight, report.weight))
         if feed.step == unit.step + unit.steps - 1:
             self._outgoing.begin(self._clients)
-            for parameter, before in zip(trainable, self._before, strict=True):
+            for parameter, before in zip(trainable, self._pulled, strict=False):  # the first of those
                 self._outgoing.put(parameter, parameter.detach() - before)
             self._outgoing.rest(1.0)
             self._outgoing.buffers(self._shards)
-            self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums)
+            self._outgoing.counted(self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums))
         return report

@@ -16,6 +16,7 @@ from trainwright.core.errors import JobError
 from trainwright.strategies.servers.bank import Shard
 from trainwright.strategies.servers.codecs import codec_of
 from trainwright.strategies.servers.deal import ALIGNMENT
+from trainwright.strategies.torch.narrow import NARROW
 
 PLAIN = "full"
 
@@ -45,6 +46,7 @@ class Form:
 
     def __init__(self, shard: Shard, wire: str) -> None:
         self._codec = None if wire == PLAIN else codec_of(wire)
+        self._narrow = NARROW.get(wire)
         trained = [slot for slot in shard.slots if slot.kind == "trained"]
         other = [slot for slot in trained if self._codec and slot.dtype != "float32"]
         if other:
@@ -75,25 +77,30 @@ class Form:
         offset = self.places[name].offset
         return torch.frombuffer(payload, dtype=like.dtype, count=like.numel(), offset=offset).view(like.shape)
 
-    def write(self, payload: memoryview, name: str, values: Tensor, residual: Tensor | None = None) -> None:
-        """Put a gradient there; `values` are of the host, in one piece."""
+    def write(
+        self,
+        payload: memoryview,
+        name: str,
+        values: Tensor,
+        factor: float | Tensor = 1.0,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Put a gradient there, times a factor; `values` are of the host, in one piece."""
         if self._codec is None:
-            self.view(payload, name, values).copy_(values)
+            torch.mul(values, factor, out=self.view(payload, name, values))
+            return
+        flat, part = (values * factor).reshape(-1), self._part(payload, name)
+        if self._narrow is not None:
+            self._narrow.encode(flat, part)
         else:
-            kept = None if residual is None else residual.view(-1).numpy()
-            self._codec.encode(values.reshape(-1).numpy(), self._part(payload, name), kept)
+            self._codec.encode(flat.numpy(), part, None if residual is None else residual.view(-1).numpy())
 
-    def read(self, payload: memoryview, name: str, into: Tensor) -> None:
-        """Fill a tensor with a gradient."""
-        if self._codec is None:
-            into.copy_(self.view(payload, name, into))
-        else:
-            self._codec.decode(self._part(payload, name), into.view(-1).numpy())
-
-    def scaled(self, payload: memoryview, name: str, into: Tensor, factor: float) -> None:
+    def fill(self, payload: memoryview, name: str, into: Tensor, factor: float = 1.0) -> None:
         """Fill a tensor with a gradient, times a factor."""
         if self._codec is None:
             torch.mul(self.view(payload, name, into), factor, out=into)
+        elif self._narrow is not None:
+            self._narrow.fill(self._part(payload, name), into.view(-1), factor)
         else:
             into.zero_()
             self.add(payload, name, into, factor)
@@ -102,6 +109,8 @@ class Form:
         """Add a gradient, times a factor."""
         if self._codec is None:
             into.add_(self.view(payload, name, into), alpha=factor)
+        elif self._narrow is not None:
+            self._narrow.add(self._part(payload, name), into.view(-1), factor)
         else:
             self._codec.add(self._part(payload, name), into.view(-1).numpy(), factor)
 

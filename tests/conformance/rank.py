@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -147,21 +146,21 @@ class Session:
         """A server: let the steps before `until` be taken."""
         return self._stepping(lambda: list(self.engine.serve(until, lambda: False)))
 
-    def work(self, problem: Problem, plan: Plan, fault: str = "", after: int = 0) -> list[Unit]:
-        """A worker: lease units and compute them until none is left; `fault` strikes after so many losses."""
-        self.faulty.arm(fault, after)
-        return self._stepping(lambda: list(self._worked(problem, plan)))
+    def step(self) -> int:
+        """A server: completed steps."""
+        return self.engine.snapshot().step
 
-    def _worked(self, problem: Problem, plan: Plan) -> Iterator[Unit]:
-        data, early = problems.columns(problem), 5
-        while True:
-            asked_s = time.monotonic()
-            if (unit := self.engine.lease()) is None:
-                early -= 1
-                if not early or time.monotonic() < asked_s + 0.5:
-                    return
-                continue  # it waited a while: the servers have not begun
-            early = 1
+    def work(self, problem: Problem, plan: Plan, first: int, fault: str = "", after: int = 0) -> list[Unit]:
+        """A worker: lease units of the segment from step `first` on and compute them until none is left.
+
+        `fault` strikes after so many losses.
+        """
+        self.faulty.arm(fault, after)
+        return self._stepping(lambda: list(self._worked(problem, plan, first)))
+
+    def _worked(self, problem: Problem, plan: Plan, first: int) -> Iterator[Unit]:
+        data = problems.columns(problem)
+        while (unit := self.engine.lease(first)) is not None:
             ids = problems.batches(problem, unit.step + unit.steps)
             for step in range(unit.step, unit.step + unit.steps):
                 self.engine.train_step(problems.feeds(problem, plan, step, ids[step], data)[unit.share])

@@ -57,6 +57,9 @@ class Served:
         servers, workers: how many.
         spec: fields of the job to replace.
         plan: fields of the plan to replace.
+
+    Attributes:
+        first: step at which the last segment began.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Served:
             for rank, (address, role) in enumerate(zip(addresses, roles, strict=True))
         )
         self.servers, self.workers = ranks[:servers], ranks[servers:]
+        self.first = 0
         for rank, one in enumerate(ranks):
             self._enter(one, rank)
         for one in ranks:
@@ -100,13 +104,14 @@ class Served:
 
     def serve(self, until: int) -> None:
         """Let steps be taken."""
+        self.first = self.servers[0].call("step")
         for one in self.servers:
             one.send("serve", until)
 
     def work(self) -> None:
         """Let the workers take them."""
         for one in self.workers:
-            one.send("work", self.problem, self.plan)
+            one.send("work", self.problem, self.plan, self.first)
 
     def run(self, until: int) -> list[StepReport]:
         """A segment; the first server's reports."""

@@ -26,10 +26,10 @@ def test_a_frozen_worker_holds_nobody_up_and_goes_on_when_it_wakes(pool: Pool, c
     with Served(pool, "reference", problem, 2, 3, consistency=consistency) as own:
         start, (frozen, *others) = own.parameters(), own.workers
         own.serve(STEPS)
-        frozen.send("work", problem, own.plan, "freeze", 0)
+        frozen.send("work", problem, own.plan, own.first, "freeze", 0)
         wait_until_stopped(frozen)
         for one in others:
-            one.send("work", problem, own.plan)
+            one.send("work", problem, own.plan, own.first)
         try:
             assert sum(len(one.outcome().value) for one in others) >= 3 * STEPS
             reports, nothing = (one.outcome().value for one in own.servers)

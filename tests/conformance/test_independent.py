@@ -175,9 +175,9 @@ def test_a_killed_worker_changes_nothing(pool: Pool, framework: str) -> None:
     with Served(pool, framework, replace(PROBLEMS["ragged"], steps=STEPS), 2, 3) as own:
         start = own.parameters()
         own.serve(STEPS)
-        own.workers[0].send("work", own.problem, own.plan, "kill", 5)
+        own.workers[0].send("work", own.problem, own.plan, own.first, "kill", 5)
         for one in own.workers[1:]:
-            one.send("work", own.problem, own.plan)
+            one.send("work", own.problem, own.plan, own.first)
         assert own.workers[0].outcome().dead
         own.workers.pop(0).kill()
         reports = own.ended()
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_names_samples_and_is_not_pushed(pool: Pool) -
     with Served(pool, "torch", replace(PROBLEMS["dividing"], steps=2), 2, 2) as own:
         own.serve(2)
         for one in own.workers:
-            one.send("work", own.problem, own.plan, "nan")
+            one.send("work", own.problem, own.plan, own.first, "nan")
         errors = [one.outcome().error for one in own.workers]
         assert all(isinstance(error, NonFiniteLoss) and len(error.samples) == 12 for error in errors)
         own.close(failed=True)

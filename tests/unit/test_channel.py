@@ -195,12 +195,14 @@ def test_an_older_generation_is_refused(place: str) -> None:
     [
         b"GET / HTTP/1.1\r\n\r\n" * 9,
         Header(Kind.HELLO, 2).pack() + b"[]",
+        Header(Kind.HELLO, 4000).pack() + 4000 * b"[",
+        Header(Kind.HELLO, 40).pack() + b'{"rank": 1e999, "token": 1, "number": 1}',
         Header(Kind.HELLO, 2**20).pack(),
         Header(Kind.CALL, 2).pack() + b"{}",
         Header(Kind.HELLO, 99).pack(),  # and then nothing
         b"",
     ],
-    ids=["another protocol", "no hello", "too long", "a call", "half a hello", "silence"],
+    ids=["another protocol", "no hello", "deep", "infinite", "too long", "a call", "half a hello", "silence"],
 )
 def test_strangers_are_sent_away_and_keep_nobody_waiting(said: bytes) -> None:
     with serving("tcp", deadline_s=0.1) as server:
@@ -367,6 +369,15 @@ def test_an_answer_larger_than_its_room_is_refused(place: str) -> None:
         server.call().line.answer(b"", b"four")
         with pytest.raises(PeerLost, match="4 bytes where 3"):
             link.answer(soon())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_outbox_beyond_all_memory_ends_the_line_alone(place: str) -> None:
+    with serving(place) as server, joined(server, 1) as wrong, joined(server, 2) as link:
+        wrong._out.sendall(Header(Kind.OUTBOX, size=2**63).pack())
+        assert server.gone().rank == 1
+        link.call(b"hi", soon())
+        assert server.call().head == b"hi"
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -110,15 +110,48 @@ def test_a_place_outside_is_refused() -> None:
         codec.add(memoryview(b"\xff" * 32), np.zeros(4))
 
 
-def test_bfloat16_is_torchs() -> None:
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+@pytest.mark.parametrize("scale", [1, 1e-12, 1e30, 1e-40, 0])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_torch_writes_the_same_bits_and_reads_the_same_numbers(name: str, scale: float, bad: float | None) -> None:
     import torch
 
-    values = np.random.default_rng(0).normal(size=5000).astype(np.float32) * np.float32(1e30)
-    codec = codec_of("bf16")
-    data = bytearray(codec.size_bytes(len(values)))
-    codec.encode(values, memoryview(data))
-    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
-    assert np.array_equal(np.frombuffer(data, np.int16, len(values)), theirs)
+    from trainwright.strategies.torch.narrow import NARROW
+
+    random, codec, narrow = np.random.default_rng(0), codec_of(name), NARROW[name]
+    values = (random.normal(size=70_001) * scale).astype(np.float32)
+    values[9] = 0 if bad is None else bad
+    ours, theirs = (memoryview(bytearray(codec.size_bytes(len(values)))) for _ in range(2))
+    codec.encode(values, ours)
+    narrow.encode(torch.from_numpy(values), theirs)
+    same = np.asarray(ours).view(np.uint16) == np.asarray(theirs).view(np.uint16)
+    assert same.sum() >= len(same) - (bad is np.nan)  # whose bits are free
+    for factor in (1.0, 0.37):
+        found, there = random.normal(size=len(values)).astype(np.float32), torch.empty(len(values))
+        added = torch.from_numpy(found.copy())
+        codec.add(ours, found, factor)
+        narrow.add(theirs, added, factor)
+        np.testing.assert_array_equal(added.numpy(), found)
+        found[:] = 0
+        codec.add(ours, found, factor)
+        narrow.fill(theirs, there, factor)
+        np.testing.assert_array_equal(there.numpy(), found)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, np.nan, np.inf]), max_size=30),
+    st.sampled_from([1, 61, 1000]),
+    st.floats(0.001, 1),
+)
+@few
+def test_topk_sends_the_largest_whatever_the_sample_says(some: list[float], times: int, share: float) -> None:
+    values = np.repeat(np.array(some, np.float32), times)
+    codec, residual = codec_of(f"topk({share})"), np.zeros(len(values), np.float32)
+    data = memoryview(bytearray(codec.size_bytes(len(values))))
+    codec.encode(values, data, residual)
+    sent = np.frombuffer(data, np.uint32, len(data) // 8)
+    assert len(set(sent.tolist())) == len(sent)
+    np.testing.assert_array_equal(np.sort(values[sent]), np.sort(values)[len(values) - len(sent) :])
 
 
 @pytest.mark.parametrize("text", ["half", "topk", "topk(0)", "topk(2)", "topk(x)", "topk(nan)", ""])

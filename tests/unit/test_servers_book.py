@@ -78,12 +78,12 @@ class Cluster:
             self.close()
 
     def lease(self, worker: Worker) -> None:
-        free, offers, again = self.free(), self.book.offers(self.now_s), self.book.again
+        free, first, again = self.free(), self.book.first([worker.name], self.now_s), self.book.again
         grant = self.book.lease(worker.name, int(worker.name[1:]), self.now_s)
+        assert (grant is None) == (first is None), "those who wait are asked just when there is something for them"
         if grant is None:
             assert not free
             return
-        assert offers, "parked workers would not have been asked"
         assert not self.done[grant.unit] and (self.consistency.backup or grant.at == grant.unit.step // self.steps)
         if self.consistency.waits:
             assert grant.at - len(self.closings) <= (self.consistency.bound or 0)
@@ -245,7 +245,7 @@ def test_an_equal_worker_is_not_copied_and_a_slow_one_is_at_once() -> None:
     book, now_s = learnt("sync", 2)
     for share in range(3):
         assert book.lease(f"w{share}", share, now_s)
-    assert book.lease("w3", 3, now_s + 0.5) is None and not book.offers(now_s + 0.5)
+    assert book.lease("w3", 3, now_s + 0.5) is None and not book.first(["w3"], now_s + 0.5)
     book, now_s = learnt("sync", 2, slow=5.0)
     for share in (2, 0):
         assert book.lease(f"w{share}", share, now_s)

@@ -119,16 +119,19 @@ def test_nothing_is_begun_where_the_wish_was_there_before() -> None:
         assert own.reports(serving) == [] and own.tags()[0].step == 0
 
 
-def test_outside_of_a_segment_a_worker_is_not_kept_waiting() -> None:
+def test_a_worker_waits_for_the_segment_that_it_is_called_for_and_for_none_that_is_over() -> None:
     with cluster("dividing", 1, 2) as own:
         early, late = own.workers
-        assert early.lease() is None, "it has not begun"
-        serving, working = own.serve(2), own.work(early)
-        working.result(30.0)
+        working = own.work(early)
+        assert not working.done()
+        serving = own.serve(2)
+        assert len(working.result(30.0)) == 2 * SHARES
         own.reports(serving)
-        assert late.lease() is None and late.lease() is None
+        assert late.lease(0) is None and late.lease(0) is None
+        working = own.pool.submit(late.lease, 2)
         serving = own.serve(4)
-        assert len(own.work(late).result(30.0)) == 2 * SHARES
+        assert working.result(30.0) is not None and late.lease(0) is None
+        assert len(own.work(early).result(30.0)) == 2 * SHARES
         assert len(own.reports(serving)) == 2
 
 
@@ -178,7 +181,7 @@ def test_a_silent_server_is_lost_at_the_deadline() -> None:
 def test_a_loss_that_is_not_finite_is_not_pushed_and_the_worker_goes_on_without_it() -> None:
     with cluster("dividing", 1, 1) as own:
         serving, one = own.serve(1), own.workers[0]
-        unit = one.lease()
+        unit = one.lease(0)
         assert unit is not None
         whole = own.feed(0, unit.share)
         good = whole.parts[0][0]
@@ -195,7 +198,7 @@ def test_a_loss_that_is_not_finite_is_not_pushed_and_the_worker_goes_on_without_
 def test_a_worker_must_be_fed_the_unit_that_it_leased() -> None:
     with cluster("dividing", 1, 1) as own:
         own.serve(1)
-        unit = own.workers[0].lease()
+        unit = own.workers[0].lease(0)
         assert unit is not None
         with pytest.raises(TrainwrightError, match="fed step 1 of data ranks"):
             own.workers[0].train_step(own.feed(1, unit.share))

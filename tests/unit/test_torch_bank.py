@@ -17,7 +17,7 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.servers.bank import Push
 from trainwright.strategies.torch import files, state
 from trainwright.strategies.torch.bank import Bank
-from trainwright.strategies.torch.exchange import pieces
+from trainwright.strategies.torch.exchange import Outgoing, pieces
 from trainwright.strategies.torch.parts import Part
 from trainwright.strategies.torch.served import Served, shards
 from trainwright.strategies.torch.wireform import Form
@@ -142,3 +142,29 @@ def test_shards_step_as_the_whole_does_and_their_files_fit_it(name: str, servers
         third = one_device(job)
         third.load(held(moved))
         assert facts(saved(third)) == facts(expected)
+
+
+class Ears:
+    """What a push needs of `Clients`: an outbox for each server, and somebody to tell."""
+
+    def __init__(self, forms: Sequence[Form]) -> None:
+        self.outbox = tuple(memoryview(bytearray(form.size_bytes)) for form in forms)
+
+    def ready(self, server: int, offset: int, size: int) -> None:
+        """Nothing leaves."""
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_push_that_does_not_count_leaves_what_waits_as_it_was(taken: bool) -> None:
+    model = nn.Linear(4, 1, bias=False)
+    job, how = spec(model=lambda: model, optimizer=adam), plan(servers=1, wire="topk(0.5)")
+    replica = one_device(job)._built
+    held = shards(job, how, replica.model, "")
+    form, (parameter,) = Form(held[0], how.wire), replica.trainable
+    outgoing, ears, found = Outgoing(replica=replica, where=pieces(held), forms=[form]), Ears([form]), torch.zeros(1, 4)
+    for values in ([4.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]):
+        outgoing.begin(ears)
+        outgoing.put(parameter, torch.tensor([values]))
+        form.fill(ears.outbox[0], "weight", found)
+        outgoing.counted([taken])
+    assert found.tolist() == ([[0.0, 1.0, 0.0, 2.0]] if taken else [[0.0] * 4])

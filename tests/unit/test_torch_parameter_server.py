@@ -30,9 +30,10 @@ from tests.unit.torch_jobs import (
 )  # fmt: skip
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.core.group import Group, Peer, Role
-from trainwright.core.plan import Plan
+from trainwright.core.plan import Mesh, Plan
+from trainwright.datasets.feeds import weightless
 from trainwright.strategies.torch.parameter_server import ParameterServer
 
 
@@ -69,7 +70,7 @@ class Party:
             thread.start()
         own = []
         by_unit = {(one.step, one.data_ranks[0]): one for one in feeds}
-        while (unit := self.worker.lease()) is not None:
+        while (unit := self.worker.lease(feeds[0].step)) is not None:
             own += [
                 self.worker.train_step(by_unit[step, unit.share]) for step in range(unit.step, unit.step + unit.steps)
             ]
@@ -190,3 +191,78 @@ def test_local_steps_of_one_worker_are_plain_training() -> None:
         assert [one.loss for one in reports] == pytest.approx(losses, rel=1e-9)
         for found, whole in zip(other._built.trainable, alone._built.trainable, strict=True):
             assert torch.allclose(found, whole, rtol=1e-9, atol=1e-12)
+
+
+class Counting(nn.Module):
+    """A buffer that is replaced, and not written into, says how often the module ran, and counts."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count = self.count + 1
+        return self.layer(x) / (1 + self.count)
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"local_steps": 2, "outer": "average"}], ids=["steps", "local steps"])
+def test_each_unit_begins_at_what_the_servers_hold_also_where_one_worker_computes_several(changes: Any) -> None:
+    """What one unit did to the worker's parameters and buffers is none of the next one's that nothing came between."""
+    job, local = spec(model=Counting, optimizer=plain), changes.get("local_steps", 1)
+    feeds = [
+        feed(batch(rows, 100 * step + 50 * rank, np.float64), step=step, rank=rank, total=2)
+        for step in range(4)
+        for rank, rows in enumerate((12, 5))
+    ]
+    model = one_device(job)._built.model
+    for first in range(0, 4, local):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        ends, weights = [], []
+        for rank in range(2):
+            model.load_state_dict(before)
+            mine = [one for one in feeds if one.data_ranks[0] == rank and first <= one.step < first + local]
+            optimizer = plain(model.parameters())
+            for one in mine:
+                held = one.parts[0][0]
+                optimizer.zero_grad()
+                loss(model(torch.from_numpy(held.columns["x"])), torch.from_numpy(held.columns["y"])).mean().backward()
+                optimizer.step()
+            ends.append({name: value.clone() for name, value in model.state_dict().items()})
+            weights.append(sum(one.parts[0][0].rows for one in mine))
+        mean = {name: (weights[0] * ends[0][name] + weights[1] * ends[1][name]) / sum(weights) for name in before}
+        model.load_state_dict({**mean, "count": ends[0]["count"]})
+    with party(job, replace(sync(**changes), mesh=Mesh(data=2))) as own:
+        own.run(feeds)
+        other = one_device(job)
+        other.load(own.files)
+        for name, found in other._built.model.state_dict().items():
+            assert torch.allclose(found, model.state_dict()[name], rtol=1e-10, atol=1e-12), name
+        assert own.worker.evaluate_step(feeds[0]) == other.evaluate_step(feeds[0])
+
+
+def test_what_a_push_leaves_over_is_not_spoilt_by_a_batch_that_is_passed_by() -> None:
+    bad = batch(first=100)
+    bad.columns["x"][:] = np.nan  # type: ignore[index]
+    feeds = [feed(bad, step=1) if step == 1 else feed(step=step) for step in range(4)]
+    with party(spec(guard=True), sync(wire="topk(0.1)")) as own:
+        train = own.worker.train_step
+
+        def passing(given: Feed) -> StepReport:
+            try:
+                return train(given)
+            except NonFiniteLoss:
+                return train(weightless(given))
+
+        own.worker.train_step = passing  # type: ignore[method-assign]
+        told, _ = own.run(feeds)
+        assert [one.weight > 0 for one in told] == [True, False, True, True]
+        assert np.isfinite([one.loss for one in told]).all()
+        assert np.isfinite(own.worker.evaluate_step(feeds[0]).means()["loss"])
