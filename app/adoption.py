@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,3 +165,22 @@ def _asked(calls: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         except RayError:
             answers.append((actor, None))
     return answers
+
+
+class Beats:
+    """What was asked of whom, and is not answered yet. For one thread."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[Any, float]] = {}
+
+    def send(self, actors: Mapping[int, Any]) -> Mapping[int, float]:
+        """Send each a beat; gives, by process, for how many seconds those have not answered that still owe one."""
+        now_s = time.monotonic()
+        sent = {number: actor.beat.remote() for number, actor in actors.items()}
+        self._asked = {number: self._owed(number) or (ref, now_s) for number, ref in sent.items()}
+        return {number: now_s - since_s for number, (_, since_s) in self._asked.items() if since_s < now_s}
+
+    def _owed(self, number: int) -> tuple[Any, float] | None:
+        """The first beat that was not answered."""
+        asked = self._asked.get(number)
+        return None if asked is None or ray.wait([asked[0]], timeout=0)[0] else asked

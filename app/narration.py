@@ -29,12 +29,13 @@ from trainwright.core.events import (
     RunEnded,
     RunStarted,
     Stacks,
+    Stale,
     Steps,
     Straggling,
     Waiting,
 )
 from trainwright.history import epoch_of
-from trainwright.parts import noise_of
+from trainwright.parts import noise_of, staleness_of, staleness_text
 
 Tone = Literal["plain", "good", "warning", "bad"]
 _RECENT = 50  # steps over which throughput and loss are averaged
@@ -57,7 +58,7 @@ class Figures:
         epoch: from 1, of `epochs`.
         loss: mean of the last steps.
         samples_per_s: over the last steps.
-        wait_share: of the last steps' time that waited for data, from 0 to 1.
+        wait_share: of the last steps' time that waited for data, from 0 to 1; NaN too where workers step alone.
         left_s: from the rate of this session alone, evaluations and checkpoints included.
         activity: what happens instead of stepping; empty while it steps.
     """
@@ -77,7 +78,8 @@ class Figures:
         parts = [f"step {self.step:,}/{self.total:,}", f"epoch {self.epoch}/{self.epochs}"]
         if math.isfinite(self.samples_per_s):
             parts += [f"loss {words.figure(self.loss)}", words.rate(self.samples_per_s)]
-            parts += [f"waiting for data {words.share(self.wait_share)}", f"{words.clock(self.left_s)} left"]
+            parts += [f"waiting for data {words.share(self.wait_share)}"] if math.isfinite(self.wait_share) else []
+            parts += [f"{words.clock(self.left_s)} left"]
         return ", ".join(parts + ([self.activity] if self.activity else []))
 
 
@@ -186,7 +188,7 @@ class Narrator:
             return [Line(text=recovery_text(event), tone="good")]
         if event.step or event.source == "checkpoint":
             return [Line(text=self._resuming(event), tone="good")]
-        return [Line(text=f"{words.count(event.workers, 'worker')} ready after {words.duration(event.seconds)}")]
+        return [Line(text=f"{words.crew(event.workers, event.servers)} ready after {words.duration(event.seconds)}")]
 
     def _resuming(self, event: Formed) -> str:
         source = source_text(event)
@@ -342,7 +344,7 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
         case Formed():
             begins = event.source == "initial" and event.step == 0
             state = f"after {words.duration(event.seconds)}" if begins else f"again: {recovery_text(event)}"
-            return Line(text=f"{words.count(event.workers, 'worker')} ready {state}", tone="good")
+            return Line(text=f"{words.crew(event.workers, event.servers)} ready {state}", tone="good")
         case Steps():
             return Line(text=_steps_text(event))
         case Evaluated():
@@ -357,6 +359,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=prefetch_text(event))
         case Measured():
             return Line(text=measured_text(event))
+        case Stale():
+            return Line(text=f"staleness: {staleness_text(staleness_of([event])) or 'nothing was pushed'}")
         case Failed():
             return Line(text=failure_text(event), tone="bad", detail=event.detail)
         case Stacks():
@@ -376,5 +380,6 @@ def _steps_text(event: Steps) -> str:
     mean = sum(event.loss) / len(event.loss)
     first, last = event.step[0], event.step[-1]
     which = f"step {last:,}" if first == last else f"steps {first:,} to {last:,}"
-    waited = words.share(sum(event.wait_s) / (seconds or 1.0))
-    return f"{which}: loss {words.figure(mean)}, {pace}, waiting for data {waited}"
+    share = sum(event.wait_s) / (seconds or 1.0)
+    waited = f", waiting for data {words.share(share)}" if math.isfinite(share) else ""
+    return f"{which}: loss {words.figure(mean)}, {pace}{waited}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import statistics
 import threading
@@ -219,16 +220,18 @@ class Worker:
             took.append(time.perf_counter() - before)
         return statistics.median(took[1:])
 
-    def run(self, until: int) -> SegmentReport:
-        """Step until that many steps are complete, or a wish to stop has reached every rank; what that is by role."""
+    def run(self, steps: range) -> SegmentReport:
+        """Take these steps, or fewer where a wish to stop has reached every rank; what that is by role."""
         assert self._stream is not None, "heal comes before run"
         stopped = finished = False
         if self._plan.topology == "independent":
-            stopped = self._serve(until) if self._role == "server" else self._work()
+            stopped = self._role == "server" and self._serve(steps.stop)
+            if self._role == "worker":
+                self._work(steps.start)
         elif self._plan.topology == "coordinator" and self._role != "chief":
             cast(Coordinated, self._engine).follow()
         else:
-            stopped, finished = self._step_together(until)
+            stopped, finished = self._step_together(steps.stop)
         self._wish.clear()
         over = stopped or finished or self._step >= self._stream.total_steps
         source = self._units or self._feeds
@@ -247,17 +250,16 @@ class Worker:
         begun = time.perf_counter()
         for report in engine.serve(until, lambda: self._wish.is_set() and self._step > first):
             self._step, stopped, now = report.step, report.wish, time.perf_counter()
-            self._records.add(report, samples=self._stream.size(report.step - 1), step_s=now - begun, wait_s=0.0)
+            self._records.add(report, samples=self._stream.size(report.step - 1), step_s=now - begun, wait_s=math.nan)
             begun = now
         self._staleness = engine.staleness()
         return stopped
 
-    def _work(self) -> bool:
-        """A worker that steps alone: one unit after the other, until there is none, or this one is to come back."""
+    def _work(self, first: int) -> None:
+        """A worker that steps alone: one unit after the other, until the steps from `first` on are over."""
         assert self._units is not None, "form opens the streams"
-        self._wish.clear()  # of a stretch of steps that is over
         engine = cast(Independent, self._engine)
-        while not self._wish.is_set() and (unit := engine.lease()) is not None:
+        while (unit := engine.lease(first)) is not None:
             begun = time.perf_counter()
             for feed in self._units.feeds(unit):
                 fed = time.perf_counter()
@@ -265,7 +267,6 @@ class Worker:
                 now = time.perf_counter()
                 self._meter.add(report, step_s=now - begun, wait_s=fed - begun)
                 begun = now
-        return self._wish.is_set()
 
     def _step_together(self, until: int) -> tuple[bool, bool]:
         """Whether a wish was heard, and whether nothing is left to train."""

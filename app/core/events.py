@@ -206,6 +206,7 @@ class Formed(Event):
     kind = "formed"
     generation: int = 0
     workers: int = 0
+    servers: int = 0  # beside them
     step: int = 0
     source: str = "initial"  # initial | replica | keeper | checkpoint
     checkpoint: str = ""
@@ -217,7 +218,7 @@ class Formed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Event):
-    """Completed steps, parallel lists. `wait_s` is time spent waiting for data, `step_s` the whole step."""
+    """Completed steps, parallel lists. `wait_s` of `step_s` waited for data: NaN where workers that step alone did."""
 
     kind = "steps"
     generation: int = 0

@@ -19,7 +19,7 @@ from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
 from trainwright.driver.layouts import Reservation
 from trainwright.driver.milestones import hang_deadline_s
-from trainwright.driver.staffing import await_starts, count, fill, ready_recruits, spare_for, take_recruit
+from trainwright.driver.staffing import await_starts, fill, ready_recruits, spare_for, starting_text, take_recruit
 from trainwright.driver.state import STANDING, Apart, Blame, Doing, Phase, State
 from trainwright.driver.turn import Turn
 
@@ -117,7 +117,7 @@ def _counted(turn: Turn, blame: Blame, workers: frozenset[int]) -> bool:
 
 
 def _replace(turn: Turn, worker: int, *, kill: bool) -> None:
-    """Give a rank to a spare or a new process, which is not waited for."""
+    """Give a rank to a spare or a new process, which is not waited for; later each time that one does not come far."""
     state = turn.state
     rank, was = state.rank_of[worker], state.apart.get(worker)
     gone = frozenset({worker})
@@ -131,13 +131,15 @@ def _replace(turn: Turn, worker: int, *, kill: bool) -> None:
     )
     forget(turn, gone)
     keeping.forget(turn, gone)
-    fill(turn, rank, spare_for(turn.state, state.members[rank].node))
+    tries = was.tries + 1 if was and was.doing != "run" else 0
+    wait_s = loops.backoff_s(tries)
+    fill(turn, rank, spare_for(turn.state, state.members[rank].node), wait_s)
     new = turn.state.members[rank].worker
     starts = new in turn.state.starting
-    deadline_s = turn.settings.place_deadline_s if starts else loops.backoff_s(turn.state.failures)
+    deadline_s = wait_s + turn.settings.place_deadline_s if starts else loops.backoff_s(turn.state.failures)
     put(turn, new, Apart(
         doing="start" if starts else "hold", until_s=turn.now_s + deadline_s,
-        since_s=was.since_s if was else turn.now_s, former=worker,
+        since_s=was.since_s if was else turn.now_s, former=worker, tries=tries,
     ))  # fmt: skip
 
 
@@ -264,14 +266,14 @@ def _take_part(turn: Turn, worker: int) -> None:
 
 
 def call_idle(turn: Turn) -> None:
-    """While steps are taken: those who take part and have nothing to do are called for what is left of them."""
+    """While steps are taken: those who have come to take part are called for what is left of them."""
     state = turn.state
     if state.phase is not Phase.RUNNING or not segment_lasts(state):
         return
     idle = [worker for worker in at_work(state) if worker not in state.awaiting]
     if idle:
         turn.change(awaiting=state.awaiting | frozenset(idle))
-        turn.call(idle, "run", state.until)
+        turn.call(idle, "run", range(state.step, state.until))
         look(turn)
 
 
@@ -294,8 +296,6 @@ def leave_behind(turn: Turn) -> None:
     apart = {worker: Apart(doing="run", until_s=until_s, since_s=turn.now_s, former=worker) for worker in late}
     turn.change(awaiting=frozenset(), apart={**state.apart, **apart})
     _arm(turn)
-    if not follows:
-        turn.call(late, "stop")
 
 
 def begin_segment(turn: Turn) -> None:
@@ -331,7 +331,7 @@ def _give_up(turn: Turn, worker: int) -> None:
             if apart.blame is None or _counted(turn, _alone(apart.blame), frozenset({worker})):
                 _reserve(turn, worker)
         case "start" if not _alive(state):
-            missing = count(len(state.starting))
+            missing = starting_text(state)
             error = ResourceError(
                 f"none of the workers lives, and {missing} did not start within {settings.place_deadline_s:g} s",
                 remedy="free resources or add nodes, or raise place_deadline_s",

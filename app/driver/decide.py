@@ -52,7 +52,6 @@ _TIMED: Mapping[str, frozenset[Phase]] = {
     "retry": frozenset({Phase.WAITING}),
     "backoff": frozenset({Phase.GATHERING}),
     "late": frozenset({Phase.RUNNING}),
-    "rest": frozenset({Phase.RUNNING}),
     "apart": STANDING - {Phase.READY},
 }
 
@@ -212,8 +211,6 @@ def _expired(turn: Turn, event: m.Expired) -> None:
             staffing.place_expired(turn)
         case "shrink" | "backoff" | "late":
             pass  # `_advance` sees that its time is over
-        case "rest":
-            apart.call_idle(turn)
         case "apart":
             recovering.cut_off(turn, apart.expired(turn))
         case "leave":
@@ -239,7 +236,7 @@ def _expired(turn: Turn, event: m.Expired) -> None:
 def _advance(turn: Turn) -> None:
     """Follow up on what an event completed."""
     if turn.state.phase in COMPLETED and training.is_over(turn.state):
-        turn.disarm("call", "hang", "pause", "late", "rest")
+        turn.disarm("call", "hang", "pause", "late")
         COMPLETED[turn.state.phase](turn)
     if training.waits_for_nobody(turn.state):
         turn.disarm("upload")

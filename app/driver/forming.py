@@ -142,10 +142,12 @@ def healed(turn: Turn) -> None:
     if state.trials is not None:
         probing.begin(turn)
         return
+    workers, servers = state.settings.crew(len(state.members))
     turn.emit(
         Formed(
             generation=state.generation.number,
-            workers=len(state.members),
+            workers=workers,
+            servers=servers,
             step=heal.step,
             source=heal.source,
             checkpoint=heal.checkpoint.path if heal.checkpoint else "",

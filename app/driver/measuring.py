@@ -16,10 +16,10 @@ def tell(turn: Turn, reports: Sequence[m.SegmentReport]) -> None:
     if phases is None:
         return
     sampler = max(reports, key=lambda report: (report.noise is not None, report.sampled))
-    noise = sampler.noise
+    noise, roles = sampler.noise, [turn.settings.role_of(rank) for rank in range(len(turn.state.members))]
     turn.emit(
         Measured(
-            step=turn.state.step, steps=phases.steps, workers=len(turn.state.members), phases=dict(phases.medians),
+            step=turn.state.step, steps=phases.steps, workers=roles.count("worker"), phases=dict(phases.medians),
             data_s=phases.data_s, sampled=sampler.sampled, noise=vars(noise) if noise else {},
         )
     )  # fmt: skip

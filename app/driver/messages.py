@@ -8,7 +8,7 @@ Verbs of `Call`, in the order of a run (the worker's methods of the same names):
 | form       | Group               | StateTag                 | steps  |
 | heal       | Heal                | StateTag                 | steps  |
 | probe      | Probing             | seconds of a step        | steps  |
-| run        | until: int          | SegmentReport            | steps  |
+| run        | steps: range        | SegmentReport            | steps  |
 | evaluate   | Evaluation          | Sums                     | steps  |
 | snapshot   | Copying             | Snapshot                 | steps  |
 | upload     | checkpoint path     | tuple[FileEntry, ...]    | upload |
@@ -312,6 +312,7 @@ class Place:
     slot: int
     spare: bool = False
     beside: bool = False
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,11 @@ class Settings:
         """Of a rank."""
         return role_of(rank, self.topology, self.servers)
 
+    def crew(self, total: int) -> tuple[int, int]:
+        """How many of so many processes are workers and servers; a coordinator's chief is neither."""
+        roles = [self.role_of(rank) for rank in range(total)]
+        return roles.count("worker"), roles.count("server")
+
     def spares_rank(self, rank: int) -> bool:
         """Whether the others go on without this rank's process."""
         return self.role_of(rank) in self.tolerates

@@ -45,8 +45,8 @@ def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
     keeping.forget(turn, frozenset(gone))
     if turn.state.starting - starting:
         if not starting:
-            what = count(len(turn.state.starting)) + " to start"
-            turn.emit(Waiting(what=what, deadline_s=turn.settings.place_deadline_s))
+            what = starting_text(turn.state)
+            turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.place_deadline_s))
         await_starts(turn)
 
 
@@ -58,8 +58,8 @@ def await_starts(turn: Turn) -> None:
             turn.arm("shrink", turn.settings.shrink_s)
 
 
-def fill(turn: Turn, rank: int, spare: int | None) -> None:
-    """Give a rank to a spare, or to a new process."""
+def fill(turn: Turn, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
+    """Give a rank to a spare, or to a new process, which is started after a while."""
     state = turn.state
     held = None if spare is None else state.spares[spare]
     worker = state.next_worker if spare is None else spare
@@ -73,7 +73,7 @@ def fill(turn: Turn, rank: int, spare: int | None) -> None:
         spares={number: other for number, other in state.spares.items() if number != worker},
     )
     if spare is None:
-        turn.want(m.Place(worker=worker, slot=slot))
+        turn.want(m.Place(worker=worker, slot=slot, after_s=wait_s))
     else:
         turn.emit(Promoted(worker=worker, rank=rank, slot=slot, node=member.node))
 
@@ -293,7 +293,8 @@ def _seat(turn: Turn, members: tuple[Member, ...], why: str) -> None:
     """Number the ranks anew."""
     former = len(turn.state.members)
     renumber(turn, members)
-    turn.emit(Resized(workers=len(members), former=former, why=why))
+    workers, before = (turn.settings.crew(total)[0] for total in (len(members), former))
+    turn.emit(Resized(workers=workers, former=before, why=why))
 
 
 def dismiss(turn: Turn, workers: frozenset[int], why: str) -> None:
@@ -341,6 +342,13 @@ def place_expired(turn: Turn) -> None:
     close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
 
 
-def count(workers: int) -> str:
+def starting_text(state: State) -> str:
+    """Who starts: `2 workers and 1 server`, of a coordinator also `1 chief`."""
+    roles = Counter(state.settings.role_of(state.rank_of[worker]) for worker in state.starting)
+    found = [count(roles[role], role) for role in ("worker", "server", "chief") if roles[role]]
+    return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+
+
+def count(number: int, what: str = "worker") -> str:
     """`2 workers`."""
-    return f"{workers} worker{'s' if workers != 1 else ''}"
+    return f"{number} {what}{'s' if number != 1 else ''}"

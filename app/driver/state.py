@@ -149,7 +149,7 @@ class Apart:
         until_s: when it is given up; of `hold`, when it goes on.
         since_s: when it was wanted.
         former: worker that held its rank before; -1 for none.
-        tries: to join that its process made before.
+        tries: to join that were in vain, of its process or of those before it.
         blame: a peer that it lost, where another's end may yet turn out to be the cause.
     """
 

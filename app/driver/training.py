@@ -21,7 +21,6 @@ from trainwright.driver.staffing import may_grow, pause, regroup, replenish, wan
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
 
-REST_S = 0.5  # of a worker that had nothing to do, before it is called again
 LATE_S = 2.0  # for workers to come to an evaluation, once the steps are over
 _RETRY_MOST_S = 60.0
 
@@ -104,7 +103,7 @@ def _await_upload(turn: Turn) -> None:
 def _run(turn: Turn) -> None:
     until = careful(turn.state, next_milestone(turn.settings, turn.state.step))
     turn.enter(Phase.RUNNING, moved_s=turn.now_s, pausing=False, until=until)
-    turn.call_all("run", until)
+    turn.call_all("run", range(turn.state.step, until))
     turn.arm("hang", hang_deadline_s(turn.state))
     apart.begin_segment(turn)
     apart.look(turn)
@@ -136,7 +135,6 @@ def progressed(turn: Turn, event: m.Progressed) -> None:
         waited_s = turn.now_s - turn.state.moved_s
         turn.change(moved_s=turn.now_s, longest_s=max(turn.state.longest_s, waited_s))
         turn.arm("hang", hang_deadline_s(turn.state))
-        apart.call_idle(turn)
         apart.look(turn)
         replenish(turn)
 
@@ -151,17 +149,12 @@ def is_over(state: State) -> bool:
 
 
 def await_workers(turn: Turn) -> None:
-    """The steps are over but for some who will be wanted for an evaluation: they have a moment to come.
-
-    Others were there before the servers, which had no work for them yet: they are called again at once.
-    """
+    """The steps are over but for some who will be wanted for an evaluation: they have a moment to come."""
     state = turn.state
     if state.phase is not Phase.RUNNING or state.settings.topology != "independent" or not state.awaiting:
         return
-    if apart.segment_lasts(state):
-        if "rest" not in state.timers:
-            turn.arm("rest", REST_S)
-    elif "late" not in state.timers and _wants_evaluation(replace(state, step=state.answers[0].step)):
+    over = not apart.segment_lasts(state) and "late" not in state.timers
+    if over and _wants_evaluation(replace(state, step=state.answers[0].step)):
         turn.arm("late", LATE_S)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -19,10 +20,10 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainwright.actors import KEEPER, WORKER, Berth
-from trainwright.adoption import BEAT_S, Found, keeper_name, lasting, run_name, take_over
+from trainwright.adoption import BEAT_S, Beats, Found, keeper_name, lasting, run_name, take_over
 from trainwright.causes import cause_of
 from trainwright.core import events
-from trainwright.core.errors import FencedError, RunConflict, TrainwrightError
+from trainwright.core.errors import FencedError, RunConflict, TrainwrightError, WorkerLost
 from trainwright.core.group import Generation
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
@@ -34,6 +35,7 @@ from trainwright.workorder import WorkOrder
 NEWS_EVERY_S = 0.2
 WATCH_S = 5.0
 REMOVE_S = 10.0
+SILENT_S = 30.0  # without an answer to a beat: a process that does not run
 
 
 class Ledger(Protocol):
@@ -92,6 +94,7 @@ class World:
         self._timers: dict[str, int] = {}
         self._storage = ThreadPoolExecutor(1, thread_name_prefix="log")
         self._actors: dict[int, Any] = {}
+        self._unwanted: set[int] = set()  # before they were placed
         self._watched: tuple[int, Generation] | None = None
 
     # --- events -------------------------------------------------------------------------------------------
@@ -135,6 +138,8 @@ class World:
         match effect:
             case m.Acquire():
                 self._in_storage(self._acquire)
+            case m.Place() if effect.after_s:
+                self._later(effect.after_s, lambda: self._place(effect))
             case m.Place():
                 self._place(effect)
             case m.Kill():
@@ -172,6 +177,8 @@ class World:
     # --- workers ------------------------------------------------------------------------------------------
 
     def _place(self, effect: m.Place) -> None:
+        if effect.worker in self._unwanted:
+            return
         serves = effect.slot < self._plan.processes - self._plan.workers
         options = {"num_cpus": 0} if effect.beside else resources(self._plan.placement, serves=serves)
         self._slots[effect.worker] = effect.slot
@@ -228,6 +235,8 @@ class World:
         self._keepers.clear()
 
     def _kill(self, worker: int) -> None:
+        if worker not in self._slots:
+            self._unwanted.add(worker)
         self._died(worker, None)
 
     def _died(self, worker: int, error: BaseException | None) -> None:
@@ -356,6 +365,7 @@ class World:
             self._actors[worker] = survivor.actor
             self._nodes[worker] = (survivor.living.node, survivor.node_id)
             if slot is not None:
+                self._slots[worker] = slot
                 self._rooms.inherit(slot, survivor.group)
                 self._rooms.found(slot, survivor.node_id)
             self._await_end(worker)
@@ -363,10 +373,19 @@ class World:
 
     def _beat(self) -> None:
         """Tell all that their driver lives, whatever its own thread waits for: a listener may write to a slow store."""
+        beats = Beats()
         while not self._closed.is_set():
-            for actor in [*self._actors.values(), *self._keepers.values()]:
-                actor.beat.remote()
+            up = {worker: actor for worker, actor in [*self._actors.items()] if worker in self._nodes}
+            for worker, silent_s in beats.send(up).items():
+                if silent_s > SILENT_S and self._expendable(worker):
+                    self._queue.put(partial(self._died, worker, WorkerLost(f"it did not answer for {silent_s:.0f} s")))
+            for number, actor in [*self._actors.items(), *self._keepers.items()]:
+                if number not in up:
+                    actor.beat.remote()
             self._closed.wait(BEAT_S)
+
+    def _expendable(self, worker: int) -> bool:  # one that does not answer is ended then, and replaced
+        return not self._together and self._slots.get(worker, 0) >= self._plan.processes - self._plan.workers
 
     def _commit(self, effect: m.Commit) -> m.Happening:
         try:

@@ -258,8 +258,8 @@ class Labour:
     def _check_level(self, team: Team) -> None:
         if any((member.step, member.lineage) != (team.step, team.lineage) for member in team.arrived):
             raise Violation(f"ranks begin a segment from different states: {[p.step for p in team.arrived]}")
-        if team.argument <= team.step:
-            raise Violation(f"a segment from step {team.step} to {team.argument}")
+        if team.argument.start != team.step or not team.argument:
+            raise Violation(f"a segment of steps {team.argument} from step {team.step} on")
 
     def _step(self, team: Team, ticket: int) -> None:
         """One global step of the whole group."""
@@ -274,7 +274,7 @@ class Labour:
         if self.rand() < 0.6:
             news = m.Progressed(generation=first.call.generation, step=team.step)  # type: ignore[union-attr]
             self.clock.after(self.between(0.0, 0.6), self.deliver, first.driver, news)
-        if team.step < team.argument and not team.wish:
+        if team.step < team.argument.stop and not team.wish:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
             return
         arrived, team.arrived = team.arrived, []

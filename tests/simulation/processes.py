@@ -61,7 +61,6 @@ class Process:
         "up",
         "upload",
         "upload_hung",
-        "wish",
         "worker",
     )  # fmt: skip
 
@@ -84,7 +83,6 @@ class Process:
         self.piece = "state"
         self.plan: Plan | None = None  # what it builds for
         self.tried = False  # it took throwaway steps
-        self.wish = False  # to step no more, of its own
         self.step, self.lineage, self.sound, self.trained = 0, FRESH, True, False
         self.copies: dict[str, tuple[str, int, int]] = {}  # by the verb that they are for
 

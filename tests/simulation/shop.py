@@ -162,36 +162,35 @@ class Shop:
     # --- steps --------------------------------------------------------------------------------------------
 
     def _run_server(self, trade: Trade, process: Process, call: m.Call) -> None:
-        if trade.serving and trade.until != call.argument:
+        if trade.serving and trade.until != call.argument.stop:
             raise Violation(f"servers run different segments: {call.argument}, {trade.until}")
-        if call.argument <= trade.step or (process.step, process.lineage) != (trade.step, trade.lineage):
-            raise Violation(f"a segment from step {trade.step} to {call.argument}")
-        trade.until = call.argument
+        behind = (process.step, process.lineage) != (trade.step, trade.lineage)
+        if not call.argument or call.argument.start != trade.step or behind:
+            raise Violation(f"a segment of steps {call.argument} from step {trade.step} on")
+        trade.until = call.argument.stop
         trade.serving.append(process)
         if len(trade.serving) == self._settings.servers:
             trade.open, trade.first = True, trade.step
-            self._go_on(trade)  # a wish may have come by now
+            self._go_on(trade)  # a wish may have come by now, and workers before
 
     def _run_worker(self, trade: Trade, process: Process, call: m.Call) -> None:
-        process.wish = False
         self._lease(trade, process)
 
     def stop(self, process: Process) -> None:
-        """A wish reaches the lead for all, or a worker for itself."""
-        if not self._serves(process):
-            process.wish = True
-        elif process.rank == 0:
+        """A wish reaches the lead for all."""
+        if process.rank == 0:
             trade = self._trade(process)
             trade.wish = True
             self._go_on(trade)
 
     def _lease(self, trade: Trade, worker: Process) -> None:
-        """Something to compute, or a wait for it."""
-        if worker.wish or not trade.open:
+        """Something to compute, or a wait for it; none in a segment that is over."""
+        assert worker.call is not None, "it is at work"
+        if worker.call.argument.start < (trade.first if trade.open else trade.step):
             self._end(worker)
             return
         stuck = any(server.hung for server in trade.servers.values())
-        unit = None if stuck else trade.unit(worker)
+        unit = None if stuck or not trade.open else trade.unit(worker)
         if unit is None:
             trade.idle.append(worker)
             return
@@ -242,7 +241,7 @@ class Shop:
             self._end(worker)
 
     def _end(self, worker: Process) -> None:
-        self._answer(worker, m.SegmentReport(step=0, stopped=worker.wish, tag=self.tag(worker)), 0.0, 0.4)
+        self._answer(worker, m.SegmentReport(step=0, stopped=False, tag=self.tag(worker)), 0.0, 0.4)
 
     # --- breaking -----------------------------------------------------------------------------------------
 

@@ -240,7 +240,7 @@ class World:
         process = Process(driver, effect, self.clock.now_s)
         driver.processes[effect.worker] = process
         self._count(driver)
-        self.strikes.start(process)
+        self.clock.after(effect.after_s, self.strikes.start, process)
 
     def _count(self, driver: Driver) -> None:
         settings = self.scenario.settings

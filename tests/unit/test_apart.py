@@ -14,6 +14,7 @@ from trainwright.core.errors import PeerLost, UserCodeError
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.state import Phase
+from trainwright.narration import event_line
 
 SERVER = StateTag(step=None, layout="shards", pieces=frozenset({"shard-0"}), whole=frozenset({"shard-0"}))
 WORKER = StateTag(step=None, layout="shards", pieces=frozenset(), whole=frozenset({"shard-0"}))
@@ -56,20 +57,19 @@ def test_a_lost_worker_is_replaced_by_one_that_joins_while_the_others_step() -> 
     joined(story, 3)
     (event,) = story.emitted(events.Joined)
     assert (event.rank, event.worker, event.former) == (1, 3, 1) and event.seconds > 0
-    assert [(call.worker, call.argument) for call in story.calls("run")] == [(3, 4)]
+    assert [(call.worker, call.argument) for call in story.calls("run")] == [(3, range(4))]
     assert story.state.generation.number == 1
 
 
 def test_the_steps_are_over_when_the_server_says_so_and_the_late_one_comes_back() -> None:
     story = ended(running(), 4, 1, 0)
-    assert [call.worker for call in story.calls("stop")] == [2], "it is to come back after its unit"
     (stale,) = story.emitted(events.Stale)
     assert (stale.step, stale.counts, stale.dropped) == (4, [[0, 3], [1, 1]], 1)
     assert [call.worker for call in story.calls("snapshot")] == [0]
     story.snapshot(4)
     assert [call.worker for call in story.calls("run")] == [0, 1]
     ended(story, 0, 2)
-    assert [(call.worker, call.argument) for call in story.calls("run")] == [(2, 8)]
+    assert [(call.worker, call.argument) for call in story.calls("run")] == [(2, range(4, 8))]
 
 
 def test_one_that_does_not_come_back_is_frozen_and_replaced() -> None:
@@ -131,3 +131,23 @@ def test_a_recruit_joins_without_a_pause() -> None:
     assert place.slot == 3
     joined(story, place.worker)
     assert [call.worker for call in story.calls("run")] == [place.worker] and len(story.state.members) == 4
+
+
+def test_one_that_ends_each_time_while_it_starts_is_waited_for_longer_though_the_others_step() -> None:
+    story, pauses = running(), []
+    for worker in (1, 3, 4, 5, 6):
+        story.tell(m.Progressed(generation=story.state.generation, step=worker), m.Died(worker=worker, cause="killed"))
+        (place,) = story.all(m.Place)
+        pauses.append(place.after_s)
+    assert pauses == [0.0, 0.0, 1.0, 2.0, 4.0] and story.state.phase is Phase.RUNNING
+
+
+def test_servers_are_told_apart_from_workers() -> None:
+    story = Story(workers=3, servers=1, topology="independent", tolerates=frozenset({"worker"}))
+    story.tell(m.Acquired(token=1, head=None))
+    assert [event.what for event in story.emitted(events.Waiting)] == ["2 workers and 1 server to start"]
+    story.start().formed(SERVER, WORKER, WORKER)
+    story.returns("heal", *(StateTag(step=0, pieces=tag.pieces) for tag in (SERVER, WORKER, WORKER)))
+    (formed,) = story.emitted(events.Formed)
+    assert (formed.workers, formed.servers) == (2, 1)
+    assert event_line(formed).text.startswith("2 workers and 1 server ready after")

@@ -1,0 +1,117 @@
+"""Parameter servers under kills, torch's and TensorFlow's: workers cost no one a thing, the rest goes back to a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+import trainwright as tw
+from tests import jobs, processes, server_jobs
+from tests.runs import final_state, told
+from trainwright.core import events
+from trainwright.log import RunLog
+from trainwright.store import open_store
+
+BAND = 0.1  # of accuracy, between runs of which no two are alike
+KILLED = {
+    "torch": ((6, (2,)), (13, (1,)), (20, (0, 3))),
+    "tensorflow": ((6, (3,)), (13, (1,)), (20, (0,)), (27, (0, 2))),
+}
+"""Step and ranks: a worker, a server, TensorFlow's chief, and two at once of which one is a server."""
+
+
+@pytest.fixture(scope="module")
+def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of an unbroken run."""
+    folders: dict[tuple[str, str], Path] = {}
+
+    def run(framework: str, consistency: str) -> Path:
+        key = framework, consistency
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("unbroken") / "runs"
+            tw.fit(server_jobs.job(folder, framework, consistency=consistency))
+            folders[key] = folder
+        return folders[key]
+
+    return run
+
+
+CASES = pytest.mark.parametrize(
+    ("framework", "consistency"), [("torch", "sync"), ("torch", "async"), ("tensorflow", "async")]
+)
+
+
+@CASES
+def test_processes_are_killed(
+    framework: str, consistency: str, folder: Path, unbroken: Callable[[str, str], Path]
+) -> None:
+    kills = KILLED[framework]
+    with server_jobs.striking(folder, *kills) as striker:
+        run = tw.fit(server_jobs.job(folder, framework, consistency=consistency, gate=10 * (framework == "tensorflow")))
+    assert run.state == "done" and not striker.plan
+    joined: Any = told(folder, "faulty", events.Joined)
+    assert joined[0].rank == kills[0][1][0] and joined[0].generation == 1, "a worker's death ends no generation"
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert len(formed) == len(kills) and {event.source for event in formed[1:]} == {"checkpoint"}
+    check_end(framework, consistency, folder, unbroken)
+
+
+@CASES
+def test_the_driver_is_killed(
+    framework: str, consistency: str, folder: Path, tmp_path: Path, unbroken: Callable[[str, str], Path]
+) -> None:
+    """Another one goes on: with the processes that are there, where these may form another group."""
+    file = tmp_path / "job.py"
+    file.write_text(
+        "from pathlib import Path\nfrom tests import server_jobs\n"
+        f"job = server_jobs.job(Path({str(folder)!r}), {framework!r}, consistency={consistency!r}, gate=18)\n"
+    )
+    with processes.trainwright("fit", file, cluster=processes.address()) as driver:
+        processes.wait_until(lambda: committed(folder) >= 10, driver)
+        processes.kill(driver)
+    (tmp_path / "gate").touch()
+    run = tw.fit(server_jobs.job(folder, framework, consistency=consistency, gate=18), resume=True)
+    assert run.state == "done"
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert len(formed) == 2 and formed[1].step >= 10
+    assert formed[1].survivors == (4 if framework == "torch" else 0)
+    check_end(framework, consistency, folder, unbroken)
+
+
+def check_end(framework: str, consistency: str, folder: Path, unbroken: Callable[[str, str], Path]) -> None:
+    """Each step was counted, and the end is as it would have been."""
+    state, total = final_state(folder, "faulty"), server_jobs.steps(framework)
+    steps: Any = told(folder, "faulty", events.Steps)
+    assert state.step == total and {step for event in steps for step in event.step} == set(range(1, total + 1))
+    if framework == "tensorflow":
+        ends = [told(at, "faulty", events.Evaluated)[-1] for at in (folder, unbroken(framework, consistency))]
+        broken, whole = (event.metrics["accuracy"] for event in ends)  # type: ignore[attr-defined]
+        assert whole > 0.5 and abs(broken - whole) < BAND
+        return
+    if consistency == "sync":
+        assert state == final_state(unbroken(framework, consistency), "faulty")
+    seen = seen_of(folder)
+    counted = (
+        server_jobs.EPOCHS[framework] * server_jobs.RATE / (server_jobs.BATCH / (1 if consistency == "sync" else 2))
+    )
+    np.testing.assert_allclose(-seen[: server_jobs.ROWS], counted, rtol=0, atol=1e-12)
+
+
+def seen_of(folder: Path) -> Any:
+    """The account of samples."""
+    files = final_state(folder, "faulty").files
+    tensors = (
+        value for name, content in files.items() if name.endswith(".safetensors") for value in load(content).values()
+    )
+    return next(value for value in tensors if value.shape == (jobs.ROWS,))
+
+
+def committed(folder: Path) -> int:
+    """Step of the newest checkpoint that the log names."""
+    entry = RunLog(open_store(str(folder)), "faulty").head() if folder.exists() else None
+    return entry.checkpoints[-1].step if entry and entry.checkpoints else 0

@@ -1,0 +1,164 @@
+"""Jobs with parameter servers, torch's and TensorFlow's, whose processes are killed by the driver of the run itself.
+
+The order of ranks is a coordinator's chief, then servers, then workers. So that no run is over before the place of a
+killed worker is taken, torch's workers that are left wait for that, and TensorFlow's chief does at a step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests import jobs, keras_jobs
+from trainwright.core import events
+from trainwright.core.group import Generation
+from trainwright.driver import messages as m
+from trainwright.driver.world import World
+
+ROWS, BATCH, EVERY = 192, 24, 5
+EPOCHS = {"torch": 4, "tensorflow": 5}
+RATE = 1e-2  # of the account of samples
+SHARED = {"batch_size": BATCH, "checkpoint_steps": EVERY, "workers": 2}
+
+
+def await_file(path: Path) -> None:
+    """Wait until it is there."""
+    tick, patience = threading.Event(), 3000
+    while not path.exists():
+        tick.wait(0.02)
+        patience -= 1
+        assert patience, f"{path} is not there within a minute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A step that is not begun before the file `gate` is there."""
+
+    folder: Path
+    step: int
+
+    def __call__(self, step: int, total: int) -> float:
+        """A factor on the learning rate."""
+        if step == self.step:
+            await_file(self.folder / "gate")
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Cross-entropy, and the account of samples; the process that the file `held` names waits for the file `gate`."""
+
+    folder: Path
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """The loss of each sample."""
+        from torch.nn import functional
+
+        held = self.folder / "held"
+        if held.exists() and held.read_text() == str(os.getpid()):
+            await_file(self.folder / "gate")
+        seen = model.seen[batch["id"]]
+        return functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none") + seen - seen.detach()
+
+
+def steps(framework: str) -> int:
+    """Of a whole run."""
+    return EPOCHS[framework] * ROWS // BATCH
+
+
+def job(folder: Path, framework: str, *, gate: int = 0, **fields: Any) -> tw.Job:
+    """A job of two workers and two servers, a checkpoint each 5 steps; `gate`: a step, from 0, that waits."""
+    wait = Gate(folder=folder.parent, step=gate) if gate else None
+    made = {"torch": _torch, "tensorflow": _tensorflow}[framework]
+    return made(folder, schedule=wait, epochs=EPOCHS[framework], plan="dp=2,servers=2", **SHARED, **fields)
+
+
+def _torch(folder: Path, **fields: Any) -> tw.Job:
+    table = tw.datasets.table({name: rows[:ROWS] for name, rows in jobs.data().items()})
+    return jobs.job(folder, strategy="parameter_server", train=table, step=Counted(folder=folder.parent), **fields)
+
+
+def _tensorflow(folder: Path, **fields: Any) -> tw.Job:
+    table = tw.datasets.table({name: rows[:ROWS] for name, rows in keras_jobs.data().items()})
+    judged = {"evaluate": table, "evaluate_epochs": EPOCHS["tensorflow"], "metrics": {"accuracy": accuracy}}
+    loss = {"step": None, "loss": cross_entropy, "inputs": "x", "targets": "y"}
+    return keras_jobs.job(folder, strategy="tf_parameter_server", train=table, **{**loss, **judged, **fields})
+
+
+def cross_entropy(outputs: Any, targets: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
+
+
+def accuracy(outputs: Any, targets: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.cast(tf.equal(tf.argmax(outputs, axis=1), targets), tf.float32)
+
+
+@dataclass(kw_only=True)
+class Striker:
+    """Kills the processes of some ranks once a step is told.
+
+    Attributes:
+        plan: (step, ranks) in order; one is due only when all that the one before began has been mended.
+        folder: of the file `gate`, made once a worker has joined, and `held`, the last rank's process, which is left.
+    """
+
+    plan: list[tuple[int, tuple[int, ...]]]
+    folder: Path
+    pids: dict[int, int] = field(default_factory=dict)  # by worker
+    ranks: dict[int, int] = field(default_factory=dict)  # worker, by rank
+    saved: int = 0
+    killed: list[int] = field(default_factory=list)
+
+    def carried(self, effect: m.Effect) -> None:
+        """The driver has something done."""
+        match effect:
+            case m.Call(verb="form"):
+                self.ranks[effect.argument.rank] = effect.worker
+            case m.Emit(event=events.Placed() as placed):
+                self.pids[placed.worker] = placed.pid
+            case m.Emit(event=events.Joined()):
+                (self.folder / "gate").touch()
+            case m.Emit(event=events.Checkpointed() as saved):
+                self.saved = saved.step
+
+    def told(self, news: events.Steps) -> None:
+        """Steps were completed."""
+        if self.plan and news.step and news.step[-1] >= self.plan[0][0] and self.saved:
+            (self.folder / "held").write_text(str(self.pids[self.ranks[max(self.ranks)]]))
+            for rank in self.plan.pop(0)[1]:
+                self.killed.append(rank)
+                os.kill(self.pids[self.ranks[rank]], signal.SIGKILL)
+
+
+@contextmanager
+def striking(folder: Path, *plan: tuple[int, tuple[int, ...]]) -> Iterator[Striker]:
+    """Within it, the run that this process drives loses processes."""
+    striker = Striker(plan=list(plan), folder=folder.parent)
+    carry_out: Callable[..., None] = World.carry_out
+    tell: Callable[..., None] = World._tell
+
+    def carried(self: World, effect: m.Effect) -> None:
+        carry_out(self, effect)
+        striker.carried(effect)
+
+    def told(self: World, generation: Generation, news: events.Steps) -> None:
+        tell(self, generation, news)
+        striker.told(news)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "carry_out", carried)
+        patch.setattr(World, "_tell", told)
+        yield striker
