@@ -17,6 +17,8 @@ _WHERE: Mapping[str, frozenset[str]] = {
     "gradients": frozenset({"wait"}),
     "bubble": frozenset({"wait"}),
     "transfers": frozenset({"wait"}),
+    "stragglers": frozenset({"wait"}),
+    "servers": frozenset({"wait"}),
     "optimizer": frozenset({"optimizer"}),
     "other": frozenset({"other"}),
 }
@@ -134,6 +136,8 @@ def noise_text(history: History, plan: Plan | None) -> str:
         return (
             f"{noise.text} at step {step:,}{since} ({noise.count:,} steps were sampled; a batch has {noise.batch:,.0f})"
         )
+    if plan is not None and plan.servers:
+        return ""  # nobody sees the gradients of all shares of a step beside their sum
     sampled = history.measured[-1].sampled
     if plan is not None and plan.mesh.data_ranks * plan.micro_batches(plan.batch_size)[0] == 1:
         return "cannot be measured: a batch that is not divided does not tell it; accumulation=2 divides it"

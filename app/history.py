@@ -126,9 +126,10 @@ class History:
 
     @property
     def wait_share(self) -> float:
-        """Share of the steps' time that waited for data, from 0 to 1; NaN before the first."""
-        seconds = sum(record.step_s for record in self.records)
-        return sum(record.wait_s for record in self.records) / seconds if seconds > 0 else math.nan
+        """Share of the steps' time that waited for data, from 0 to 1; NaN where no step tells it."""
+        told = [record for record in self.records if math.isfinite(record.wait_s)]
+        seconds = sum(record.step_s for record in told)
+        return sum(record.wait_s for record in told) / seconds if seconds > 0 else math.nan
 
     @property
     def median_step_s(self) -> float:
@@ -355,7 +356,7 @@ class _Folding:
         if self.sessions and not self.formed:
             start_s += self.sessions[-1].ended_s - self.sessions[-1].started_s
         wall_s = sum(session.ended_s - session.started_s for session in self.sessions)
-        data_s = sum(record.wait_s for record in self.steps.values())
+        data_s = sum(record.wait_s for record in self.steps.values() if math.isfinite(record.wait_s))
         computing_s = sum(record.step_s for record in self.steps.values()) - data_s
         checkpoint_s = self.kept_s + sum(item.blocked_s for item in self.checkpoints.values())
         parts_s = computing_s + data_s + start_s + self.recovery_s + checkpoint_s + self.evaluation_s

@@ -26,7 +26,7 @@ class MeshTable:
     """Rows of nodes.
 
     Attributes:
-        columns: `node`, `ranks`, and the dimensions of more than one.
+        columns: `node`, `ranks`, and the dimensions of more than one; where there are servers, `node` and the roles.
         rows: cells; nodes that hold the same of each replica are one row.
     """
 
@@ -35,7 +35,12 @@ class MeshTable:
 
 
 def planned_nodes(plan: Plan, cluster: Cluster) -> dict[str, str]:
-    """The ranks that each node is to hold where nobody else is, as `core.arranging.ranges_of` tells them."""
+    """The ranks that each node is to hold where nobody else is, as `core.arranging.ranges_of` tells them.
+
+    Empty where they do not fit, and where there are servers, which Ray places.
+    """
+    if plan.servers:
+        return {}
     place, together = plan.placement, tensor_workers(plan.mesh, plan.devices_per_worker)
     each = [
         node.accelerators // place.accelerators if place.accelerators else int(node.cpus / place.cpus + 1e-6)
@@ -55,6 +60,8 @@ def mesh_table(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
     Args:
         nodes: the ranks of the workers on each node, as `core.arranging.ranges_of` tells them.
     """
+    if plan.servers:
+        return _roles(plan, nodes)
     workers = sum(len(numbers_in(ranks)) for ranks in nodes.values())
     if workers != plan.workers and plan.mesh == Mesh(data=plan.mesh.data):
         plan = plan.resized(max(workers, 1))
@@ -71,6 +78,16 @@ def mesh_table(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
         ranks = ranges_of(rank // plan.devices_per_worker for _, box in alike for rank in _ranks(mesh, box))
         rows.append((_named([node for node, _ in alike]), ranks, *held))
     return MeshTable(columns=("node", "ranks", *(names[number] for number in shown)), rows=tuple(rows))
+
+
+def _roles(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
+    """The ranks of each role, of which all workers hold the same; None where no node is known."""
+    roles = tuple(dict.fromkeys(plan.role_of(rank) for rank in range(plan.processes)))
+    rows = [
+        (node, *(ranges_of(rank for rank in numbers_in(ranks) if plan.role_of(rank) == role) for role in roles))
+        for node, ranks in nodes.items()
+    ]
+    return MeshTable(columns=("node", *roles), rows=tuple(rows)) if rows else None
 
 
 def _points(plan: Plan, workers: Iterable[int]) -> frozenset[Point]:

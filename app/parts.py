@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from trainwright import words
 from trainwright.core.asynchrony import Staleness
 from trainwright.core.events import Failed, Formed, Measured, Stale
 from trainwright.core.noise import Noise
@@ -20,7 +21,7 @@ class StepRecord:
         generation: number of the formation that made it, within its driver.
         gradient_norm: global norm before clipping; None when the job does not clip.
         samples: real samples in the global batch.
-        step_s: the whole step; `wait_s` of it waited for data.
+        step_s: the whole step; `wait_s` of it waited for data, NaN where that is not told (`core.events.Steps`).
     """
 
     step: int
@@ -63,7 +64,7 @@ class Totals:
 
     Attributes:
         wall_s: sessions together; time between two sessions is not counted.
-        computing_s: steps that count, without their waiting for data.
+        computing_s: steps that count, without their waiting for data where that is told.
         data_s: waiting for data in steps that count.
         start_s: from taking the run to the first step being possible, in every session.
         recovery_s: from each failure to the group being formed again, and steps that had to be done again.
@@ -111,6 +112,7 @@ def staleness_text(staleness: Staleness) -> str:
         return ""
     most = max(staleness.counts)
     return (
-        f"mean {staleness.mean:.1f} {staleness.unit}, at most {most}; {staleness.dropped:,} pushes dropped, "
-        f"{staleness.again:,} units handed out again"
+        f"mean {staleness.mean:.1f} {staleness.unit}, at most {most}; "
+        f"{staleness.dropped:,} {'push' if staleness.dropped == 1 else 'pushes'} dropped, "
+        f"{words.count(staleness.again, 'unit')} handed out again"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from trainwright.core.accelerators import accelerator
@@ -17,7 +17,7 @@ from trainwright.pictures import timeline_svg
 from trainwright.planview import compared, plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.question import Question, room_of
-from trainwright.strategies.ranking import Ranking, answer, divides, estimate_of, simplest, steps_alone, undivided
+from trainwright.strategies.ranking import Ranking, answer, divides, estimate_of, simplest, steps_alone, sure, undivided
 from trainwright.strategies.remedies import remedies
 
 NO_ENGINE = "trainwright has no engine for it yet"
@@ -48,8 +48,8 @@ class Decision:
 
     @property
     def timeline(self) -> str:
-        """One step of the chosen plan as it is expected, as SVG."""
-        return timeline_svg(self.profile, self.used, self.chosen)
+        """One step of the chosen plan as it is expected, as SVG; empty where there is none that all take together."""
+        return "" if steps_alone(self.chosen) else timeline_svg(self.profile, self.used, self.chosen)
 
     def __repr__(self) -> str:
         return plan_text(self)
@@ -76,9 +76,10 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     eligible = [plan for plan in plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
         raise _nothing(question, found, names)
-    chosen = simplest(undivided(eligible))
+    chosen = sure(question, simplest(undivided(eligible)))
     job.check_plan(chosen)
-    notes = (*_untraced(profile), *unknown, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
+    own = (*_untraced(profile), *unknown, *_shared(allowed, chosen), *_stale(eligible, chosen))
+    notes = (*own, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
     planned = {plan.strategy for plan in found.plans}
     return Decision(
@@ -102,6 +103,34 @@ def _untraced(profile: ModelProfile) -> tuple[str, ...]:
     """That the model's operations are not known."""
     what = f"tracing the model raised {profile.untraced}: activations are not counted, operations are guessed"
     return (what,) if profile.untraced else ()
+
+
+def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:
+    """That CPUs of larger nodes are left over, and that servers take some of what workers have."""
+    if cluster.accelerators:
+        return
+    least, most = (pick(node.cpus for node in cluster.nodes) for pick in (min, max))
+    if least < most and chosen.workers > 1:
+        yield f"nodes have {least:g} to {most:g} CPUs: each worker has as many as those of the smallest node"
+    if chosen.topology == "independent":
+        yield "servers compute on the workers' CPUs, which is not predicted: on a small machine a step takes longer"
+
+
+def _stale(eligible: Iterable[Plan], chosen: Plan) -> tuple[str, ...]:
+    """Which consistency was chosen where the job says none, and why."""
+    if chosen.topology != "independent":
+        return ()
+    target_s: dict[str, float] = {}
+    for plan in eligible:
+        if plan.strategy == chosen.strategy:
+            target_s.setdefault(plan.consistency, estimate_of(plan).target_s)
+    best = min(target_s, key=target_s.__getitem__)
+    if "sync" not in target_s or best == "sync":
+        return ()
+    ratio = f"{target_s['sync'] / target_s[best]:.2f} times as quick to the same loss as sync"
+    if chosen.consistency == "sync":
+        return (f"{best} is predicted {ratio}: too little to give up what equals one device; consistency= asks for it",)
+    return (f"{chosen.consistency} was chosen, since it is predicted {ratio}; consistency='sync' equals one device",)
 
 
 def _names(job: Job, framework: str, pins: Pins) -> Collection[str]:
@@ -246,4 +275,6 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rej
     reason = compared(plan, chosen)
     if plan.engine and divides(plan) and not divides(chosen):
         reason += "; a model is divided unmeasured where it does not fit otherwise: it takes longer than predicted"
+    if plan.engine and steps_alone(plan) and not steps_alone(chosen):
+        reason += "; workers step alone unasked where nodes differ, may be taken back or are far apart"
     return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")

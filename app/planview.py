@@ -258,8 +258,8 @@ def _workers(plan: Plan) -> str:
 def _reserved(plan: Plan) -> str:
     place = plan.placement
     devices = f", {place.accelerators} {place.accelerator}" if place.accelerators else ""
-    whom = "each worker, of CPU as much for each server" if plan.servers else "each worker"
-    return f"{place.cpus:g} CPU{devices} for {whom}; {place.data_cpus:g} CPU left for data"
+    servers = f", {place.server_cpus:g} CPU for each server" if plan.servers else ""
+    return f"{place.cpus:g} CPU{devices} for each worker{servers}; {place.data_cpus:g} CPU left for data"
 
 
 def _batch(plan: Plan) -> str:

@@ -139,10 +139,9 @@ class Bar:
 def _tail(figures: Figures) -> str:
     if figures.activity or not math.isfinite(figures.samples_per_s):
         return figures.activity or "first step"
-    return (
-        f"loss {words.figure(figures.loss)}  {words.rate(figures.samples_per_s)}  "
-        f"data wait {words.share(figures.wait_share)}  {words.clock(figures.left_s)} left"
-    )
+    waited = f"data wait {words.share(figures.wait_share)}  " if math.isfinite(figures.wait_share) else ""
+    pace = f"loss {words.figure(figures.loss)}  {words.rate(figures.samples_per_s)}"
+    return f"{pace}  {waited}{words.clock(figures.left_s)} left"
 
 
 class Plain:

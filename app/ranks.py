@@ -90,10 +90,9 @@ class Ranks:
         self._number = self._failures = 0
         self._hang_s = job.hang_deadline_s or HANG_S
         self._closed = threading.Event()
-        self._note(
-            f"{job.name} at step {checkpoint.step:,} on {words.count(plan.workers, 'worker')}, in the layout that it "
-            f"was trained in: {plan.name}"
-        )
+        divided = plan.mesh.size > plan.mesh.data
+        how = f"in the layout that it was trained in: {plan.name}" if divided else "each with the whole model"
+        self._note(f"{job.name} at step {checkpoint.step:,} on {words.count(plan.workers, 'worker')}, {how}")
 
     def __enter__(self) -> Ranks:
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()

@@ -34,6 +34,7 @@ Compute = Annotated[
 ]
 Spread = Annotated[float, typer.Option(min=0, help="Deviation of the logarithm of each part's time.")]
 Unequal = Annotated[float, typer.Option(min=0, help="Deviation of the logarithm of each worker's usual time.")]
+Between = Annotated[str, typer.Option(metavar="5ms", help="From a push to the next pull: to have the next batch.")]
 Slow = Annotated[str, typer.Option(metavar="NxFACTOR", help="So many workers take so many times as long.")]
 Network = Annotated[str, typer.Option(metavar="10Gb", help="Of a worker, a second.")]
 ServerNetwork = Annotated[str | None, typer.Option(metavar="10Gb", help="Of a server; by default as a worker's.")]
@@ -58,6 +59,7 @@ def simulate(
     parameters: Parameters = None,
     compute: Compute = None,
     spread: Spread = 0.05,
+    between: Between = "0ms",
     unequal: Unequal = 0.0,
     slow: Slow = "",
     network: Network = "10Gb",
@@ -82,7 +84,7 @@ def simulate(
     }  # fmt: skip
     facts = {
         "spread": spread, "unequal": unequal, "slow": _slow(slow), "steps": steps, "seed": seed,
-        "worker_bytes_per_s": _read(network, _RATES, "--network"),
+        "between_s": _read(between, _TIMES, "--between"), "worker_bytes_per_s": _read(network, _RATES, "--network"),
         "server_bytes_per_s": _read(server_network or network, _RATES, "--server-network"),
         "latency_s": _read(latency, _TIMES, "--latency"), "failures_per_hour": failures,
         "server_failures_per_hour": server_failures, "wire": Wire.parse(wire), "local_steps": local_steps,

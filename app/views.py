@@ -330,7 +330,9 @@ def _metrics(metrics: dict[str, float | None]) -> str:
 def _speed(data: dict[str, Any]) -> str:
     if data["samples_per_s"] is None:
         return ""
-    return f"{words.rate(data['samples_per_s'])}, waiting for data {words.share(data['wait_share'] or 0.0)}"
+    waited = data["wait_share"]
+    waiting = f", waiting for data {words.share(waited)}" if waited is not None else ""
+    return words.rate(data["samples_per_s"]) + waiting
 
 
 def _when(time_s: float) -> str:

@@ -43,6 +43,13 @@ def count(number: float, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "s")
 
 
+def crew(workers: int, servers: int = 0) -> str:
+    """Who works on a run: `2 workers`, `2 workers and 1 server`."""
+    return " and ".join(
+        count(number, word) for number, word in ((workers, "worker"), (servers, "server")) if number or word == "worker"
+    )
+
+
 def rate(samples_per_s: float) -> str:
     """Throughput: `8,412 samples/s`, `3.2 samples/s`."""
     if not math.isfinite(samples_per_s):

@@ -18,8 +18,8 @@ FRAMEWORKS = ("torch", "reference")
 ALONE = True
 STEPS = (8, 32, 128)  # local ones, where the job does not say
 DRIFT = (
-    "parameters are averaged after {0} local steps, between which workers drift apart: not equal to one device; the "
-    "optimizer's state stays with each worker and is lost with it"
+    "workers drift apart for {0} local steps at a time: not equal to one device; the optimizer's state stays with each "
+    "worker and is lost with it"
 )
 
 

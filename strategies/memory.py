@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from trainwright.core.asynchrony import Consistency, Wire
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.strategies.calibration import Vector
@@ -49,7 +50,8 @@ def stage_memory(
     plan = plan if apart else replace(plan, offload=False)
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     if plan.mesh.pipeline == 1:
-        return (int(layers.of_whole(gathered(profile).order, gradients_stay=_gradients_stay(plan, batch_size))),)
+        held = layers.of_whole(gathered(profile).order, gradients_stay=_gradients_stay(plan, batch_size))
+        return (int(held) + (0 if apart else outbox_bytes(profile, plan)),)
     counts = counted(profile, plan.stages or even(profile, plan.sections))
     return tuple(int(each) for each in layers.of_stages(counts, plan.schedule, plan.mesh.pipeline))
 
@@ -157,6 +159,14 @@ def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
     degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
     found = model_state_bytes(profile.parameters, zero=3, degree=degree, precision=stored(profile, precision))
     return int(found) if plan.offload else 0
+
+
+def outbox_bytes(profile: ModelProfile, plan: Plan) -> int:
+    """Of the host's memory, where a worker writes what it pushes: twice, where servers read it there round by round."""
+    if plan.topology != "independent":
+        return 0
+    halves = 2 if Consistency.parse(plan.consistency).waits else 1
+    return int(halves * 4 * Wire.parse(plan.wire).part * profile.parameters)
 
 
 def served_bytes(profile: ModelProfile, plan: Plan, *, nodes: int) -> int:

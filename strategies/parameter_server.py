@@ -16,18 +16,19 @@ ENGINES = {
 ALONE = True
 NO_FIT = "Keras' fit has all workers step together"
 UNASKED = ("sync", "ssp(3)", "async")  # the other forms are for who asks for them
-BARRIER = "all workers wait for each other at checkpoints and evaluations alone, for about the time of one unit"
+BARRIER = "workers wait for each other at checkpoints and evaluations alone"
 COPIES = (
-    "a worker may die, join or slow down at any time; a server's death sends all servers back to their last copy, so "
-    "that what was acknowledged since, keeper_s seconds at most in memory, is computed again"
+    "a worker may die, join or be slow; a server's death sends all back to the last copy (keeper_s, else a "
+    "checkpoint), and what came since is computed again"
 )
-STALE = "updates come from parameters that are other workers' updates old: not equal to one device, nor twice the same"
-HOGWILD = "a worker may read parameters of which some hold an update that others do not yet (as in Hogwild)"
+STALE = "gradients are of old parameters{0}, of which a part may be newer (as in Hogwild): no run is like another"
+BACKUP = (
+    "a step leaves out its {0} slowest parts, which are computed again later: that helps only against delays that are "
+    "rare and large, and no run is like another"
+)
 ROUNDED = {
-    "topk": "only the largest numbers of a gradient are sent, the rest with later ones: not equal to one device",
-    "int8": "gradients are rounded to int8, and what that leaves over is sent later: not equal to one device",
-    "fp16": "gradients are rounded to fp16, and what that leaves over is sent later: not equal to one device",
-    "bf16": "gradients are rounded to bf16, and what that leaves over is sent later: not equal to one device",
+    "topk": "only the largest numbers of a gradient are pushed, the rest with later ones: not equal to one device",
+    **{kind: f"gradients are rounded to {kind}: not equal to one device" for kind in ("fp16", "bf16", "int8")},
 }
 
 
@@ -100,16 +101,11 @@ def _servers(question: Question) -> list[int]:
 def _notes(consistency: Consistency, wire: Wire) -> Iterator[str]:
     """What a user must know of workers that step alone."""
     if not consistency.waits:
-        yield STALE
+        yield STALE.format("")
     elif consistency.bound:
-        yield f"{STALE}; by {consistency.bound} steps at most"
-    if not consistency.waits or consistency.bound:
-        yield HOGWILD
+        yield STALE.format(f", by {consistency.bound} steps at most")
     if consistency.backup:
-        yield (
-            f"each step goes on without its slowest {consistency.backup}, whose samples come again with a later step: "
-            "which these are is chance, so no run is like another"
-        )
+        yield BACKUP.format(consistency.backup)
     if wire.kind in ROUNDED:
         yield ROUNDED[wire.kind]
     yield BARRIER

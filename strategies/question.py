@@ -143,12 +143,13 @@ class Question:
         self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
     ) -> Plan:
         """A plan with so many devices in each worker; what the strategy does not choose is as the job says."""
+        beside = servers + (choices.get("topology") == "coordinator")  # a chief
         return Plan(
             strategy=strategy,
             engine=engine,
             mesh=mesh,
             batch_size=self.batch_size,
-            placement=self.place(mesh.size // devices + servers, devices),
+            placement=self.place(mesh.size // devices + beside, devices),
             servers=servers,
             accumulation=self.accumulation or 1,
             devices_per_worker=devices,
@@ -214,7 +215,10 @@ def room_of(cluster: Cluster) -> int:
 
 
 def place(cluster: Cluster, workers: int, devices: int = 1) -> Placement:
-    """What each of `workers` actors with so many devices reserves, leaving CPU on every node for Ray Data."""
+    """What each of `workers` actors with so many devices reserves, leaving CPU on every node for Ray Data.
+
+    Servers are counted as workers here, and reserve a worker's share or less.
+    """
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
     reserved = RESERVED_CPUS if cpus >= 2 else cpus / 2
@@ -222,6 +226,7 @@ def place(cluster: Cluster, workers: int, devices: int = 1) -> Placement:
     share = int(100 * (cpus - reserved) / on_a_node) / 100
     return Placement(
         cpus=max(0.01, share),
+        server_cpus=min(Placement.server_cpus, max(0.01, share)),
         accelerators=devices if cluster.accelerators else 0,
         accelerator=cluster.accelerator,
         threads=max(1, int(cpus // on_a_node)),

@@ -17,13 +17,13 @@ from trainwright.strategies.combinations import combination, compiled
 from trainwright.strategies.cuts import cuts, entries, severed
 from trainwright.strategies.estimating import estimate, expected
 from trainwright.strategies.machine import Machine
-from trainwright.strategies.memory import host_bytes, served_bytes, stage_memory
+from trainwright.strategies.memory import host_bytes, outbox_bytes, served_bytes, stage_memory
 from trainwright.strategies.question import Question
 from trainwright.strategies.work import refusal, work_of
 
 USABLE = 0.92  # of a device's memory: the rest is the framework's, and lost between blocks
 SURE = 20  # plans that get an interval, beside the best of each strategy
-AHEAD = 1.1  # times as quickly to the same loss as all others, before ranks step alone that nobody asked for
+AHEAD = 1.1  # times as quickly to the same loss as all others, before ranks step alone, or stale, that nobody asked for
 CONSISTENCIES = ("", "sync", "ssp", "async")  # the simplest first
 TIE = 1.02  # times the best step: the simplest of these is chosen
 
@@ -99,6 +99,11 @@ def answer(question: Question, calibration: Calibration | None = None) -> Rankin
     return Ranking(plans=tuple(fitting), misfits=tuple(misfits), ahead_s=ahead_s)
 
 
+def sure(question: Question, plan: Plan) -> Plan:
+    """A plan that was ranked, with the interval of its estimate, which only the first ones have."""
+    return _Sized(question, DEFAULT).sure(plan)
+
+
 def _fitting(sized: _Sized) -> tuple[list[Plan], list[Infeasible]]:
     """What fits and what does not, in the order of the strategies."""
     fitting: list[Plan] = []
@@ -110,8 +115,14 @@ def _fitting(sized: _Sized) -> tuple[list[Plan], list[Infeasible]]:
 
 
 def simplest(plans: Iterable[Plan]) -> Plan:
-    """Of plans, best first, the simplest of those that are as good as the first."""
+    """Of plans, best first, the simplest of those that are as good as the first.
+
+    Plans whose updates are stale only where they are far ahead of the same strategy's `sync`.
+    """
     found = list(plans)
+    fresh = [plan for plan in found if plan.strategy == found[0].strategy and plan.consistency in ("", "sync")]
+    if steps_alone(found[0]) and fresh and AHEAD * estimate_of(found[0]).target_s > estimate_of(fresh[0]).target_s:
+        found = fresh
     limit = TIE * estimate_of(found[0]).target_s
     tied = [plan for plan in found if plan.topology == found[0].topology and estimate_of(plan).target_s <= limit]
     return min(tied, key=_complexity)
@@ -234,7 +245,7 @@ class _Sized:
         memory = stage_memory(profile, plan, apart=machine.device.apart, **self._numbers)
         if max(memory) > room:
             return _too_large(plan, memory, room)
-        kept = host_bytes(profile, plan, precision=self.question.precision)
+        kept = host_bytes(profile, plan, precision=self.question.precision) + outbox_bytes(profile, plan)
         kept += served_bytes(profile, plan, nodes=machine.nodes) // machine.per_node
         missing = kept - machine.host_bytes
         if machine.host_bytes and missing > 0:

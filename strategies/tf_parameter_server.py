@@ -15,13 +15,13 @@ NO_FIT = "Keras' fit raises with parameter servers: it makes a data set on each 
 PIECE_BYTES = 1 << 20  # of parameters; a server with less waits for messages and not for bytes
 IN_FLIGHT = 3  # steps: while one ends, its workers are busy with the next, and nothing is older than that
 STALE = (
-    "each share of a step is an update of its own, from parameters that are other workers' updates old: not equal to "
-    f"one device, nor twice the same; at most {IN_FLIGHT} steps are under way"
+    "each part of a step is an update of its own, from old parameters: not equal to one device, nor twice the same; at "
+    f"most {IN_FLIGHT} steps are under way"
 )
 CLIPPED = "clip_norm is of a share's gradient; learning rates go by steps, an optimizer's own counts go by shares"
 AGAIN = (
-    "a worker may die while the others go on: its share is computed again, and where it had been applied already, in "
-    "part or whole, it is applied twice; a worker in its place joins on the same host, once no other is missing"
+    "a worker may die: its part is computed again, and where it was applied already, whole or not, is applied twice; "
+    "another joins on the same host, once no other is missing"
 )
 ENDS = "a server's or the chief's death sends all back to the last checkpoint"
 

@@ -76,8 +76,8 @@ class Job(BaseModel):
             part of a step is an update of its own, at once) or `async(scaled)` (that, with the learning rate divided by
             how many others came in between). By default what the planner finds best; all but `sync` give another result
             than one device, and not the same twice. `docs/asynchronous.md` says when which is worth it.
-        wire: how these push gradients: `full`, `fp16`, `bf16`, `int8`, or `topk(0.01)`: the largest hundredth; what is
-            rounded away is added to the next push.
+        wire: how these push gradients: `full`, `fp16`, `bf16`, `int8`, or `topk(0.01)`: the largest hundredth; what
+            that leaves over is added to the next push.
         local_steps: that each worker takes by itself, with an optimizer of its own, before it pushes what they came to
             (local SGD; DiLoCo with `outer="nesterov(0.7,0.9)"`): so many times less to send, and another result.
         outer: how servers apply that: `average`, the default (parameters become the workers' mean), or
@@ -215,9 +215,10 @@ class Job(BaseModel):
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
 
     def alone(self, **fields: Any) -> Job:
-        """The same for one worker with one device, by whatever strategy."""
-        one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None}
-        return self.replace(**{**one, **fields})
+        """The same for one worker with one device, by whatever strategy: nothing of the layout is pinned."""
+        one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": None}
+        apart = {"consistency": None, "wire": "full", "local_steps": 1, "outer": None}
+        return self.replace(**{**one, **apart, **fields})
 
     @property
     def elastic(self) -> bool:

@@ -100,16 +100,28 @@ def small_figures(history: History) -> list[tuple[str, str]]:
     """Titles and figures of what is watched beside the loss; empty without steps."""
     if not history.records:
         return []
+    pace = _pace(history.records) if history.stale else {}
     of: list[tuple[str, Callable[[StepRecord], float]]] = [
-        ("Samples/s", lambda record: record.samples_per_s),
+        ("Samples/s", lambda record: pace.get(record.step, record.samples_per_s)),
         ("Waiting for data, % of the step", lambda r: 100 * r.wait_s / r.step_s if r.step_s > 0 else math.nan),
         ("Learning rate", lambda record: record.learning_rate),
     ]
+    if not math.isfinite(history.wait_share):
+        del of[1]
     if any(record.gradient_norm is not None for record in history.records):
         of.append(("Gradient norm before clipping", lambda r: math.nan if r.gradient_norm is None else r.gradient_norm))
     found = [(title, _small(f"small-{number}", history, value)) for number, (title, value) in enumerate(of)]
     stale = stale_figure(history)
     return [*found, ("Staleness, % of what was pushed", stale)] if stale else found
+
+
+def _pace(records: Sequence[StepRecord]) -> dict[int, float]:
+    """Samples a second by step, over those around it: of workers that step alone, several end at once."""
+    window = max(5, len(records) // 25)
+    samples = smooth([float(record.samples) for record in records], window)
+    seconds = smooth([record.step_s for record in records], window)
+    pairs = zip(records, samples, seconds, strict=True)
+    return {record.step: count / took for record, count, took in pairs if took > 0}
 
 
 def _small(name: str, history: History, value: Callable[[StepRecord], float]) -> str:

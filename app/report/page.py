@@ -185,13 +185,14 @@ def key_figures(history: History) -> list[Figure]:
     """Metrics, loss, throughput, duration, recoveries: what one looks for first."""
     found = [Figure(name, words.figure(value), "evaluation") for name, value in sorted(history.metrics.items())]
     found.sort(key=lambda item: item.name == "loss")
+    waited = history.wait_share
     if history.records:
         found.append(Figure("training loss", words.figure(_recent_loss(history)), "last 50 steps"))
         found.append(
             Figure(
                 name="samples/s",
                 value=words.rate(history.samples_per_s).split()[0],
-                note=f"{words.share(history.wait_share)} waiting for data",
+                note=f"{words.share(waited)} waiting for data" if math.isfinite(waited) else "",
             )
         )
     sessions = words.count(len(history.sessions), "session")
@@ -230,9 +231,8 @@ def step_bars(history: History, plan: Plan | None) -> list[tuple[str, float, lis
         return []
     colours = ("series-1", "series-3", "series-2", "series-5", "soft")
     terms = [(name.replace("_", " "), seconds) for name, seconds in plan.estimate.terms.items()]
-    seconds = sum(record.step_s for record in history.records)
-    median_s = history.median_step_s
-    data_s = median_s * sum(record.wait_s for record in history.records) / seconds if seconds > 0 else 0.0
+    median_s, waited = history.median_step_s, history.wait_share
+    data_s = median_s * waited if math.isfinite(waited) else 0.0
     longest = max(plan.estimate.step_s, median_s) or 1.0
     predicted = [
         Part(name, value, 100 * value / longest, colours[min(number, len(colours) - 1)])
@@ -240,7 +240,7 @@ def step_bars(history: History, plan: Plan | None) -> list[tuple[str, float, lis
     ]
     measured = [
         Part("computing and communicating", median_s - data_s, 100 * (median_s - data_s) / longest, "series-1"),
-        Part("waiting for data", data_s, 100 * data_s / longest, "series-4"),
+        *([Part("waiting for data", data_s, 100 * data_s / longest, "series-4")] if math.isfinite(waited) else []),
     ]
     return [("predicted", plan.estimate.step_s, predicted), ("measured, median", median_s, measured)]
 

@@ -27,6 +27,7 @@ SHOWN = 1.25  # times the least loss that a run of `sync`, or the first, comes t
 NUMBERS = ("steps/s", "waiting", "stale, mean", "95%", "most", "rate", "loss", "to target")
 HEADINGS = ("consistency", "servers", *NUMBERS[:5], "servers' busiest", *NUMBERS[5:])
 RESTS_ON = "simulated on a virtual clock with the real book of leases and gate; nothing here was measured"
+WAITED = "waiting is for other workers and for fresh parameters; what links take is not part of it"
 LEARNT = (
     "the loss is of a noisy quadratic of 24 numbers, each row at its own best of 8 learning rates: it compares forms "
     "of consistency, and says nothing of your model's loss"
@@ -114,10 +115,11 @@ def _name(one: Outcome) -> str:
 
 def sentences(outcomes: Sequence[Outcome]) -> list[str]:
     """What the figures rest on and come to."""
-    target, found = target_of(outcomes), [RESTS_ON]
+    target, found = target_of(outcomes), [RESTS_ON, WAITED]
     if target is not None:
         found.append(LEARNT)
-        found.append(f"target: a loss of {words.figure(target)}, {SHOWN:g} times the last of {_name(outcomes[0])}")
+        of = _name(outcomes[0])
+        found.append(f"target: a loss of {words.figure(target)}, {SHOWN:g} times the last of {of}; - if not reached")
     counts = {one.scenario.servers for one in outcomes}
     if len(counts) > 1:
         found += [_paid(name, enough, max(counts)) for name, enough in paying(outcomes).items()]
@@ -139,8 +141,9 @@ def _paid(name: str, enough: int, most: int) -> str:
 def headline(outcomes: Sequence[Outcome]) -> str:
     """What was simulated."""
     first = outcomes[0].scenario
+    slow = f" ({len(first.slow)} of them up to {max(first.slow):g} times slower)" if first.slow else ""
     return (
-        f"{words.count(first.workers, 'worker')}, {words.size(first.parameter_bytes)} of parameters, "
+        f"{words.count(first.workers, 'worker')}{slow}, {words.size(first.parameter_bytes)} of parameters, "
         f"{words.count(first.steps, 'step')} of {words.duration(first.compute_s)} each, seed {first.seed}"
     )
 

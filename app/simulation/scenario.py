@@ -20,6 +20,7 @@ class Scenario:
         steps: global ones.
         compute_s: that a unit of one step takes a worker of usual speed.
         spread: standard deviation of the logarithm of each unit's own time.
+        between_s: that a worker takes from a push to its next pull beside messages: to have its next batch.
         unequal: of each worker's usual time.
         slow: worker numbers from 0 on, as many as there are factors by which they take longer.
         worker_bytes_per_s, server_bytes_per_s: of their links, one direction.
@@ -41,6 +42,7 @@ class Scenario:
     steps: int = 200
     compute_s: float = 0.1
     spread: float = 0.05
+    between_s: float = 0.0
     unequal: float = 0.0
     slow: tuple[float, ...] = ()
     worker_bytes_per_s: float = 1.25e9

@@ -1,7 +1,7 @@
-"""Hundreds of workers against servers on a virtual clock, with the real book of leases, gate and updates.
+"""Hundreds of workers against servers on a virtual clock, with the real book of leases and gate.
 
 Pure: no clock but its own, no threads. Every server holds as much as the others and is sent the same pushes in the same
-order, so that one gate, one bank and one set of queues stand for each of them: what is true of one is of all.
+order, so that one gate, one state and one set of queues stand for each of them: what is true of one is of all.
 
 A unit is: leased; pulled through the servers' link out and the worker's link; computed; pushed, through the worker's
 link and the servers' link in; applied in the servers' memory. Nothing is sent while it is computed, which makes it a
@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from trainwright.core.asynchrony import Staleness
-from trainwright.simulation.learning import Learner
+from trainwright.simulation.learning import Computed, Held, Learner
 from trainwright.simulation.outcome import Outcome
 from trainwright.simulation.scenario import Scenario
-from trainwright.strategies.reference.model import Array
-from trainwright.strategies.reference.state import State
-from trainwright.strategies.servers.bank import Push
-from trainwright.strategies.servers.book import Book, Grant
+from trainwright.strategies.servers.book import Book, Closing, Grant
 from trainwright.strategies.servers.gate import Gate
 
 POINTS = 200  # of a curve
@@ -32,7 +30,7 @@ _DRAWN = 65_536  # random numbers at once
 _SERVED, _COMPUTED, _APPLIED, _AGAIN, _DEAD, _BACK, _DOWN = range(7)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Worker:
     number: int
     unit_s: float
@@ -40,12 +38,11 @@ class _Worker:
     key: str = ""
     grant: Grant | None = None
     seen: int = 0
-    x: Array | None = None
-    push: Push | None = None
+    push: Computed | None = None
     idle_s: float | None = None  # since when it waits
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Queue:
     """What serves one after the other."""
 
@@ -65,7 +62,7 @@ class _Copy:
 
     step: int = 0
     at_s: float = 0.0
-    state: State | None = field(default=None)
+    held: Held | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +70,7 @@ class _Times:
     """Seconds of a unit's parts, where nobody else is in the way; `handled_s` is of the servers' memory, for each."""
 
     latency_s: float
+    asked_s: float  # the lease, there and back, the batch, and word of what is pulled
     shard_out_s: float
     pulled_s: float
     shard_in_s: float
@@ -86,6 +84,7 @@ class _Times:
         link_s = scenario.parameter_bytes / scenario.worker_bytes_per_s
         return cls(
             latency_s=scenario.latency_s,
+            asked_s=2 * scenario.latency_s + scenario.between_s,
             shard_out_s=out_s,
             pulled_s=max(out_s, link_s) + scenario.latency_s,
             shard_in_s=out_s * scenario.wire.part,
@@ -113,7 +112,7 @@ class Simulation:
         self._into, self._out, self._memory = self._queues.values()
         self._events: list[tuple[float, int, int, int, int]] = []  # time, serial, kind, worker, its life
         self._serial, self._now_s, self._again_s = 0, 0.0, math.inf
-        self._idle: dict[int, None] = {}
+        self._idle: dict[str, _Worker] = {}
         self._parked: list[tuple[int, int]] = []  # heap: version that is needed, worker
         self._staleness, self._computed_s, self._waited_s = Staleness(), 0.0, 0.0
         self._again, self._lost = 0, [0, 0]
@@ -135,7 +134,7 @@ class Simulation:
             self._fails(_DEAD, worker.number, worker.life, scenario.failures_per_hour)
             self._lease(worker)
         self._fails(_DOWN, 0, 0, scenario.server_failures_per_hour * scenario.servers)
-        self._copy = _Copy(state=self._learner.copied() if self._learner else None)
+        self._copy = _Copy(held=self._learner.held if self._learner else None)
         self._point()
         act = {
             _SERVED: self._served, _COMPUTED: self._computed, _APPLIED: self._applied, _BACK: self._lease,
@@ -161,7 +160,7 @@ class Simulation:
             worker.idle_s = self._now_s
         worker.grant = self._book.lease(worker.key, worker.number, self._now_s)
         if worker.grant is None:
-            self._idle[worker.number] = None
+            self._idle[worker.key] = worker
             self._look_again()
             return
         if self._gate.version < worker.grant.needs:
@@ -174,7 +173,7 @@ class Simulation:
         assert worker.idle_s is not None, "it waited from when it asked for the unit"
         self._waited_s += ready_s - worker.idle_s
         worker.idle_s = None
-        asked_s = ready_s + 2 * self._times.latency_s  # for the lease, there and back, then for these
+        asked_s = ready_s + self._times.asked_s
         begin_s = max(self._out.free_s, asked_s)
         self._out.add(asked_s, self._times.shard_out_s)
         self._at(begin_s, _SERVED, worker)
@@ -184,7 +183,7 @@ class Simulation:
         assert worker.grant is not None, "it pulls for a unit"
         worker.seen = self._gate.version
         if self._learner:
-            worker.x = self._learner.pulled
+            worker.push = Computed(worker.grant.unit, self._learner.held.x)
         computed_s = worker.unit_s * worker.grant.unit.steps * self._noise()
         self._computed_s += computed_s
         self._at(self._now_s + self._times.pulled_s + computed_s, _COMPUTED, worker)
@@ -192,9 +191,6 @@ class Simulation:
     def _computed(self, worker: _Worker) -> None:
         times = self._times
         assert worker.grant is not None, "it computed a unit"
-        if self._learner:
-            assert worker.x is not None, "it has pulled"
-            worker.push = self._learner.push(worker.grant.unit, worker.x)
         there_s = max(self._into.add(self._now_s, times.shard_in_s), self._now_s + times.pushed_s)
         self._at(self._memory.add(there_s + times.latency_s, times.handled_s), _APPLIED, worker)
 
@@ -207,19 +203,18 @@ class Simulation:
             self._gate.keep(key, grant.unit, grant.at, worker.seen, worker.push)
         elif verdict == "apply" and worker.push is not None and self._learner:
             self._learner.apply((worker.push,), staleness=self._gate.version - 1 - worker.seen)
-        before = self._book.step
         self._book.done(key, grant.unit, grant.at, self._now_s)
-        self._close()
-        if self._book.step != before:
+        closings = self._book.closings()
+        if closings:
+            if self._waits:
+                self._close(closings)
             self._stepped()
         self._lease(worker)
-        self._wake()
+        if self._idle:
+            self._wake()
 
-    def _close(self) -> None:
+    def _close(self, closings: Sequence[Closing]) -> None:
         """Apply rounds that are complete."""
-        closings = self._book.closings()
-        if not self._waits:
-            return
         for closing in closings:
             self._gate.close(closing)
         while update := self._gate.due():
@@ -233,13 +228,8 @@ class Simulation:
 
     def _wake(self) -> None:
         """Who had nothing to do asks again, where there is something."""
-        if not self._idle:
-            return
-        for number in list(self._idle) if self._book.offers(self._now_s) else ():
-            del self._idle[number]
-            self._lease(self._workers[number])
-            if not self._book.offers(self._now_s):
-                break
+        while (key := self._book.first(self._idle, self._now_s)) is not None:
+            self._lease(self._idle.pop(key))
         self._look_again()
 
     def _look_again(self) -> None:
@@ -266,8 +256,8 @@ class Simulation:
         self._lost[1] += 1
         self._told()
         if self._learner:
-            assert self._copy.state is not None, "there is one from the beginning"
-            self._learner.restore(self._copy.state)
+            assert self._copy.held is not None, "there is one from the beginning"
+            self._learner.held = self._copy.held
         self._now_s += scenario.recover_s
         self._begin(self._copy.step)
         for queue in self._queues.values():
@@ -283,7 +273,7 @@ class Simulation:
     def _forget(self, worker: _Worker) -> None:
         """What it did is lost; what it does next is another process's."""
         number = worker.number
-        self._idle.pop(number, None)
+        self._idle.pop(worker.key, None)
         self._parked = [entry for entry in self._parked if entry[1] != number]
         heapq.heapify(self._parked)
         worker.life += 1
@@ -302,12 +292,12 @@ class Simulation:
         self._waits = rule.waits
         self._book = Book(shares=scenario.workers, start=step, consistency=rule, local_steps=scenario.local_steps)
         self._book.extend(scenario.steps)
-        self._gate: Gate[Push | None] = Gate(shares=scenario.workers, consistency=rule)
+        self._gate: Gate[Computed | None] = Gate(shares=scenario.workers, consistency=rule)
 
     def _stepped(self) -> None:
         if self._now_s - self._copy.at_s >= self._scenario.copy_s and self._scenario.server_failures_per_hour:
-            state = self._learner.copied() if self._learner else None
-            self._copy = _Copy(step=self._book.step, at_s=self._now_s, state=state)
+            held = self._learner.held if self._learner else None
+            self._copy = _Copy(step=self._book.step, at_s=self._now_s, held=held)
         last = self._curve[-1][1] if self._curve else 0
         if self._book.step - last >= max(1, self._scenario.steps // POINTS) or self._book.over:
             self._point()

@@ -104,6 +104,18 @@ def test_the_trade_offs_are_stated() -> None:
     assert "drift apart" in " ".join(decide(local_steps=8).chosen.notes)
 
 
+def test_sync_is_chosen_where_nothing_stale_is_far_ahead_of_it() -> None:
+    equal = decide(tw.Cluster.parse("4xT4"), profile=HEAVY, strategy="parameter_server").chosen
+    assert equal.consistency == "sync"
+    mixed = decided("8xT4 + 8xV100-32GB", strategy="parameter_server")
+    assert mixed.consistency == "ssp(3)" and any("ssp(3) was chosen" in note for note in mixed.notes)
+    assert not any("was chosen" in note for note in decided("8xT4", consistency="async").notes), "it was asked for"
+
+
+def test_what_larger_nodes_without_accelerators_have_to_spare_is_said() -> None:
+    assert "nodes have 4 to 16 CPUs: each worker has as many" in " ".join(decided("4xCPU + 16xCPU").notes)
+
+
 FORMS = ("sync", "sync(backup=1)", "ssp(3)", "async")
 
 
@@ -190,5 +202,5 @@ def test_servers_need_room_in_the_memory_of_their_nodes() -> None:
     cluster = tw.Cluster.parse("2x8xA100-80GB")
     small = tw.Cluster(nodes=tuple(replace(node, memory_bytes=16 * 2**30) for node in cluster.nodes))
     assert decide(cluster, profile=wide, batch_size=512, strategy="parameter_server").chosen.servers
-    with pytest.raises(PlanError, match=r"out of the host's memory by 0\.8 GiB for each device \(have more nodes"):
+    with pytest.raises(PlanError, match=r"out of the host's memory by 12\.0 GiB for each device \(have more nodes"):
         decide(small, profile=wide, batch_size=512, strategy="parameter_server")

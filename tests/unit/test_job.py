@@ -195,3 +195,10 @@ def test_a_schedule_that_wants_the_batch_size_is_given_the_jobs() -> None:
     assert job(batch_size=2048, schedule=own).model_spec(100).schedule is own
     assert job(schedule=max).model_spec(100).schedule is max
     assert job().model_spec(100).schedule is None
+
+
+def test_a_job_for_one_device_pins_nothing_of_the_layout() -> None:
+    """Or what was trained against servers, or in a pipeline, could not be used in one process."""
+    apart = job(batch_size=8, workers=2, strategy="local_sgd", plan="dp=2", wire="int8", local_steps=8, outer="average")
+    assert vars(apart.alone()) == vars(job(batch_size=8, workers=1, devices=1))
+    assert vars(job(batch_size=8, consistency="async").alone()) == vars(apart.alone())

@@ -68,7 +68,7 @@ def test_steps_that_overlap_are_taken_one_at_a_time_after_a_failure(schedule: st
     plan = replace(staged(2, 2), schedule=schedule)
     story = looping(1, layouts=Plans(plans=(plan,)), steps_per_epoch=8)
     assert story.state.heal is not None and story.state.heal.source == "replica"
-    assert {call.argument for call in story.returns("heal", StateTag(step=2)).calls("run")} == {until}
+    assert {call.argument for call in story.returns("heal", StateTag(step=2)).calls("run")} == {range(2, until)}
 
 
 def test_failures_that_differ_are_no_loop() -> None:
@@ -154,12 +154,12 @@ def test_a_rank_that_hangs_in_the_same_step_is_a_loop() -> None:
 
 def test_where_nobody_survives_the_next_steps_are_taken_one_at_a_time() -> None:
     story = Story(workers=1, spares=0, failures=5).running(HEAD)
-    assert story.calls("run")[0].argument == 8
+    assert story.calls("run")[0].argument.stop == 8
     story.tell(m.Progressed(generation=story.state.generation, step=6), m.Died(worker=0, cause="killed")).start()
     story.formed().returns("heal", StateTag(step=4))
-    assert story.calls("run")[0].argument == 6, "as far as known to be good"
-    assert story.segment(6).calls("run")[0].argument == 7
-    assert story.segment(7).calls("run")[0].argument == 8 and story.state.failures == 0
+    assert story.calls("run")[0].argument.stop == 6, "as far as known to be good"
+    assert story.segment(6).calls("run")[0].argument.stop == 7
+    assert story.segment(7).calls("run")[0].argument.stop == 8 and story.state.failures == 0
 
 
 def test_pauses_grow_to_a_minute_and_the_first_failure_has_none() -> None:

@@ -62,6 +62,14 @@ def test_no_table_where_nothing_is_known_or_nobody_is_beside(nodes: dict[str, st
     assert planned_nodes(replace(pipeline, placement=GPU), Cluster.parse("1xH100-80GB")) == {}
 
 
+def test_servers_and_workers_are_told_apart() -> None:
+    served = replace(PLAN, mesh=Mesh(data=3), servers=2, topology="independent", estimate=None)
+    found = mesh_table(served, {"a": "0-2", "b": "3-4"})
+    assert found is not None and found.columns == ("node", "server", "worker")
+    assert found.rows == (("a", "0-1", "2"), ("b", "", "3-4"))
+    assert mesh_table(served, planned_nodes(served, Cluster.parse("2x4xH100-80GB"))) is None
+
+
 def test_a_world_that_has_grown_is_shown_as_it_is() -> None:
     found = mesh_table(PLAN, {"a": "0-1", "b": "2"})
     assert found is not None and found.rows == (("a", "0-1", "0-1"), ("b", "2", "2"))

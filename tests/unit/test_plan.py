@@ -72,6 +72,13 @@ def test_cpus_are_always_left_for_ray_data(cpus: int, nodes: int, workers: int) 
     assert placement.cpus == 0.01 or placement.cpus * on_a_node <= cpus - min(1, cpus / 2) + 1e-9
 
 
+@pytest.mark.parametrize("servers", [1, 2, 6, 20])
+@pytest.mark.parametrize("cpus", [1, 2, 16])
+def test_servers_fit_beside_their_workers_and_ray_data(cpus: int, servers: int) -> None:
+    placement = place(Cluster(nodes=(Node(name="a", cpus=cpus, memory_bytes=0),)), 2 + servers)
+    assert 2 * placement.cpus + servers * placement.server_cpus + placement.data_cpus <= cpus + 1e-9
+
+
 def test_a_demand_is_compared_with_the_cluster() -> None:
     with pytest.raises(ResourceError, match="needs 4 GPU, the cluster has 2") as caught:
         decide(GPUS, workers=4)

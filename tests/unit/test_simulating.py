@@ -7,18 +7,20 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from trainwright.cli import app
-from trainwright.core.asynchrony import Consistency, Outer, Wire
+from trainwright.core.asynchrony import Consistency, Outer, Unit, Wire
 from trainwright.core.errors import PlanError
 from trainwright.core.events import Formed, Stale
 from trainwright.history import History
 from trainwright.parts import staleness_of, staleness_text
 from trainwright.report.figures import stale_figure
+from trainwright.simulation.learning import Computed, Learner
 from trainwright.simulation.outcome import Outcome, paying, percentile
 from trainwright.simulation.page import as_data, as_page
 from trainwright.simulation.scenario import Scenario
@@ -108,6 +110,23 @@ def test_what_many_learn_at_once_bears_a_smaller_rate_for_each_update() -> None:
     assert simulated("async(scaled)", learn=True).rates == simulated("sync", learn=True).rates
 
 
+@pytest.mark.parametrize(("local_steps", "outer"), [(1, "average"), (4, "average"), (4, "nesterov(0.7,0.9)")])
+def test_an_update_is_the_mean_of_its_units_whatever_they_were_computed_on(local_steps: int, outer: str) -> None:
+    facts = {"workers": 4, "local_steps": local_steps, "outer": Outer.parse(outer)}
+    whole, moved = (Learner(Scenario(batch_size=256, **facts)) for _ in range(2))  # type: ignore[arg-type]
+    units = [Unit(step=0, share=share, steps=local_steps) for share in range(4)]
+    begun = [(share + 1.0) * whole.held.x for share in range(4)]
+    whole.apply([Computed(unit, x) for unit, x in zip(units, begun, strict=True)])
+    went = []
+    for unit, x in zip(units, begun, strict=True):
+        alone = Learner(Scenario(batch_size=256, **{**facts, "outer": Outer()}))  # type: ignore[arg-type]
+        alone.apply([Computed(unit, x)])
+        went.append(alone.held.x - moved.held.x)
+    mean, own = np.mean(went, axis=0), Outer.parse(outer)
+    expected = moved.held.x + own.rate * (1 + own.momentum) * mean
+    np.testing.assert_allclose(whole.held.x, expected, rtol=1e-12)
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     for facts in ({"workers": 0}, {"batch_size": 3}, {"slow": (2.0,) * 11}):
         with pytest.raises(PlanError):
@@ -144,6 +163,6 @@ def test_a_run_tells_how_stale_it_was() -> None:
     found = staleness_of(history.stale)
     assert found.counts == {0: 4, 3: 16, 5: 4} and (found.dropped, found.again) == (1, 2), "what was lost is not told"
     text = staleness_text(found)
-    assert text == "mean 2.8 updates, at most 5; 1 pushes dropped, 2 units handed out again"
+    assert text == "mean 2.8 updates, at most 5; 1 push dropped, 2 units handed out again"
     assert stale_figure(history).startswith("<svg") and "mean 2.8" in stale_figure(history)
     assert staleness_text(staleness_of(())) == "" and stale_figure(History()) == ""
