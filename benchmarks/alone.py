@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trainwright.core.asynchrony import Staleness
 from trainwright.core.data import Batch, Columns, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.group import Generation, Group, Peer, Role
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.strategies.torch.parameter_server import ParameterServer
 
-HIDDEN, CLASSES, SHARE = 128, 10, 32
+HIDDEN, CLASSES, SHARE = 128, 10, 64
 ANSWER_S, DEADLINE_S = 120.0, 30.0
 
 
@@ -32,7 +33,8 @@ class Setup:
     Attributes:
         workers: each computes units of `SHARE` samples; a step has one for each of them.
         steps: of the run.
-        rate: Adam's learning rate at the beginning; it falls to 0 by a straight line.
+        rate: the highest learning rate of Adam without momentum: delay brings momentum of its own (Mitliagkas et al.,
+            2016). It rises for a tenth of the run and falls to 0, both by a straight line.
         consistency, local_steps, outer: as a plan has them.
         pauses_s: by worker, how long each unit waits in place of a device's work; none by default.
     """
@@ -59,7 +61,7 @@ class Setup:
         """The job, of a worker that pauses."""
         return ModelSpec(
             model=build_model, loss=functools.partial(losses, pause_s), optimizer=functools.partial(adam, self.rate),
-            inputs=("image",), targets=("label",), metrics={"accuracy": accuracy}, schedule=falling,
+            inputs=("image",), targets=("label",), metrics={"accuracy": accuracy}, schedule=triangle,
             total_steps=self.steps, seed=self.seed,
         )  # fmt: skip
 
@@ -82,21 +84,32 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def adam(rate: float, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's Adam."""
-    return torch.optim.Adam(parameters, lr=rate)
+    """torch's Adam, without momentum."""
+    return torch.optim.Adam(parameters, lr=rate, betas=(0.0, 0.999))
 
 
-def falling(step: int, total: int) -> float:
-    """To 0, by a straight line."""
-    return 1.0 - step / total
+def triangle(step: int, total: int) -> float:
+    """Up for a tenth, and down to 0."""
+    return min(10.0 * (step + 1) / total, 1.0) * (1.0 - step / total)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What a run came to: samples a second from its first step's end to its last's, and accuracy on the test set."""
+    """What a run came to.
+
+    Attributes:
+        samples_s: samples a second, from the end of the first step to that of the last.
+        accuracy: on the test set.
+        staleness: of what was applied.
+        steps_s: of each step but the first, from the end of the one before.
+        between_s: median of a worker's time from a push to its next pull: the lease and the batch.
+    """
 
     samples_s: float
     accuracy: float
+    staleness: Staleness
+    steps_s: tuple[float, ...]
+    between_s: float
 
 
 class Crew:
@@ -133,10 +146,15 @@ class Crew:
             Group(generation=generation, rank=rank, peers=peers, deadline_s=DEADLINE_S) for rank in range(len(roles))
         ]
         _asked(pipes, [("form", group, setup) for group in groups])
-        stamps = _asked(pipes, [("train", setup)] * len(pipes))[0]
+        stamps, *gaps = _asked(pipes, [("train", setup)] * len(pipes))
+        staleness = _asked(pipes[:1], [("staleness",)])[0]
         found = _asked(pipes[1:2], [("evaluate",)])[0]
         _asked(pipes, [("leave",)] * len(pipes))
-        return Ended(samples_s=(len(stamps) - 1) * SHARE * setup.workers / (stamps[-1] - stamps[0]), accuracy=found)
+        samples_s = (len(stamps) - 1) * SHARE * setup.workers / (stamps[-1] - stamps[0])
+        return Ended(
+            samples_s=samples_s, accuracy=found, staleness=staleness, steps_s=tuple(np.diff(stamps)),
+            between_s=float(np.median(np.concatenate(gaps))),
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the processes."""
@@ -184,13 +202,20 @@ class _Rank:
             self._engine.warm(self._feed(setup, 0, 0))
 
     def train(self, setup: Setup) -> list[float]:
-        """A server gives when each step was complete."""
+        """A server gives when each step was complete, a worker how long it took from each unit to the next."""
         if self._serving:
             return [time.monotonic() for _ in self._engine.serve(setup.steps, lambda: False)]
-        while (unit := self._engine.lease()) is not None:
+        gaps, ended_s = [], time.monotonic()
+        while (unit := self._engine.lease(0)) is not None:
             for step in range(unit.step, unit.step + unit.steps):
-                self._engine.train_step(self._feed(setup, step, unit.share))
-        return []
+                feed = self._feed(setup, step, unit.share)
+                gaps.append(time.monotonic() - ended_s)
+                self._engine.train_step(feed)
+                ended_s = time.monotonic()
+        return gaps
+
+    def staleness(self) -> Staleness:
+        return self._engine.staleness()
 
     def evaluate(self) -> float:
         rows = np.arange(len(self._test["label"]))

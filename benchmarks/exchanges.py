@@ -108,14 +108,16 @@ class OurWorker:
         memory = [memoryview(part).cast("B") for part in np.split(own, sizes)]
         self._clients = Clients(group, group.peers[:SERVERS])
         self._clients.open()
+        self._first = self._until = 0
         self._clients.lay(shards, [form.size_bytes for form in self._forms], memory)
 
     def __call__(self, steps: int, meet: Callable[[], None]) -> tuple[float, float]:
         """Until the servers have all steps; the end is that of its last push."""
         clients = self._clients
+        self._first, self._until = self._until, self._until + steps
         meet()
         begun = ended = time.perf_counter()
-        while (grant := clients.lease()) is not None:
+        while (grant := clients.lease(self._first)) is not None:
             clients.pull(grant.needs)
             self._write(clients)
             clients.push(weight=1.0, sums=[(1.0, 1.0)])
