@@ -187,8 +187,9 @@ MUTANTS = (
     Mutant(
         name="does not time a hang",
         module="training",
-        fragment='    turn.call_all("run", until)\n    turn.arm("hang", hang_deadline_s(turn.state))\n',
-        replacement='    turn.call_all("run", until)\n',
+        fragment='    turn.call_all("run", range(turn.state.step, until))\n'
+        '    turn.arm("hang", hang_deadline_s(turn.state))\n',
+        replacement='    turn.call_all("run", range(turn.state.step, until))\n',
     ),
     Mutant(
         name="waits for the files of a dead uploader",
