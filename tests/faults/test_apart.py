@@ -6,7 +6,6 @@ its update each time that it counts.
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 import trainwright as tw
+from tests.exactly_once import strike
 from tests.runs import final_state, told
 from trainwright.core import events
 from trainwright.strategies.reference.losses import Graded, cross_entropy
@@ -57,16 +57,6 @@ class Counting(Mlp):
         seen = np.zeros(ROWS)
         np.add.at(seen, self._ids, gradient[:, -1])
         return {**super().backward(gradient[:, :-1]), "seen": seen}
-
-
-def strike(mark: Path, number: int) -> None:
-    """Once in the life of the mark, which then holds the process id."""
-    try:
-        with mark.open("x") as proof:
-            proof.write(str(os.getpid()))
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), number)
 
 
 def loss(outputs: Array, targets: npt.NDArray[Any]) -> Graded:

@@ -156,6 +156,19 @@ class Labour:
         if self.shop is not None:
             self.shop.throw(process)
             return
+        kind, error = self.struck(process)
+        team = process.team
+        if team is not None and process in team.arrived:
+            team.arrived.remove(process)
+            team.ticket += 1
+            if process.call is not None and process.call.verb == "run":
+                process.take(team.step, team.lineage)
+        self.fail(process, kind, error, self.between(0.01, 0.5))  # type: ignore[arg-type]
+        if self.rand() < 0.6 or kind in ("user", "data"):
+            self.part(process)
+
+    def struck(self, process: Process) -> tuple[str, Exception]:
+        """What a fault wants raised: its kind and the error. The call under way is void."""
         kind, process.raise_next = process.raise_next, ""
         process.raised |= kind == "internal" or (process.call is not None and process.call.verb == "leave")
         error: Exception = {
@@ -167,15 +180,7 @@ class Labour:
         if kind == "storage" and process.call is not None and process.call.verb == "heal":
             self.memory.sealed.pop(process.driver.token, None)  # what could not be read need not be asked for again
         process.ticket += 1
-        team = process.team
-        if team is not None and process in team.arrived:
-            team.arrived.remove(process)
-            team.ticket += 1
-            if process.call is not None and process.call.verb == "run":
-                process.take(team.step, team.lineage)
-        self.fail(process, kind, error, self.between(0.01, 0.5))  # type: ignore[arg-type]
-        if self.rand() < 0.6 or kind in ("user", "data"):
-            self.part(process)
+        return kind, error
 
     # --- together -----------------------------------------------------------------------------------------
 

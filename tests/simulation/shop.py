@@ -8,7 +8,7 @@ from tests.simulation.processes import Process, Team, apply
 from tests.simulation.store import Violation
 from trainwright.core.asynchrony import Staleness
 from trainwright.core.data import Sums
-from trainwright.core.errors import DataError, StorageError, UserCodeError
+from trainwright.core.errors import StorageError
 from trainwright.core.group import StateTag
 from trainwright.driver import messages as m
 
@@ -303,16 +303,6 @@ class Shop:
 
     def throw(self, process: Process) -> None:
         """Raise what a fault wants from the call under way."""
-        kind, process.raise_next = process.raise_next, ""
-        process.raised |= kind == "internal" or (process.call is not None and process.call.verb == "leave")
-        error: Exception = {
-            "user": UserCodeError("the model raised"),
-            "data": DataError("a column is missing"),
-            "storage": StorageError("the store did not answer"),
-            "internal": RuntimeError("a bug"),
-        }[kind]
-        if kind == "storage" and process.call is not None and process.call.verb == "heal":
-            self._labour.memory.sealed.pop(process.driver.token, None)
-        process.ticket += 1
+        kind, error = self._labour.struck(process)
         self._labour.fail(process, kind, error, self._labour.between(0.01, 0.5))  # type: ignore[arg-type]
         self.part(process)
