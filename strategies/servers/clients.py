@@ -48,6 +48,11 @@ class Clients:
         """What is pushed to each server."""
         return tuple(server.outbox for server in self._servers)
 
+    @property
+    def shares(self) -> bool:
+        """Whether all servers are on this machine: what is pulled is copied, and nothing comes by itself."""
+        return all(server.link.shared for server in self._servers)
+
     def open(self) -> None:
         """Reach every server."""
         for server in self._servers:

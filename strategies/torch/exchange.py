@@ -6,7 +6,7 @@ transport sends it from, as the mean over the unit, and declared ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +60,7 @@ class Incoming:
         pinned = device.type == "cuda"
         self._bytes = [torch.empty(shard.size_bytes, dtype=torch.uint8, pin_memory=pinned) for shard in shards]
         self.memory: list[memoryview] = [each.numpy().data for each in self._bytes]
-        self._copied: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in shards]  # offset, from and to
+        self._copied: dict[tuple[int, Slot], tuple[Tensor, Tensor]] = {}  # by server and slot, from and to
         where = pieces(shards)
         for name, tensor in named(model):
             for piece in where[name] if tensor.numel() else ():
@@ -68,13 +68,13 @@ class Incoming:
                 if piece.slot.rows is None and not pinned:
                     tensor.data = place.copy_(tensor.detach())
                 else:
-                    self._copied[piece.server].append((piece.slot.offset, place, piece.of(tensor.detach())))
+                    self._copied[piece.server, piece.slot] = place, piece.of(tensor.detach())
 
-    def take(self, server: int, until: int | None = None) -> None:
-        """What a server's copy holds before this offset has come: let the model's tensors have it."""
-        for offset, place, tensor in self._copied[server]:
-            if until is None or offset < until:
-                tensor.copy_(place, non_blocking=True)
+    def take(self, pieces: Iterable[Piece] | None = None) -> None:
+        """These have come, by default all: let the model's tensors have them."""
+        keys = self._copied if pieces is None else [(piece.server, piece.slot) for piece in pieces]
+        for place, tensor in [self._copied[key] for key in keys if key in self._copied]:
+            tensor.copy_(place, non_blocking=True)
 
     def _place(self, piece: Piece, like: Tensor) -> Tensor:
         slot = piece.slot
