@@ -74,7 +74,7 @@ def test_a_jobs_own_fields_pin_the_plan() -> None:
     assert decide(plan="dp=2,consistency=async", consistency="async").chosen.consistency == "async"
     with pytest.raises(PlanError, match=r"consistency='ssp\(1\)' is not the consistency=async"):
         decide(plan="consistency=async", consistency="ssp(1)")
-    with pytest.raises(PlanError, match="strategy='data_parallel' has them step together") as caught:
+    with pytest.raises(PlanError, match=r"consistency='async' is .* has them step together") as caught:
         decide(consistency="async", strategy="data_parallel")
     assert "use parameter_server or local_sgd" in str(caught.value)
 
@@ -83,6 +83,8 @@ def test_why_workers_cannot_step_alone() -> None:
     assert "workers=1 is pinned" in str(refused(workers=1, consistency="async"))
     assert "waits for none of 2 workers" in str(refused(consistency="sync(backup=3)"))
     assert "each worker holds the whole model" in str(refused(consistency="async", plan="dp=1,tp=2"))
+    said = str(refused(consistency="async", wire="fp16", plan="chunks=3"))
+    assert "does not match plan='chunks=3', consistency='async', wire='fp16'" in said, "by the fields that were set"
     near = {item.strategy: item for item in decide().infeasible}
     assert "near each other" in near["local_sgd"].reason and "local_steps" in near["local_sgd"].hint
 
