@@ -37,9 +37,11 @@ class Solo:
         self._joined: Clients | None = None
         self._forms = [Form(shard, plan.wire) for shard in shards]
         self._incoming = Incoming(replica.model, shards, replica.device)
-        self._outgoing = Outgoing(replica=replica, where=pieces(shards), forms=self._forms)
-        waits = Consistency.parse(plan.consistency or "sync").waits
-        self._largest = None if waits else replica.spec.clip_norm
+        consistency = Consistency.parse(plan.consistency or "sync")
+        self._outgoing = Outgoing(
+            replica=replica, where=pieces(shards), forms=self._forms, leaves_out=consistency.backup > 0
+        )
+        self._largest = None if consistency.waits else replica.spec.clip_norm
         self._local = plan.local_steps > 1
         self._buffers = persistent(replica.model)
         self._changing = [*(replica.trainable if self._local else ()), *(buffer for _, _, buffer in self._buffers)]
@@ -49,6 +51,7 @@ class Solo:
     def join(self, clients: Clients) -> None:
         """A group's servers hold the shards from now on."""
         self._joined = clients
+        self._outgoing.forget()
         clients.lay(self._shards, [form.size_bytes for form in self._forms], self._incoming.memory)
 
     @property
@@ -62,6 +65,7 @@ class Solo:
         if self._clients.pull(needs):
             for server in range(len(self._shards)):
                 self._incoming.take(server)
+        self._outgoing.settle(self._clients.left_out, self._clients.versions)
 
     def _undo(self) -> None:
         for module, key, buffer in self._buffers:
@@ -107,7 +111,8 @@ class Solo:
             outgoing.begin(clients)
             done = compute(replica, runner, outgoing, feed, largest=self._largest)
             outgoing.buffers(self._shards)
-            outgoing.counted(clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0))
+            by = clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0)
+            outgoing.counted(by, grant)
             attempt.applied = done.weight > 0
         replica.laps.wait()
         replica.laps.optimizer()
@@ -136,5 +141,6 @@ class Solo:
                 self._outgoing.put(parameter, parameter.detach() - before)
             self._outgoing.rest(1.0)
             self._outgoing.buffers(self._shards)
-            self._outgoing.counted(self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums))
+            by = self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums)
+            self._outgoing.counted(by, grant)
         return report
