@@ -63,9 +63,14 @@ def profile_model(
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
+    sizes = [
+        (len(each) if each.dim() else 1, held[name][1]) for name, each in built.named_parameters() if each.requires_grad
+    ]
     backend = "torch" if any(kind.__module__.startswith("keras.") for kind in type(built).__mro__) else ""
     counted = next(iter(recomputed_buffers(built)), "")
-    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=backend, recounted=counted)
+    known = ModelProfile(
+        framework="torch", layers=(), inexact=norms, keras_backend=backend, recounted=counted, trained=tuple(sizes)
+    )
     call = inputs, keywords
     trace = _first_traced(built.to("meta"), tensors, call, step)
     if isinstance(trace, str):

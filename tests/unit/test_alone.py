@@ -13,6 +13,7 @@ from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.plan import Plan
 from trainwright.core.plantext import Pins
+from trainwright.core.profile import ModelProfile
 from trainwright.planview import plan_rows
 from trainwright.strategies.estimating import estimate
 from trainwright.strategies.ranking import estimate_of
@@ -89,10 +90,22 @@ def test_why_workers_cannot_step_alone() -> None:
     assert "near each other" in near["local_sgd"].reason and "local_steps" in near["local_sgd"].hint
 
 
-def refused(**fields: Any) -> PlanError:
+def refused(profile: ModelProfile = PROFILE, **fields: Any) -> PlanError:
     with pytest.raises(PlanError) as caught:
-        decide(LAPTOP, **fields)
+        decide(LAPTOP, profile, **fields)
     return caught.value
+
+
+def test_there_are_no_more_servers_than_the_model_fills() -> None:
+    """Told and kept to before anything is started; a matrix of 3 rows and a bias make four pieces."""
+    small = replace(PROFILE, trained=((3, 3960), (1, 40)))
+    said = str(refused(profile=small, plan="servers=6", consistency="async"))
+    assert "parameter_server: 2 of 6 servers would hold nothing to train (use plan='servers=4')" in said
+    assert decide(profile=small, plan="servers=4", consistency="async").chosen.servers == 4
+    cluster = tw.Cluster.parse("8x1xT4")
+    free = decide(cluster, HEAVY, strategy="parameter_server", consistency="async").chosen
+    few = decide(cluster, replace(HEAVY, trained=((3, 4000),)), strategy="parameter_server", consistency="async").chosen
+    assert free.servers == 8 and few.servers == 3
 
 
 def test_the_trade_offs_are_stated() -> None:
