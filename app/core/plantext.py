@@ -48,6 +48,12 @@ def fields_of(text: str) -> dict[str, Any]:
     return {"strategy": strategy, "mesh": mesh, **alone, **given, "zero": zero}
 
 
+def lone(text: str) -> str:
+    """What of a job's `plan=` is for one device too: how many micro-batches there are."""
+    parts = [part.strip() for part in _COMMA.split(text)]
+    return ",".join(part for part in parts if part.partition("=")[0].strip() in ("accumulation", "micro_batch"))
+
+
 def _given(text: str) -> dict[str, Any]:
     """What the text says, by name."""
     given: dict[str, Any] = {}
