@@ -23,9 +23,10 @@ from trainwright.core.group import Group, Peer
 from trainwright.strategies.servers.bank import Bank, Push
 from trainwright.strategies.servers.frames import REMEDY
 from trainwright.strategies.servers.gate import Gate, Update
-from trainwright.strategies.servers.lines import Call, Gone, Line, Lines, Listener
+from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
 from trainwright.strategies.servers.regions import Region, private
 from trainwright.strategies.servers.rules import Rules
+from trainwright.strategies.servers.sockets import Listener
 
 Head = dict[str, Any]
 _WAITS = 4  # times within the deadline a worker that waits is told to go on waiting
