@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -20,12 +18,11 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Generation, Peer
-from trainwright.strategies.servers import lines, regions
+from trainwright.strategies.servers import regions, sockets
 from trainwright.strategies.servers.channel import Link, dial
 from trainwright.strategies.servers.frames import Header, Kind, hello
 from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
 from trainwright.strategies.servers.regions import Region
-from trainwright.strategies.servers.sockets import Listener
 
 FIRST, SECOND = Generation(token=1, number=1), Generation(token=1, number=2)
 BIG = 24 * 2**20  # more than the buffers of a connection hold
@@ -65,10 +62,10 @@ class Server:
         return event.line
 
 
-def _listener(place: str) -> Listener:
+def _listener(place: str) -> sockets.Listener:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regions, "SHARES", place == "shared")
-        return Listener("127.0.0.1")
+        return sockets.Listener("127.0.0.1")
 
 
 def soon(seconds: float = 5.0) -> float:
@@ -224,60 +221,6 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting(said: bytes) -> None:
                 except ConnectionResetError:
                     pass
                 break
-
-
-def test_of_many_strangers_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_STRANGERS", 3)
-    with serving("tcp") as server, ExitStack() as stack:
-        address = (server.peer.address.host, server.peer.address.port)
-        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(6)]
-        while len(server.lines._lines) < 3 or gone(strangers) < 3:
-            assert server.quiet(0.005)
-        with joined(server) as link:
-            link.call(b"hi", soon())
-            assert server.call().head == b"hi"
-        assert gone(strangers) == 4 and len(server.lines._lines) == 3
-
-
-def gone(strangers: Sequence[socket.socket]) -> int:
-    """How many were sent away: the oldest."""
-    ended = []
-    for stranger in strangers:
-        stranger.setblocking(False)
-        try:
-            ended.append(stranger.recv(1, socket.MSG_PEEK) == b"")
-        except BlockingIOError:
-            ended.append(False)
-    assert ended == sorted(ended, reverse=True)
-    return sum(ended)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_process_without_descriptors_makes_room_or_waits_and_never_spins(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lines, "_PAUSE_S", 0.2)
-    accept, tried = socket.socket.accept, list[float]()
-
-    def full(self: socket.socket) -> tuple[socket.socket, object]:
-        if len(tried) < 3:
-            tried.append(time.monotonic())
-            raise OSError(errno.EMFILE, "too many open files")
-        return accept(self)
-
-    with serving(place) as server, joined(server) as link:
-        address = (server.peer.address.host, server.peer.address.port)
-        with socket.create_connection(address) as stranger:
-            while len(server.lines._lines) < 2:
-                assert server.quiet(0.005)
-            monkeypatch.setattr(socket.socket, "accept", full)
-            with joined(server, 2) as second:
-                assert stranger.recv(1) == b""
-                for one in (link, second):
-                    one.call(b"hi", soon())
-                    assert server.call().head == b"hi"
-        apart = [after - before for before, after in pairwise(tried)]
-        assert len(tried) == 3 and apart[0] < 0.2 <= apart[1], "a stranger made room, then none was left"
 
 
 @pytest.mark.parametrize("place", PLACES)
