@@ -19,6 +19,7 @@ import pytest
 
 import trainwright as tw
 from tests import jobs, keras_jobs
+from trainwright.checkpoints import CheckpointWriter
 from trainwright.core import events
 from trainwright.core.group import Generation
 from trainwright.driver import messages as m
@@ -69,6 +70,26 @@ class Counted:
             await_file(self.folder / "gate")
         seen = model.seen[batch["id"]]
         return functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none") + seen - seen.detach()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torn:
+    """A model whose server of a rank dies in the middle of its shard, of one checkpoint."""
+
+    kill: jobs.Kill
+
+    def __call__(self) -> Any:
+        """The model, in a process that is armed."""
+        write, mine, folder = CheckpointWriter.write, f"server-{self.kill.rank}-", f"/{self.kill.step:08d}-"
+
+        def torn(writer: Any, name: str, *pieces: Any) -> None:
+            struck = mine in name and folder in writer._folder and not self.kill.mark.exists()
+            write(writer, name, *(piece[: len(piece) // 2] if struck else piece for piece in pieces))
+            if struck:
+                self.kill.strike()
+
+        CheckpointWriter.write = torn  # type: ignore[method-assign]
+        return jobs.Net()
 
 
 def steps(framework: str) -> int:

@@ -15,6 +15,7 @@ from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
+from trainwright.core.plantext import lone
 
 Names = tuple[str, ...]
 
@@ -215,8 +216,12 @@ class Job(BaseModel):
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
 
     def alone(self, **fields: Any) -> Job:
-        """The same for one worker with one device, by whatever strategy: nothing of the layout is pinned."""
-        one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": None}
+        """The same for one worker with one device, by whatever strategy: nothing of the layout is pinned.
+
+        Micro-batches stay as `accumulation=` or `plan=` has them.
+        """
+        plan = lone(self.plan or "") or None
+        one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": plan}
         apart = {"consistency": None, "wire": "full", "local_steps": 1, "outer": None}
         return self.replace(**{**one, **apart, **fields})
 

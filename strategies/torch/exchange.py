@@ -14,8 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from trainwright.core.asynchrony import Unit
 from trainwright.core.errors import JobError
 from trainwright.strategies.servers.bank import Shard, Slot
+from trainwright.strategies.servers.book import Grant
 from trainwright.strategies.servers.clients import Clients
 from trainwright.strategies.torch.replica import Replica
 from trainwright.strategies.torch.served import named
@@ -99,15 +101,18 @@ class Outgoing:
         replica: the worker's.
         where: pieces of each tensor.
         forms: of what is pushed to each server.
+        leaves_out: whether a round may go on without a push that a server has taken.
     """
 
     replica: Replica
     where: Mapping[str, Sequence[Piece]]
     forms: Sequence[Form]
+    leaves_out: bool = False
     _clients: Clients | None = None
     _outbox: Sequence[memoryview] = ()
     _kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by server and name, what the next push gets
     _left: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # of the push under way, if it counts
+    _doubted: dict[tuple[int, int, Unit], dict[str, Tensor]] = field(default_factory=dict)  # what goes back to _kept
     _written: set[nn.Parameter] = field(default_factory=set)
     _late: list[_Late] = field(default_factory=list)
 
@@ -167,12 +172,30 @@ class Outgoing:
         assert parameter.grad is not None, "it was accumulated"
         self.put(parameter, parameter.grad, factor())
 
-    def counted(self, by: Sequence[bool]) -> None:
+    def counted(self, by: Sequence[bool], grant: Grant) -> None:
         """Which servers count what was pushed: of those that do not, all waits for the next push that was waiting."""
         for (server, name), kept in self._left.items():
             if by[server]:
+                if self.leaves_out:
+                    before = self._kept.get((server, name))
+                    gone = -kept if before is None else before - kept
+                    self._doubted.setdefault((server, grant.at, grant.unit), {})[name] = gone
                 self._kept[server, name] = kept
         self._left.clear()
+
+    def settle(self, left_out: Iterable[tuple[int, int, Unit]], versions: Sequence[int]) -> None:
+        """Take back what pushes took of what waited that did not count after all; see `Clients.left_out`, `versions`.
+
+        Their units' gradients are pushed by who computes them again: not a part of a gradient is lost or counts twice.
+        """
+        for server, at, unit in left_out:
+            for name, gone in self._doubted.pop((server, at, unit), {}).items():
+                self._kept[server, name] += gone
+        self._doubted = {key: gone for key, gone in self._doubted.items() if key[1] >= versions[key[0]]}
+
+    def forget(self) -> None:
+        """Other servers, which know nothing of what was pushed before."""
+        self._doubted.clear()
 
     def _write(self, piece: Piece, values: Tensor, factor: float | Tensor = 1.0) -> None:
         name, form = piece.slot.name, self.forms[piece.server]

@@ -40,11 +40,11 @@ class Solo:
         self._forms = [Form(shard, plan.wire) for shard in shards]
         where = pieces(shards)
         self._incoming = Incoming(replica.model, shards, replica.device)
-        self._outgoing = Outgoing(replica=replica, where=where, forms=self._forms)
+        consistency = Consistency.parse(plan.consistency or "sync")
+        self._outgoing = Outgoing(replica=replica, where=where, forms=self._forms, leaves_out=consistency.backup > 0)
         self._arrivals = Arrivals(replica.model, where, self._incoming, replica.laps)
         self._ahead = replica.spec.compile != "inductor" and self._arrivals.sees  # of what comes, forward may run
-        waits = Consistency.parse(plan.consistency or "sync").waits
-        self._largest = None if waits else replica.spec.clip_norm
+        self._largest = None if consistency.waits else replica.spec.clip_norm
         self._local = plan.local_steps > 1
         self._buffers = persistent(replica.model)
         self._changing = [*(replica.trainable if self._local else ()), *(buffer for _, _, buffer in self._buffers)]
@@ -54,6 +54,7 @@ class Solo:
     def join(self, clients: Clients) -> None:
         """A group's servers hold the shards from now on."""
         self._joined = clients
+        self._outgoing.forget()
         clients.lay(self._shards, [form.size_bytes for form in self._forms], self._incoming.memory)
 
     @property
@@ -66,6 +67,11 @@ class Solo:
         self._undo()
         if self._clients.pull(needs):
             self._incoming.take()
+        self._settle()
+
+    def _settle(self) -> None:
+        """What was pushed and not counted goes back to what waits."""
+        self._outgoing.settle(self._clients.left_out, self._clients.versions)
 
     def _undo(self) -> None:
         for module, key, buffer in self._buffers:
@@ -94,6 +100,7 @@ class Solo:
             return
         self._undo()
         self._clients.pull(grant.needs, wait=False)
+        self._settle()
         self._replica.laps.wait()
         changing = set(self._changing)
         self._arrivals.begin(self._clients, lambda tensor: self._remember(tensor) if tensor in changing else None)
@@ -127,11 +134,12 @@ class Solo:
         replica, outgoing, clients = self._replica, self._outgoing, self._clients
         replica.laps.begin(feed.step)
         with replica.attempt() as attempt:
-            outgoing.begin(clients)
             with self._begun(grant):
+                outgoing.begin(clients)
                 done = compute(replica, runner, outgoing, feed, largest=self._largest)
             outgoing.buffers(self._shards)
-            outgoing.counted(clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0))
+            by = clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0)
+            outgoing.counted(by, grant)
             attempt.applied = done.weight > 0
         replica.laps.wait()
         replica.laps.optimizer()
@@ -160,5 +168,6 @@ class Solo:
                 self._outgoing.put(parameter, parameter.detach() - self._pulled[parameter])
             self._outgoing.rest(1.0)
             self._outgoing.buffers(self._shards)
-            self._outgoing.counted(self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums))
+            by = self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums)
+            self._outgoing.counted(by, grant)
         return report

@@ -78,6 +78,18 @@ def test_processes_are_killed_and_frozen(
     check_end(framework, consistency, folder, unbroken)
 
 
+def test_a_server_that_dies_within_its_save_leaves_no_checkpoint(
+    folder: Path, unbroken: Callable[[str, str], Path]
+) -> None:
+    """Half of its shard is written, where it belongs; the log never names it, and all go on from the one before."""
+    kill = jobs.Kill(rank=1, step=10, point="upload", folder=str(folder.parent))
+    run = tw.fit(server_jobs.job(folder, "torch", consistency="sync", model=server_jobs.Torn(kill=kill)))
+    assert run.state == "done" and kill.mark.exists()
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.step) for event in formed[1:]] == [("checkpoint", 5)]
+    check_end("torch", "sync", folder, unbroken)
+
+
 @CASES
 def test_the_driver_is_killed(
     framework: str, consistency: str, folder: Path, tmp_path: Path, unbroken: Callable[[str, str], Path]
