@@ -66,7 +66,10 @@ def plan(
     from trainwright.prepare import decide_plan, prepare, profile_of
     from trainwright.whatif import what_if
 
-    prepared = prepare(_job(job), resume=True)
+    job = _job(job)
+    if cluster is None and _opens(job):
+        connect()
+    prepared = prepare(job, resume=True)
     if cluster is not None:
         return what_if(
             profile_of(prepared),
@@ -108,8 +111,9 @@ def start(
     from trainwright.tensorboard import TensorBoard
 
     job = _job(job)
+    own = _opens(job) and connect(verbose)
     prepared = prepare(job, resume=resume, fresh=fresh)
-    own = connect(verbose)
+    own = connect(verbose) or own
     decision = decide_plan(prepared)
     if detached:
         return _start_detached(job, prepared, decision, own, resume=resume, fresh=fresh)
@@ -118,6 +122,11 @@ def start(
     session.listen(TensorBoard(prepared.store, job.name))
     session.listen(ReportListener(prepared.store, job.name))
     return Run(job, session, decision)
+
+
+def _opens(job: Job) -> bool:
+    """Whether a look at a row opens what is slow to open, such as a model, which a process of the cluster's does."""
+    return any(data is not None and data.stateful for data in (job.train, job.evaluate))
 
 
 def _start_detached(job: Job, prepared: Prepared, decision: Decision, own: bool, **options: bool) -> Run:

@@ -95,10 +95,19 @@ def _fingerprint(function: Any, above: tuple[int, ...] = ()) -> str:
     if code is None:
         facts = [_text(getattr(function, "__dict__", {}), above)]
         facts += [_text(getattr(function, part, ""), above) for part in ("func", "args", "keywords")]  # of a partial
+        facts += _methods(getattr(function, "func", None))
     else:
         cells = [_text(value, above) for value in _closed_over(function)]
         facts = [_source(function) or _code(code), _text(function.__defaults__, above), *cells]
     return _digest(facts)
+
+
+def _methods(kind: Any) -> list[str]:
+    """The code of a class in the place of a function."""
+    if not inspect.isclass(kind):
+        return []
+    own = {name: value for each in kind.__mro__ for name, value in vars(each).items() if inspect.isfunction(value)}
+    return [_source(method) or _code(method.__code__) for _, method in sorted(own.items())]
 
 
 def _digest(facts: Iterable[str]) -> str:

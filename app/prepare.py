@@ -16,6 +16,7 @@ from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
 from trainwright.datasets.sources import Index
 from trainwright.describe import changes, describe
 from trainwright.discover import discover
+from trainwright.feeding import without_data
 from trainwright.journal import read_events
 from trainwright.layouts import pays
 from trainwright.log import Entry, RunLog
@@ -115,9 +116,10 @@ def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
     profile = profile_of(prepared)
     job = with_plan(prepared.job, profile, cluster)
     asked = job.replace(probe=True) if prepared.measured else job  # for what it was measured among
-    decision = _settled(choose(profile, cluster, asked), prepared)
+    room, kept = without_data(cluster, prepared.job)
+    decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
-    notes = [*decision.chosen.notes]
+    notes = [*decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:

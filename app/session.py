@@ -8,14 +8,12 @@ import json
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 from trainwright.core import events
 from trainwright.core.group import Capabilities
 from trainwright.core.plan import Plan
 from trainwright.datasets.schedule import Schedule
-from trainwright.datasets.sources import Dataset, Index
-from trainwright.datasets.stream import Fetcher, schedule_of
+from trainwright.datasets.stream import schedule_of
 from trainwright.describe import essence
 from trainwright.driver import messages as m
 from trainwright.driver.bundles import devices
@@ -23,6 +21,7 @@ from trainwright.driver.decide import begin, decide
 from trainwright.driver.layouts import Layouts
 from trainwright.driver.settings import Settings
 from trainwright.driver.world import World
+from trainwright.feeding import Feeding
 from trainwright.journal import Journal, Listener
 from trainwright.layouts import SHARE, layouts_of
 from trainwright.ledger import RunLedger
@@ -33,7 +32,7 @@ from trainwright.prepare import Prepared
 from trainwright.store import Store
 from trainwright.strategies import engine_class
 from trainwright.strategies.question import Question
-from trainwright.travel import by_value, pack
+from trainwright.travel import pack
 from trainwright.versions import versions
 from trainwright.workorder import WorkOrder
 
@@ -58,7 +57,10 @@ class Session:
             facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
             note=lambda text: self._journal.write(events.Noted(text=text)),
         )
-        self._feeders: list[Any] = []
+        # First: the feeder's actors take what a look at a row needs.
+        self._row = job.train.row(prepared.train, job.columns) if job.train.stateful else None
+        self._feeding = self._fed()
+        self._journal.listen(self._feeding)
         self._world = World(self._order(), self._ledger, self._journal.write, elastic=job.elastic, fresh=fresh)
 
     @property
@@ -83,8 +85,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             stack.callback(self._journal.close)
             stack.callback(self._ledger.close)
-            for feeder in self._feeders:
-                stack.callback(feeder.close)
+            stack.callback(self._feeding.close)
             stack.callback(self._world.close)
             try:
                 return self._drive()
@@ -105,6 +106,8 @@ class Session:
                     self._journal.flush_soon()  # so that nothing is measured again
             if isinstance(event, m.Committed):
                 self._journal.flush_soon()  # what was told of the checkpoint included
+            if slow := self._feeding.verdict():
+                self._journal.write(events.Noted(text=slow))
             event = self._world.next()
             if isinstance(event, m.Acquired):
                 self._open_journal(event)
@@ -154,11 +157,6 @@ class Session:
 
     def _order(self) -> WorkOrder:
         prepared, job = self._prepared, self._prepared.job
-        fetcher = evaluate_fetcher = None
-        if job.train.heavy:
-            fetcher = self._feeder(job.train, prepared.train, job.ordering())
-        if job.evaluate is not None and job.evaluate.heavy:
-            evaluate_fetcher = self._feeder(job.evaluate, prepared.evaluate, job.ordering(evaluate=True))
         return WorkOrder(
             job=pack(job),
             plan=self._decision.chosen,
@@ -168,22 +166,17 @@ class Session:
             evaluate=prepared.evaluate,
             identity=_identity(prepared, self._decision.chosen, self._layouts),
             preemption_s=job.preemption_s,
-            fetcher=fetcher,
-            evaluate_fetcher=evaluate_fetcher,
+            fetcher=self._feeding.train,
+            evaluate_fetcher=self._feeding.evaluate,
+            row=self._row,
         )
 
-    def _feeder(self, dataset: Dataset, index: Index | None, ordering: dict[str, Any]) -> Fetcher:
-        """Ray Data's delivery of a data set with heavy transforms."""
-        from trainwright.datasets.rays import start_feeder
-
-        assert index is not None, "a data set that is read has an index"
-        columns, plan = self._prepared.job.columns, self._decision.chosen
-        cluster, used = self._decision.cluster, plan.workers * plan.placement.accelerators
+    def _fed(self) -> Feeding:
+        """Ray Data's delivery of data sets with heavy transforms."""
+        prepared, plan, cluster = self._prepared, self._decision.chosen, self._decision.cluster
+        used = plan.workers * plan.placement.accelerators
         gpus = cluster.accelerators - used if cluster.accelerator == "GPU" else 0
-        with by_value():
-            feeder = start_feeder(dataset, index, cpus=plan.placement.data_cpus, gpus=gpus, columns=columns, **ordering)
-        self._feeders.append(feeder)
-        return feeder
+        return Feeding(prepared.job, prepared.train, prepared.evaluate, cpus=plan.placement.data_cpus, gpus=gpus)
 
     def _open_journal(self, acquired: m.Acquired) -> None:
         plan = self._decision.chosen

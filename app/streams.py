@@ -36,6 +36,7 @@ class Streams:
             job.train,
             order.train,
             fetcher=order.fetcher,
+            row=order.row,
             salvage=self._salvage(self.quarantine),
             feeding=feeding,
             static_shapes=self.static_shapes,

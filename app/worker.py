@@ -21,7 +21,7 @@ from typing import cast
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
 from trainwright.core.asynchrony import Staleness
 from trainwright.core.checkpoint import CheckpointRef, FileEntry, Writer
-from trainwright.core.data import Columns, Feed, Sums
+from trainwright.core.data import Batch, Columns, Feed, Sums
 from trainwright.core.engine import Coordinated, Engine, Independent, StateCopy
 from trainwright.core.errors import NonFiniteLoss, StoreDown
 from trainwright.core.events import Steps
@@ -139,14 +139,17 @@ class Worker:
             self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
             assert self._stream is not None
-            row = partial(self._job.train.row, self._order.train, self._job.columns)
             validation = self._evaluation_feeds if self._job.evaluate is not None else None
-            spec = self._job.model_spec(self._stream.total_steps, row, validation)
+            spec = self._job.model_spec(self._stream.total_steps, self._row, validation)
             gc.freeze()  # `leave` collects what holds the group, or the model too: 0.2 s where it looks through imports
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
             gc.enable()
         return tag
+
+    def _row(self) -> Batch:
+        """One of the training set."""
+        return self._order.row or self._job.train.row(self._order.train, self._job.columns)
 
     @cached_property
     def _job(self) -> Job:

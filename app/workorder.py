@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainwright.core.data import Batch
 from trainwright.core.plan import Plan
 from trainwright.datasets.sources import Index
 from trainwright.datasets.stream import Fetcher
@@ -22,6 +23,7 @@ class WorkOrder:
         identity: of job, data and plan: a driver takes over processes of its own alone.
         preemption_s: that a process lives on after a preemption notice.
         fetcher: delivers heavy transforms through Ray Data; None when the workers read for themselves.
+        row: one of the training set, where a worker should not open what computes it.
     """
 
     job: bytes
@@ -35,3 +37,4 @@ class WorkOrder:
     preemption_s: float = 25.0
     fetcher: Fetcher | None = None
     evaluate_fetcher: Fetcher | None = None
+    row: Batch | None = None

@@ -1,13 +1,17 @@
 """The Ray Data pipeline of a heavy data set: read tasks that follow the order, then one stage for each heavy transform.
 
+What is slow to open would be opened anew by each execution of Ray Data, and lost with each process that it ends: from
+the first such transform on, stages run on actors of the feeder's own; see `trainwright.datasets.pools`.
+
 A block has one row for each piece of a share: its label, and its columns as one value, so that nothing is split or
 converted on the way and the consumer gets the arrays that it would have computed itself. Errors of the user's functions
-travel the same way, to the consumer that asked for the piece.
+travel the same way, to the consumer that asked for the piece, and beside them the seconds that each stage took.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -25,10 +29,12 @@ from trainwright.datasets.index import Index, Rowwise
 from trainwright.datasets.order import Rows
 from trainwright.datasets.schedule import Schedule
 from trainwright.datasets.sources import Dataset
+from trainwright.datasets.stateful import Stateful
 from trainwright.datasets.stream import reader_of
-from trainwright.datasets.transforms import BatchMap, Counters, apply
+from trainwright.datasets.transforms import BatchMap, Counters, apply, name_of
 
 PIECE_ROWS = 128
+READING = "reading"  # as a stage: with the light transforms before the first heavy one
 _TASKS = 1024  # read tasks of one Ray Data execution: their list is made at once
 _QUEUED = 2  # tasks of a stage that wait for a CPU, so that none is idle between two of them
 
@@ -82,6 +88,19 @@ class Recipe:
         heavy = [number for number, transform in enumerate(transforms) if transform.heavy]
         return list(zip([0, *heavy], [*heavy, len(transforms)], strict=True))
 
+    @property
+    def on_actors(self) -> range:
+        """Numbers of the stages that run on actors: the first that is slow to open, and all after it."""
+        count = len(self.stages)
+        slow = (number for number in range(1, count) if self.heavy(number).stateful)
+        return range(next(slow, count), count)
+
+    def heavy(self, stage: int) -> BatchMap:
+        """The heavy transform that a stage, not the first one, begins with."""
+        step = self.dataset.transforms[self.stages[stage][0]]
+        assert isinstance(step, BatchMap), "only functions of batches are heavy"
+        return step
+
     def pieces(self, step: int, total: int) -> Iterator[Piece]:
         """Labels from the chunk that holds `step` to the end of the run, in the order in which they will be wanted."""
         while step < self.schedule.total_steps:
@@ -120,16 +139,18 @@ class Gate(NamedTuple):
     """Holds back the reading of what is not wanted yet, which bounds what a pipeline keeps in memory.
 
     Attributes:
-        feeder: handle of the actor that answers `admit(pipeline, step) -> bool`.
+        feeder: handle of the actor that answers `admit(source, pipeline, step) -> bool`.
         pipeline: number of the pipeline.
+        source: number of the data set among the feeder's.
     """
 
     feeder: Any
     pipeline: int
+    source: int = 0
 
     def pass_(self, step: int) -> None:
         """Wait until pieces of the chunk at `step` are wanted. Raises RuntimeError where they never will be."""
-        if not ray.get(self.feeder.admit.remote(self.pipeline, step)):
+        if not ray.get(self.feeder.admit.remote(self.source, self.pipeline, step)):
             raise RuntimeError(f"pipeline {self.pipeline} was replaced by another")
 
 
@@ -155,7 +176,7 @@ class PlannedSource(Datasource):
 def run(
     recipe: ray.ObjectRef[bytes], pieces: Iterable[Piece], free: Mapping[str, float], gate: Gate
 ) -> Iterator[ray.ObjectRef[pa.Table]]:
-    """Run the pipeline over pieces; gives blocks as they are finished, in any order.
+    """Run the pipeline over pieces, up to the stages on actors; gives blocks as they are finished, in any order.
 
     Ray Data's own reservation of resources is off: it leaves a CPU idle from the end of a task to the next turn of its
     loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
@@ -163,7 +184,7 @@ def run(
     Args:
         recipe: a pickled Recipe.
         pieces: to compute.
-        free: CPUs and GPUs that the pipeline may use at a time.
+        free: CPUs and GPUs that its tasks may use at a time.
         gate: passed before each piece is read.
     """
     stages, waiting = _recipe(recipe), list(pieces)
@@ -179,20 +200,23 @@ def run(
             compute=ActorPoolStrategy(size=1),  # one process, so that what is decoded is decoded once
             num_cpus=0,
         )
-        for number, (first, _) in enumerate(stages.stages[1:], 1):
-            step = stages.dataset.transforms[first]
-            assert isinstance(step, BatchMap), "only functions of batches are heavy"
-            at_once = min(free[name] / need for name, need in (("CPU", step.cpus), ("GPU", step.gpus)) if need)
+        for number in range(1, stages.on_actors.start):
+            step = stages.heavy(number)
             data = data.map_batches(
                 _stage(recipe, number),
                 batch_size=1,
                 batch_format="pyarrow",
                 num_cpus=step.cpus,
                 num_gpus=step.gpus,
-                compute=TaskPoolStrategy(size=int(at_once) + _QUEUED),
+                compute=TaskPoolStrategy(size=at_once(step, free) + _QUEUED),
             )
         for bundle in data.iter_internal_ref_bundles():
             yield from (entry.ref for entry in bundle.blocks)
+
+
+def at_once(step: BatchMap, free: Mapping[str, float]) -> int:
+    """Calls of a heavy transform for which there is room."""
+    return int(min((free[name] + 1e-6) / need for name, need in step.needs.items() if need))
 
 
 def labels(block: pa.Table) -> list[Piece]:
@@ -206,7 +230,35 @@ def content(block: pa.Table, row: int) -> Content:
     return found
 
 
-@lru_cache(maxsize=2)
+def spent(block: pa.Table) -> dict[str, float]:
+    """Seconds of the stages that all rows of a block went through, by name."""
+    seconds: dict[str, float] = {}
+    for row in block.column("spent"):
+        for name, value in cloudpickle.loads(row.as_buffer()):
+            seconds[name] = seconds.get(name, 0.0) + value
+    return seconds
+
+
+def advance(recipe: ray.ObjectRef[bytes], block: pa.Table, row: int, stage: int) -> pa.Table:
+    """Take one row of a block through a stage."""
+    found, begun = content(block, row), time.perf_counter()
+    if found.error:
+        return block.slice(row, 1)
+    made = _recipe(recipe).transform(found, stage)
+    name = name_of(_recipe(recipe).heavy(stage).function)
+    before = cloudpickle.loads(block.column("spent")[row].as_buffer())
+    return _block(labels(block)[row], made, [*before, (name, time.perf_counter() - begun)])
+
+
+def opened(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
+    """The function of a stage; what it holds is open in this process."""
+    function = _recipe(recipe).heavy(stage).function
+    if isinstance(function, Stateful):
+        function.open()
+    return function
+
+
+@lru_cache(maxsize=4)
 def _recipe(recipe: ray.ObjectRef[bytes]) -> Recipe:
     made: Recipe = cloudpickle.loads(ray.get(recipe))
     return made
@@ -215,19 +267,21 @@ def _recipe(recipe: ray.ObjectRef[bytes]) -> Recipe:
 def _reading(recipe: ray.ObjectRef[bytes], piece: Piece, gate: Gate) -> Callable[[], list[pa.Table]]:
     def read() -> list[pa.Table]:
         gate.pass_(piece.step)
-        return [_block(piece, _recipe(recipe).read(piece))]
+        begun = time.perf_counter()
+        found = _recipe(recipe).read(piece)
+        return [_block(piece, found, [(READING, time.perf_counter() - begun)])]
 
     return read
 
 
 def _stage(recipe: ray.ObjectRef[bytes], number: int) -> Callable[[pa.Table], pa.Table]:
     def transform(block: pa.Table) -> pa.Table:
-        found = content(block, 0)
-        return block if found.error else _block(labels(block)[0], _recipe(recipe).transform(found, number))
+        return advance(recipe, block, 0, number)
 
     return transform
 
 
-def _block(piece: Piece, found: Content) -> pa.Table:
+def _block(piece: Piece, found: Content, taken: Sequence[tuple[str, float]]) -> pa.Table:
     columns: dict[str, Any] = {name: [value] for name, value in piece._asdict().items()}
-    return pa.table({**columns, "content": pa.array([cloudpickle.dumps(found)], pa.large_binary())})
+    seconds = pa.array([cloudpickle.dumps(tuple(taken))], pa.large_binary())
+    return pa.table({**columns, "spent": seconds, "content": pa.array([cloudpickle.dumps(found)], pa.large_binary())})

@@ -27,9 +27,19 @@ from trainwright.datasets.files import ParquetSource, absolute
 from trainwright.datasets.index import Group, Index, Rowwise, Source
 from trainwright.datasets.order import MEMORY_BYTES, Rows
 from trainwright.datasets.reader import Reader
+from trainwright.datasets.stateful import Stateful
 from trainwright.datasets.tables import TableSource, arrays_of
 from trainwright.datasets.tokens import Tokenise
-from trainwright.datasets.transforms import BatchFunction, BatchMap, Counters, RowFunction, RowMap, Transform, apply
+from trainwright.datasets.transforms import (
+    BatchFunction,
+    BatchMap,
+    Counters,
+    RowFunction,
+    RowMap,
+    Transform,
+    apply,
+    name_of,
+)
 
 __all__ = ["Dataset", "Field", "Group", "Index", "parquet", "table"]
 
@@ -61,17 +71,40 @@ class Dataset:
         """
         return replace(self, transforms=(*self.transforms, RowMap(function=function)))
 
-    def map_batches(self, function: BatchFunction, cpus: float = 0.0, gpus: float = 0.0) -> Dataset:
+    def map_batches(
+        self,
+        function: BatchFunction | type,
+        cpus: float = 0.0,
+        gpus: float = 0.0,
+        *,
+        fn_constructor_args: Sequence[Any] = (),
+        fn_constructor_kwargs: Mapping[str, Any] | None = None,
+    ) -> Dataset:
         """Apply `function(columns) -> columns` to many rows at once.
 
         `columns` are arrays by name, of any number of rows; the function treats each row by itself and gives as many
         rows in the same order. `cpus` or `gpus` > 0 declares it heavy: it runs on Ray Data, each call with that many.
+
+        A class in the place of a function is for what is slow to open, such as a model: an object of it is made once
+        in a process, called for all batches there, and its `close()`, if it has one, at the end. Heavy, it runs on as
+        many actors as fit into the CPUs or GPUs that the plan leaves, each with so many of its own.
+
+        Args:
+            fn_constructor_args, fn_constructor_kwargs: what an object of the class is made with.
         """
         for name, need in (("cpus", cpus), ("gpus", gpus)):
             if not (need >= 0 and math.isfinite(need)):
                 raise DataError(f"{name}={need} is no need", remedy="use 0 to run in the consumer, or 1 or more")
         if cpus or gpus:
             self.need_rows_by_number("map_batches on Ray Data")
+        if isinstance(function, type) and Stateful.fits(function):
+            function = Stateful.of(function, tuple(fn_constructor_args), fn_constructor_kwargs or {})
+        elif fn_constructor_args or fn_constructor_kwargs:
+            raise DataError(
+                f"the transform {name_of(function)} is no class whose objects can be called",
+                where="fn_constructor_args, fn_constructor_kwargs",
+                remedy="give a class with a method __call__(columns), not an object of it; or use functools.partial",
+            )
         return replace(self, transforms=(*self.transforms, BatchMap(function=function, cpus=cpus, gpus=gpus)))
 
     def filter(self, function: RowPredicate) -> Dataset:
@@ -139,6 +172,11 @@ class Dataset:
         return any(step.heavy for step in self.transforms)
 
     @property
+    def stateful(self) -> bool:
+        """Whether it is heavy with what is slow to open, so that no process computes a row of it by the way."""
+        return any(step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms)
+
+    @property
     def needs(self) -> dict[str, float]:
         """The most CPUs and GPUs that one call of a transform asks for."""
         steps = [step for step in self.transforms if isinstance(step, BatchMap)]
@@ -160,8 +198,18 @@ class Dataset:
     def sample(self, index: Index, columns: Iterable[str] | None = None) -> Arrays:
         """One transformed row to look at: the first, or where that cannot be read another.
 
+        Where a transform is slow to open, a task of Ray computes it, if Ray is there: see `rays.sample_of`.
+
         Raises DataError, UserCodeError: as the first row did, where none of a few can be read.
         """
+        if self.stateful:
+            from trainwright.datasets.rays import sample_of
+
+            return sample_of(self, index, columns)
+        return self.sample_here(index, columns)
+
+    def sample_here(self, index: Index, columns: Iterable[str] | None = None) -> Arrays:
+        """As `sample`, in this process."""
         failure: TrainwrightError | None = None
         for row in dict.fromkeys([0, *np.linspace(0, index.rows - 1, _TRIED).astype(np.int64).tolist()]):
             try:

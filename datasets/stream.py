@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import Cursor, Feed, Feeding, Prefetch
+from trainwright.core.data import Batch, Cursor, Feed, Feeding, Prefetch
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.ahead import ReadAhead
 from trainwright.datasets.columns import Arrays
@@ -95,6 +95,7 @@ class Stream:
         columns: to give; by default all.
         window: rows that are permuted together; by default chosen from the index.
         fetcher: gives the transformed shares of heavy data sets; without it, all is computed here.
+        row: of the data set, of which full and warm feeds are made where a transform is slow to open.
         memory_bytes: decoded data that may be kept.
         salvage: goes on without samples that cannot be read; without it, they end the run.
 
@@ -119,11 +120,13 @@ class Stream:
         columns: Iterable[str] | None = None,
         window: int | None = None,
         fetcher: Fetcher | None = None,
+        row: Batch | None = None,
         memory_bytes: int = MEMORY_BYTES,
         salvage: Salvage | None = None,
     ) -> None:
         index = index or dataset.index()
         self._dataset, self._fetcher, self._feeding, self._salvage = dataset, fetcher, feeding, salvage
+        self._row = row
         self._columns = None if columns is None else tuple(columns)
         self._schedule = schedule_of(
             index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
@@ -198,6 +201,10 @@ class Stream:
         shares: dict[int, tuple[Share, Arrays]] = {}
         for rank in self._feeding.data_ranks:
             share = self._schedule.share(steps, rank, self._feeding.total)
+            if self._row is not None:
+                back = np.zeros(len(share.samples), dtype=np.int64)
+                shares[rank] = share, {name: array[back] for name, array in self._row.columns.items()}
+                continue
             few = np.minimum(np.arange(len(share.samples)), _WARM_ROWS - 1 if self._fetcher else len(share.samples))
             distinct, back = np.unique(few, return_inverse=True)
             columns, _ = self._read(share.samples[distinct], share.epoch)

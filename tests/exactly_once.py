@@ -1,8 +1,8 @@
 """The job of the exactly-once proof: every row is accounted for inside the training step.
 
 100,000 rows; a filter and a one-to-many function make 100,000 again, each with an `id` of its own; then a heavy
-transform on Ray Data. The model's parameter `seen` takes a gradient of one for each id that a step uses, so that what
-SGD has taken off it at the end says how often each id counted in the committed state.
+transform on Ray Data, and one on an actor. The model's parameter `seen` takes a gradient of one for each id that a
+step uses, so that what SGD has taken off it at the end says how often each id counted in the committed state.
 """
 
 from __future__ import annotations
@@ -47,16 +47,29 @@ def twice(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"id": row["row"]}
 
 
+class Doubler:
+    """Stands for a model on an actor."""
+
+    def __init__(self, marks: str, fatal: int) -> None:
+        self.marks, self.fatal, self.factor = marks, fatal, 2
+
+    def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
+        if self.fatal in columns["id"]:
+            strike(Path(self.marks) / f"actor-{self.fatal}", signal.SIGKILL)
+        return {"id": columns["id"], "double": columns["id"] * self.factor}
+
+
 def dataset(marks: str, fatal: int) -> Dataset:
-    """The data; the process of Ray Data's pool that first meets the id `fatal` is killed."""
+    """The data; the process of Ray Data's pool that first meets the id `fatal` is killed, and so is the actor."""
 
     def heavy(columns: dict[str, Any]) -> dict[str, Any]:
         if fatal in columns["id"]:
             strike(Path(marks) / f"pool-{fatal}", signal.SIGKILL)
-        return {"id": columns["id"], "double": columns["id"] * 2}
+        return columns
 
-    rows = tw.datasets.table({"row": np.arange(ROWS)})
-    return rows.filter(kept).flat_map(twice).map_batches(heavy, cpus=0.5)
+    rows = tw.datasets.table({"row": np.arange(ROWS)}).filter(kept).flat_map(twice)
+    given = {"marks": marks, "fatal": fatal}
+    return rows.map_batches(heavy, cpus=0.5).map_batches(Doubler, cpus=0.25, fn_constructor_kwargs=given)
 
 
 def strike(mark: Path, number: int) -> None:

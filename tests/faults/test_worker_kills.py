@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import trainwright as tw
-from tests import jobs
+from tests import exactly_once, jobs
+from tests.processes import wait_for
 from tests.runs import State, told
 from tests.runs import final_state as state_of
 from tests.samples import account_of
@@ -117,17 +120,42 @@ def test_a_worker_that_always_dies_ends_the_run(folder: Path) -> None:
     assert "rank 1" in str(caught.value)
 
 
+class Teacher:
+    """A torch model on an actor, whose process is killed when it first meets a row, once in the life of the mark."""
+
+    def __init__(self, mark: str, fatal: int = -1) -> None:
+        torch.manual_seed(5)
+        self.mark, self.fatal = Path(mark), fatal
+        self.model = nn.Linear(jobs.WIDTH, jobs.WIDTH)
+        (self.mark.parent / f"opened-{os.getpid()}").touch()
+
+    @torch.no_grad()
+    def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
+        if self.fatal in columns["id"]:
+            exactly_once.strike(self.mark, signal.SIGKILL)
+        return {**columns, "x": columns["x"] + self.model(torch.from_numpy(columns["x"])).numpy()}
+
+
 def test_heavy_transforms_are_computed_again_for_the_newcomer(folder: Path, ray_cluster: None) -> None:
-    """Ray Data delivers; the recovered run is bitwise that of an unbroken one."""
+    """A task, and a model on an actor that evaluation shares: bitwise an unbroken run, whichever process dies."""
 
     def heavy(columns: Any) -> Any:
         return {**columns, "x": columns["x"] * 2}
 
-    data = tw.datasets.table(jobs.data()).map_batches(heavy, cpus=0.5)
+    def taught(**given: Any) -> dict[str, Any]:
+        given = {"mark": str(folder.parent / "struck"), **given}
+        rows = tw.datasets.table(jobs.data()).map_batches(heavy, cpus=0.5)
+        data = rows.map_batches(Teacher, cpus=0.5, fn_constructor_kwargs=given)
+        return {"train": data, "evaluate": data, "metrics": {}}
+
     kill = jobs.Kill(rank=1, step=12, folder=str(folder.parent))
-    tw.fit(jobs.job(folder, (kill,), train=data))
-    assert kill.mark.exists()
-    tw.fit(jobs.job(folder.parent / "unbroken", train=data))
+    faulty = tw.fit(jobs.job(folder, (kill,), **taught(fatal=77)))
+    assert kill.mark.exists() and (folder.parent / "struck").exists()
+    unbroken = tw.fit(jobs.job(folder.parent / "unbroken", **taught()))
     state = state_of(folder, "faulty")
     assert state == state_of(folder.parent / "unbroken", "faulty")
+    assert faulty.metrics == unbroken.metrics
     check_samples(state)
+    processes = {int(mark.name.partition("-")[2]) for mark in folder.parent.glob("opened-*")} - {os.getpid()}
+    assert len(processes) >= 3, "two runs, and a replacement"
+    wait_for(lambda: not any(Path(f"/proc/{process}").exists() for process in processes), 20)

@@ -24,7 +24,8 @@ from tests.unit.test_stream import collect, same
 from trainwright.core.data import Feed, Feeding
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, pipeline, table
-from trainwright.datasets.rays import Answer, Feeder, RayFetcher, _Window, start_feeder
+from trainwright.datasets.feeder import Answer, Feeder, Feeders, _Window
+from trainwright.datasets.rays import RayFetcher, start_feeder
 from trainwright.datasets.stream import Stream, schedule_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -105,7 +106,7 @@ def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
     recipe = pipeline.Recipe(dataset=data, index=data.index(), columns=None, schedule=schedule, length=2)
 
     async def ask() -> None:
-        local = Feeder(cloudpickle.dumps(recipe), {"CPU": 1.0})
+        local = Feeders([cloudpickle.dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
         window = local._window = _Window(number=7, start=4, total=1)
         assert await local.admit(7, 12) and not await local.admit(6, 4)
         late = asyncio.ensure_future(local.admit(7, 14))
@@ -138,14 +139,14 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     def scrambled(stored: Any, pieces: Any, free: Any, gate: Any) -> Iterator[Any]:
         made = cloudpickle.loads(ray.get(stored))
         contents = [(piece, made.transform(made.read(piece), 1)) for piece in pieces]
-        blocks = [pipeline._block(piece, content) for piece, content in reversed(contents)]
+        blocks = [pipeline._block(piece, content, ()) for piece, content in reversed(contents)]
         yield from (ray.put(pa.concat_tables(blocks[start : start + 3])) for start in range(0, len(blocks), 3))
 
     monkeypatch.setattr(pipeline, "run", scrambled)
     recipe = pipeline.Recipe(
         dataset=data, index=data.index(), columns=None, schedule=fetcher._schedule, length=fetcher._length
     )
-    local = Feeder(cloudpickle.dumps(recipe), {"CPU": 1.0})
+    local = Feeders([cloudpickle.dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
     monkeypatch.setattr(local, "_handle", lambda: None)
     chunk = recipe.schedule.chunk(9, recipe.length)
     answer = asyncio.run(answer_of(local, chunk.start))
@@ -244,13 +245,20 @@ def visible(columns):
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return {**columns, "gpus": np.full(len(columns["x"]), len(ids))}
 
-data = table({"x": np.arange(40)}).map_batches(visible, gpus=1)
+class Visible:
+    def __init__(self):
+        self.ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    def __call__(self, columns):
+        return {**columns, "held": np.full(len(columns["x"]), len(self.ids))}
+
+data = table({"x": np.arange(40)}).map_batches(visible, gpus=0.5).map_batches(Visible, gpus=0.5)
 index = data.index()
 fetcher = start_feeder(data, index, batch_size=8, cpus=0.0, gpus=1)
 with Stream(data, index, batch_size=8, feeding=Feeding(data_ranks=range(1), total=1), fetcher=fetcher).feeds() as feeds:
     found = [batch.columns for feed in feeds for part in feed.parts for batch in part]
 assert sorted(x for columns in found for x in columns["x"].tolist()) == list(range(40))
-print({gpu for columns in found for gpu in columns["gpus"].tolist()})
+print({gpu for columns in found for name in ("gpus", "held") for gpu in columns[name].tolist()})
 """
 
 
