@@ -289,11 +289,9 @@ def gathered(turn: Turn) -> bool:
     if state.blame is not None and state.blame.peer:
         turn.emit(state.blame.event)
         turn.change(blame=replace(state.blame, peer=False, error=_nobody(state.blame.error)))
-    if loops.give_up(turn):
-        return False
-    if not ready_to_form(turn) or _backs_off(turn) or not probing.settled(turn):
-        return False
-    return ready_to_form(turn)  # the plan that goes on may be for fewer than those on trial were
+    if loops.give_up(turn) or not probing.settled(turn):
+        return False  # the plan that goes on is settled first, since how many it takes is its own
+    return ready_to_form(turn) and not _backs_off(turn)
 
 
 def _backs_off(turn: Turn) -> bool:

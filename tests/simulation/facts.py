@@ -18,6 +18,7 @@ from trainwright.core.errors import (
     UserCodeError,
     WorkerLost,
 )
+from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 from trainwright.driver.settings import Settings
 
@@ -37,7 +38,8 @@ class Facts:
         self.recovering = False
         self.lost: Exception | None = None
         self.user: list[Exception] = []
-        self.trying = False  # plans are measured
+        self.plans: tuple[Plan, ...] = ()  # to choose from
+        self.trying = False  # they are measured
         self.tried: list[Exception] = []  # what was raised then
         self.storage_in_a_row = 0
         self.cuts: set[int] = set()  # generations cut without a death, not told of yet
@@ -53,8 +55,8 @@ class Facts:
     def resumed(self, event: m.Acquired, settings: Settings) -> None:
         """The driver begins, at a checkpoint where there is one."""
         self.start = self.high = self.line = event.head.step if event.head else 0
-        plans = settings.layouts.plans if settings.layouts else ()
-        self.trying = len(plans) > 1 and not (event.head or event.living or event.kept)
+        self.plans = settings.layouts.plans if settings.layouts else ()
+        self.trying = len(self.plans) > 1 and not (event.head or event.living or event.kept)
 
     def hear(self, event: m.Happening) -> None:
         """Note what matters of a delivered event."""
@@ -130,9 +132,10 @@ class Facts:
     def called(self, call: m.Call, leads: bool) -> None:
         """The driver calls a worker, or one who `leads` others."""
         if call.verb == "probe" and not self.trying:
-            raise Violation("plans are tried although steps of the run were taken")
+            raise Violation("plans are tried although the run goes on with one")
+        if call.verb == "reserve" and call.argument.plan not in self.plans:
+            self.trying = False  # there are not the workers for those on trial
         if call.verb == "run":
-            self.trying = False
             if self.stop_at is not None and leads:
                 raise Violation("steps are begun after a wish to stop")
             self.recovering = False
@@ -151,6 +154,8 @@ class Facts:
         """The driver tells the user."""
         if isinstance(event, events.Evaluated):
             self.evaluated[event.step] = event.metrics
+        elif isinstance(event, events.Probed):
+            self.trying = False
 
     # --- the verdict --------------------------------------------------------------------------------------
 

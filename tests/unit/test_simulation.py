@@ -206,9 +206,21 @@ def test_a_thousand_workers_lose_some_and_no_step() -> None:
     assert sum(isinstance(event, events.Joined) for event in outcome.emitted) > 10
 
 
-def test_those_who_stay_are_seated_for_the_plan_that_goes_on() -> None:
-    """The last plan on trial is set aside by a preemption, and the one that goes on is for fewer; then all is lost."""
-    assert simulate(draw(10005294, also=("preempt", "upload hangs"))).outcomes == ["failed"]
+@pytest.mark.parametrize(
+    ("seed", "also", "ended"),
+    [(10005294, ("preempt", "upload hangs"), "failed"), (401291, (), "done"), (401293, (), "done")],
+)
+def test_those_who_stay_are_seated_for_the_plan_that_goes_on(seed: int, also: tuple[str, ...], ended: str) -> None:
+    """The last plan on trial is set aside by a preemption, and the one that goes on is for fewer; then all is lost.
+
+    Or a worker dies in the last one, and the plan that goes on needs as many as there were: its place is waited for.
+    """
+    assert simulate(draw(seed, also=also)).outcomes == [ended]
+
+
+def test_what_the_users_code_raises_once_a_plan_is_chosen_ends_the_run() -> None:
+    """After it raised under a plan on trial, which was set aside for that."""
+    assert simulate(draw(500674)).outcomes == ["failed"]
 
 
 def test_a_schedule_repeats() -> None:
