@@ -195,12 +195,12 @@ def gather(
         if not kill:
             _bury(turn, frozenset(lost))
         return
-    if entering or again or state.blame is None:
+    if entering or again or (state.blame is None and not blame.peer):  # who lets go as planned may lose others
         turn.change(blame=blame)
         loops.count(turn)
         if leaving.was_expected(state, blame) or (entering and probing.is_spare_try(state)):
             turn.change(failures=state.failures, failed_s=state.failed_s)
-    elif state.blame.peer and not blame.peer:
+    elif state.blame is not None and state.blame.peer and not blame.peer:
         turn.change(blame=blame)
     stepping = entering and state.phase in _STEPPING and not probing.is_spare_try(state)
     if stepping or (state.suspect and state.suspect.peer and not again):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.news import SPIKE
 from tests.simulation.scenario import Scenario, least_of
 from tests.simulation.store import Store, Violation
 from trainwright.core import events
@@ -11,6 +12,7 @@ from trainwright.core.consistency import LOOP
 from trainwright.core.errors import (
     DataError,
     HangError,
+    LossSpike,
     NonFiniteLoss,
     ResourceError,
     RunConflict,
@@ -45,6 +47,8 @@ class Facts:
         self.cuts: set[int] = set()  # generations cut without a death, not told of yet
         self.most_faults = 0
         self.passing: set[int] = set()
+        self.spikes: set[int] = set()  # steps whose loss was told
+        self.back = 0  # the one that the ranks are taken back before
         self.stop_now = False
         self.stop_at: int | None = None
         self.noticed = False  # a process was told that it will be ended, which may cost steps
@@ -63,6 +67,9 @@ class Facts:
         match event:
             case m.Progressed():
                 self._reached(event.step)
+                first = event.step - len(event.losses) + 1
+                self.spikes |= {step for step, loss in enumerate(event.losses, first) if loss == SPIKE}
+                self.unquiet = self.unquiet or self.spiking
             case m.Returned(verb="run"):
                 self._reached(event.value.step)
             case m.Died():
@@ -81,7 +88,12 @@ class Facts:
                 self.stop_now = self.stop_now or (event.now and self.release is None)
                 if self.stop_at is None:
                     self.stop_at = self.line
-                    self.unquiet = self.recovering
+                    self.unquiet = self.recovering or self.spiking
+
+    @property
+    def spiking(self) -> bool:
+        """Whether a spike is in the state."""
+        return bool(self.spikes - self.passing)
 
     def _reached(self, step: int) -> None:
         self.line = max(self.line, step)
@@ -117,8 +129,11 @@ class Facts:
         """Batches are passed by from now on: of the step that failed again and again alone, and for good."""
         if not self.passing <= steps:
             raise Violation(f"the batches of {self.passing - steps} are no longer passed by")
-        if steps > self.passing and (self.faults < LOOP or steps - self.passing != {self.high + 1}):
-            raise Violation(f"{steps - self.passing} are passed by after {self.faults} faults at step {self.high}")
+        added = steps - self.passing
+        self.back = min(added & self.spikes, default=self.back)
+        added -= self.spikes
+        if added and (self.faults < LOOP or added != {self.high + 1}):
+            raise Violation(f"{added} are passed by after {self.faults} faults at step {self.high}")
         self.passing = steps
 
     def expired(self, name: str) -> None:
@@ -138,7 +153,7 @@ class Facts:
         if call.verb == "run":
             if self.stop_at is not None and leads:
                 raise Violation("steps are begun after a wish to stop")
-            self.recovering = False
+            self.recovering, self.back = False, 0
         if call.verb == "heal" and call.argument.source != "join":
             if call.argument.source == "replica":
                 self._reached(call.argument.step)  # a survivor told of it
@@ -147,6 +162,8 @@ class Facts:
                 self.start = max(self.start, call.argument.step - 1)
             self.healed = True
             self._passed_by({passed.step for passed in call.argument.passing})
+            if 0 < self.back <= call.argument.step:
+                raise Violation(f"the spike of step {self.back} is in the state of step {call.argument.step}")
         if self.stop_now and call.verb != "upload":
             raise Violation(f"{call.verb} is called after a wish to stop at once")
 
@@ -215,6 +232,8 @@ class Facts:
             right = any(now_s + 1e-6 - p.born_s >= scenario.settings.place_deadline_s for p in waiting)
         elif isinstance(error, RunConflict):
             right = self.lost is error
+        elif isinstance(error, LossSpike):
+            right = self.spiking
         elif isinstance(error, StorageError):
             right = error is self.lost or self._spent(scenario) or self._store_is_out(scenario)
         else:

@@ -142,8 +142,8 @@ MUTANTS = (
     Mutant(
         name="counts every sign of one failure",
         module="recovering",
-        fragment="    if entering or again or state.blame is None:\n",
-        replacement="    if True:\n",
+        fragment="    if entering or again or (state.blame is None and not blame.peer):",
+        replacement="    if True:",
     ),
     Mutant(
         name="does not count a newcomer's death",

@@ -223,6 +223,22 @@ def test_what_the_users_code_raises_once_a_plan_is_chosen_ends_the_run() -> None
     assert simulate(draw(500674)).outcomes == ["failed"]
 
 
+@pytest.mark.parametrize("crew", ["in_place", "new_process", "served", "led"])
+def test_a_spike_takes_all_back_to_before_it_and_is_no_failure(crew: str) -> None:
+    """Whether processes can join again or not, and where some are still at their part of a step."""
+    layout = crew if crew in CREWS else "replicated"
+    given = {**CREWS.get(crew, {"reform": crew}), "failures": 0, "servers": 2 if crew in CREWS else 0}
+    settings = Settings(
+        workers=5, total_steps=40, steps_per_epoch=10, evaluate_steps=3, max_loss_ratio=10.0, spike_limit=1, **given
+    )
+    for seed in range(10):
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout=layout, spikes=frozenset({23})))
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        causes = [event.cause for event in outcome.emitted if isinstance(event, events.Failed)]
+        assert outcome.outcomes == ["done"] and len(causes) == 1 and "loss of step 23" in causes[0]
+        assert [event.source for event in formed][1:] in (["checkpoint"], ["initial"]) and formed[1].step < 23
+
+
 def test_a_schedule_repeats() -> None:
     first, second = simulate(draw(5)), simulate(draw(5))
     assert (first.outcomes, first.events, first.seconds) == (second.outcomes, second.events, second.seconds)
