@@ -25,9 +25,9 @@ _STEPPING = frozenset({Phase.RUNNING, Phase.HEALING, Phase.PROBING})  # throwawa
 
 
 def died(turn: Turn, event: m.Died) -> None:
-    """A process ended. While closing that matters only for what it was uploading."""
+    """A process ended. Once the outcome is decided that matters only for what it was uploading."""
     state = turn.state
-    if state.phase is Phase.CLOSING:
+    if state.phase in (Phase.CLOSING, Phase.RELEASING):
         _bury(turn, frozenset({event.worker}))
         return
     if event.worker in state.spares:
@@ -49,7 +49,11 @@ def died(turn: Turn, event: m.Died) -> None:
 
 def _bury(turn: Turn, workers: frozenset[int]) -> None:
     """They are dead and will not be replaced: what they owe is not waited for."""
-    turn.change(rank_of={worker: rank for worker, rank in turn.state.rank_of.items() if worker not in workers})
+    state = turn.state
+    turn.change(
+        rank_of={worker: rank for worker, rank in state.rank_of.items() if worker not in workers},
+        spares={worker: spare for worker, spare in state.spares.items() if worker not in workers},
+    )
     forget(turn, workers)
 
 

@@ -43,6 +43,7 @@ class Facts:
         self.plans: tuple[Plan, ...] = ()  # to choose from
         self.trying = False  # they are measured
         self.tried: list[Exception] = []  # what was raised then
+        self.aside = False  # the one on trial was set aside
         self.storage_in_a_row = 0
         self.cuts: set[int] = set()  # generations cut without a death, not told of yet
         self.most_faults = 0
@@ -148,8 +149,9 @@ class Facts:
         """The driver calls a worker, or one who `leads` others."""
         if call.verb == "probe" and not self.trying:
             raise Violation("plans are tried although the run goes on with one")
-        if call.verb == "reserve" and call.argument.plan not in self.plans:
-            self.trying = False  # there are not the workers for those on trial
+        if call.verb == "reserve":
+            self.aside = False
+            self.trying = self.trying and call.argument.plan in self.plans  # or there are not the workers for those
         if call.verb == "run":
             if self.stop_at is not None and leads:
                 raise Violation("steps are begun after a wish to stop")
@@ -173,6 +175,10 @@ class Facts:
             self.evaluated[event.step] = event.metrics
         elif isinstance(event, events.Probed):
             self.trying = False
+        elif isinstance(event, events.Noted) and " is set aside" in event.text:
+            if self.aside:
+                raise Violation(f"a plan that is not on trial is set aside: {event.text}")
+            self.aside = True
 
     # --- the verdict --------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ def heal(labour: Labour, team: Team, arrived: list[Process]) -> None:
     spike = arrived[0].driver.facts.back
     if known > wanted.step and not wanted.step < spike <= known and labour.scenario.layout == "replicated":
         raise Violation(f"healed at step {wanted.step}, although a sound rank stands at {known}")
-    labour.memory.check(wanted, arrived[0].driver)
     if wanted.kept is not None:
         if not labour.is_whole(list({item.file.name for item in wanted.kept.files})):
             raise Violation(f"healed from parts of a state: {wanted.kept}")

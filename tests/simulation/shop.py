@@ -147,7 +147,6 @@ class Shop:
     def _restore(self, process: Process, heal: m.Heal) -> bool:
         """Give one that holds a state the run's right one; False where that cannot be read."""
         labour = self._labour
-        labour.memory.check(heal, process.driver)
         if heal.moves or heal.source == "join":
             raise Violation(f"rank {process.rank} is healed by {heal}")
         gone = heal.kept is not None and labour.memory.gone(heal.kept)

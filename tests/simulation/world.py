@@ -197,6 +197,8 @@ class World:
         if call.verb == "heal" and call.argument.source != "join":
             driver.told = min(driver.told, call.argument.step) if driver.facts.healed else call.argument.step
         driver.facts.called(call, self.labour.shop is None or process.rank == 0)
+        if call.verb == "heal":
+            self.labour.memory.check(call.argument, driver)
         process.spare = process.spare and call.verb != "reserve"  # its death counts from now on, if it was not before
         if process.alive:
             self.labour.begin(process, call)

@@ -85,7 +85,7 @@ MUTANTS = (
         module="probing",
         fragment="    if not trials.trying:\n        return\n",
         replacement="    if not trials.left:\n        return\n",
-        also=("user",),
+        also=("user",) * 6,
     ),
     Mutant(
         name="forgets those who are to go in their groups",

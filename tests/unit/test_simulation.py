@@ -239,6 +239,16 @@ def test_a_spike_takes_all_back_to_before_it_and_is_no_failure(crew: str) -> Non
         assert [event.source for event in formed][1:] in (["checkpoint"], ["initial"]) and formed[1].step < 23
 
 
+@pytest.mark.parametrize(("seed", "layout"), [(1023282, "replicated"), (1043003, "led")])
+def test_who_has_died_while_the_log_was_given_back_is_not_ended_when_it_is_lost(seed: int, layout: str) -> None:
+    assert (draw(seed).layout, simulate(draw(seed)).outcomes[-1]) == (layout, "failed")
+
+
+def test_an_evaluation_that_waits_for_a_worker_which_hangs_has_another_one() -> None:
+    """All others do without it, and nobody else is there to judge."""
+    assert simulate(draw(1034506)).outcomes[-1] == "done"
+
+
 def test_a_schedule_repeats() -> None:
     first, second = simulate(draw(5)), simulate(draw(5))
     assert (first.outcomes, first.events, first.seconds) == (second.outcomes, second.events, second.seconds)
