@@ -337,7 +337,7 @@ def _give_up(turn: Turn, worker: int) -> None:
             close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
         case "start":
             put(turn, worker, replace(apart, until_s=turn.now_s + settings.place_deadline_s))
-        case "run" if state.phase is not Phase.RUNNING:
+        case "run" if state.phase is not Phase.RUNNING and at_work(state):
             put(turn, worker, replace(apart, until_s=turn.now_s + hang_deadline_s(state)))
         case _:
             silent(turn, frozenset({worker}))

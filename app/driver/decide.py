@@ -66,7 +66,7 @@ POSSIBLE: Mapping[str, frozenset[Phase]] = {
     "Raised upload": _LIVING - {Phase.PROBING},
     "Returned keep": _WORKING - {Phase.PROBING},
     "Raised keep": _WORKING - {Phase.PROBING},
-    "Died": _LIVING,
+    "Died": _LIVING | {Phase.RELEASING},
     "Noticed": _WORKING,
     "Progressed": _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING},
     "Committed": _LIVING - {Phase.PROBING},
@@ -112,8 +112,10 @@ def kind_of(event: m.Happening) -> str:
 
 def is_stale(state: State, event: m.Happening) -> bool:
     """Whether an event is about something that the driver has let go of."""
-    if state.phase in (Phase.RELEASING, Phase.FINISHED):
-        return state.phase is Phase.FINISHED or not isinstance(event, (m.Released, m.Lost, m.StopAsked))
+    if state.phase is Phase.FINISHED:
+        return True
+    if state.phase is Phase.RELEASING and not isinstance(event, (m.Released, m.Lost, m.StopAsked, m.Died)):
+        return True
     match event:
         case m.Expired():
             return state.timers.get(event.name) != event.number

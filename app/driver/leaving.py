@@ -106,7 +106,7 @@ def step_aside(turn: Turn) -> bool:
             return True
         if _awaits_upload(state) or not (_is_safe(state) or state.committed >= state.step):
             return False  # an older upload must end first, or this one failed: steps go on until the next one
-    _hand_over(turn)
+    regroup(turn, goers(turn.state))
     return True
 
 
@@ -117,8 +117,8 @@ def _wants_checkpoint(state: State, now_s: float) -> bool:
     return not _is_safe(state) or (math.isfinite(_by_s(state)) and not _short(state, now_s))
 
 
-def _hand_over(turn: Turn) -> None:
-    going = goers(turn.state)
+def regroup(turn: Turn, going: frozenset[int] = frozenset()) -> None:
+    """All who take part stand idle: they let go of their group, and some that go have others in their stead."""
     turn.disarm()
     turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
     apart.fold(turn)

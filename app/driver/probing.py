@@ -93,7 +93,7 @@ def set_aside(turn: Turn, error: Exception) -> None:
 
 
 def settled(turn: Turn) -> bool:
-    """All processes are idle again: whether the run can go on, under the quickest plan when all were tried."""
+    """Nobody is at work under a plan: whether the run can go on, under the quickest one when all were tried."""
     state = turn.state
     if is_spare_try(state) and state.blame is not None:
         set_aside(turn, state.blame.error)

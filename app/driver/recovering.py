@@ -25,9 +25,9 @@ _STEPPING = frozenset({Phase.RUNNING, Phase.HEALING, Phase.PROBING})  # throwawa
 
 
 def died(turn: Turn, event: m.Died) -> None:
-    """A process ended. While closing that matters only for what it was uploading."""
+    """A process ended. Once the outcome is decided that matters only for what it was uploading."""
     state = turn.state
-    if state.phase is Phase.CLOSING:
+    if state.phase in (Phase.CLOSING, Phase.RELEASING):
         _bury(turn, frozenset({event.worker}))
         return
     if event.worker in state.spares:
@@ -49,7 +49,11 @@ def died(turn: Turn, event: m.Died) -> None:
 
 def _bury(turn: Turn, workers: frozenset[int]) -> None:
     """They are dead and will not be replaced: what they owe is not waited for."""
-    turn.change(rank_of={worker: rank for worker, rank in turn.state.rank_of.items() if worker not in workers})
+    state = turn.state
+    turn.change(
+        rank_of={worker: rank for worker, rank in state.rank_of.items() if worker not in workers},
+        spares={worker: spare for worker, spare in state.spares.items() if worker not in workers},
+    )
     forget(turn, workers)
 
 
@@ -195,12 +199,12 @@ def gather(
         if not kill:
             _bury(turn, frozenset(lost))
         return
-    if entering or again or state.blame is None:
+    if entering or again or (state.blame is None and not blame.peer):  # who lets go as planned may lose others
         turn.change(blame=blame)
         loops.count(turn)
         if leaving.was_expected(state, blame) or (entering and probing.is_spare_try(state)):
             turn.change(failures=state.failures, failed_s=state.failed_s)
-    elif state.blame.peer and not blame.peer:
+    elif state.blame is not None and state.blame.peer and not blame.peer:
         turn.change(blame=blame)
     stepping = entering and state.phase in _STEPPING and not probing.is_spare_try(state)
     if stepping or (state.suspect and state.suspect.peer and not again):
@@ -289,11 +293,9 @@ def gathered(turn: Turn) -> bool:
     if state.blame is not None and state.blame.peer:
         turn.emit(state.blame.event)
         turn.change(blame=replace(state.blame, peer=False, error=_nobody(state.blame.error)))
-    if loops.give_up(turn):
-        return False
-    if not ready_to_form(turn) or _backs_off(turn) or not probing.settled(turn):
-        return False
-    return ready_to_form(turn)  # the plan that goes on may be for fewer than those on trial were
+    if loops.give_up(turn) or not probing.settled(turn):
+        return False  # the plan that goes on is settled first, since how many it takes is its own
+    return ready_to_form(turn) and not _backs_off(turn)
 
 
 def _backs_off(turn: Turn) -> bool:

@@ -210,14 +210,6 @@ def pause(turn: Turn) -> None:
         turn.call([turn.state.members[0].worker], "stop")
 
 
-def regroup(turn: Turn) -> None:
-    """All who take part stand idle: leave the group, so that recruits can join the next one."""
-    turn.disarm()
-    turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
-    turn.call_all("leave")
-    turn.arm("leave", turn.settings.leave_deadline_s)
-
-
 def _may_shrink(state: State) -> bool:
     if state.settings.fewest == len(state.members) or "shrink" in state.timers:
         return False

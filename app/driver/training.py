@@ -17,7 +17,7 @@ from trainwright.driver.keeping import wants_keep
 from trainwright.driver.layouts import Evaluation
 from trainwright.driver.loops import careful
 from trainwright.driver.milestones import copies_due, evaluation_due, hang_deadline_s, next_milestone, pause_after_s
-from trainwright.driver.staffing import may_grow, pause, regroup, replenish, wanted
+from trainwright.driver.staffing import may_grow, pause, replenish, wanted
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
 
@@ -30,7 +30,7 @@ def proceed(turn: Turn) -> None:
     apart.release(turn)
     apart.take_recruits(turn)
     if turn.state.spiked:
-        regroup(turn)
+        leaving.regroup(turn, leaving.goers(turn.state))
         return
     if leaving.step_aside(turn):
         return
@@ -67,7 +67,7 @@ def _grow(turn: Turn) -> None:
     state, upload = turn.state, turn.state.upload
     quick = state.upload_s < turn.settings.upload_deadline_s
     if not state.loses_state(wanted(state)) or state.committed >= state.step:
-        regroup(turn)
+        leaving.regroup(turn)
     elif quick and upload is None and state.considered != state.step:
         snapshot(turn, "upload")
     elif quick and upload is not None and upload.step == state.step:

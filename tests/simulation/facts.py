@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.news import SPIKE
 from tests.simulation.scenario import Scenario, least_of
 from tests.simulation.store import Store, Violation
 from trainwright.core import events
@@ -11,6 +12,7 @@ from trainwright.core.consistency import LOOP
 from trainwright.core.errors import (
     DataError,
     HangError,
+    LossSpike,
     NonFiniteLoss,
     ResourceError,
     RunConflict,
@@ -18,6 +20,7 @@ from trainwright.core.errors import (
     UserCodeError,
     WorkerLost,
 )
+from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 from trainwright.driver.settings import Settings
 
@@ -37,12 +40,16 @@ class Facts:
         self.recovering = False
         self.lost: Exception | None = None
         self.user: list[Exception] = []
-        self.trying = False  # plans are measured
+        self.plans: tuple[Plan, ...] = ()  # to choose from
+        self.trying = False  # they are measured
         self.tried: list[Exception] = []  # what was raised then
+        self.aside = False  # the one on trial was set aside
         self.storage_in_a_row = 0
         self.cuts: set[int] = set()  # generations cut without a death, not told of yet
         self.most_faults = 0
         self.passing: set[int] = set()
+        self.spikes: set[int] = set()  # steps whose loss was told
+        self.back = 0  # the one that the ranks are taken back before
         self.stop_now = False
         self.stop_at: int | None = None
         self.noticed = False  # a process was told that it will be ended, which may cost steps
@@ -53,14 +60,17 @@ class Facts:
     def resumed(self, event: m.Acquired, settings: Settings) -> None:
         """The driver begins, at a checkpoint where there is one."""
         self.start = self.high = self.line = event.head.step if event.head else 0
-        plans = settings.layouts.plans if settings.layouts else ()
-        self.trying = len(plans) > 1 and not (event.head or event.living or event.kept)
+        self.plans = settings.layouts.plans if settings.layouts else ()
+        self.trying = len(self.plans) > 1 and not (event.head or event.living or event.kept)
 
     def hear(self, event: m.Happening) -> None:
         """Note what matters of a delivered event."""
         match event:
             case m.Progressed():
                 self._reached(event.step)
+                first = event.step - len(event.losses) + 1
+                self.spikes |= {step for step, loss in enumerate(event.losses, first) if loss == SPIKE}
+                self.unquiet = self.unquiet or self.spiking
             case m.Returned(verb="run"):
                 self._reached(event.value.step)
             case m.Died():
@@ -79,7 +89,12 @@ class Facts:
                 self.stop_now = self.stop_now or (event.now and self.release is None)
                 if self.stop_at is None:
                     self.stop_at = self.line
-                    self.unquiet = self.recovering
+                    self.unquiet = self.recovering or self.spiking
+
+    @property
+    def spiking(self) -> bool:
+        """Whether a spike is in the state."""
+        return bool(self.spikes - self.passing)
 
     def _reached(self, step: int) -> None:
         self.line = max(self.line, step)
@@ -115,8 +130,11 @@ class Facts:
         """Batches are passed by from now on: of the step that failed again and again alone, and for good."""
         if not self.passing <= steps:
             raise Violation(f"the batches of {self.passing - steps} are no longer passed by")
-        if steps > self.passing and (self.faults < LOOP or steps - self.passing != {self.high + 1}):
-            raise Violation(f"{steps - self.passing} are passed by after {self.faults} faults at step {self.high}")
+        added = steps - self.passing
+        self.back = min(added & self.spikes, default=self.back)
+        added -= self.spikes
+        if added and (self.faults < LOOP or added != {self.high + 1}):
+            raise Violation(f"{added} are passed by after {self.faults} faults at step {self.high}")
         self.passing = steps
 
     def expired(self, name: str) -> None:
@@ -130,12 +148,14 @@ class Facts:
     def called(self, call: m.Call, leads: bool) -> None:
         """The driver calls a worker, or one who `leads` others."""
         if call.verb == "probe" and not self.trying:
-            raise Violation("plans are tried although steps of the run were taken")
+            raise Violation("plans are tried although the run goes on with one")
+        if call.verb == "reserve":
+            self.aside = False
+            self.trying = self.trying and call.argument.plan in self.plans  # or there are not the workers for those
         if call.verb == "run":
-            self.trying = False
             if self.stop_at is not None and leads:
                 raise Violation("steps are begun after a wish to stop")
-            self.recovering = False
+            self.recovering, self.back = False, 0
         if call.verb == "heal" and call.argument.source != "join":
             if call.argument.source == "replica":
                 self._reached(call.argument.step)  # a survivor told of it
@@ -144,6 +164,8 @@ class Facts:
                 self.start = max(self.start, call.argument.step - 1)
             self.healed = True
             self._passed_by({passed.step for passed in call.argument.passing})
+            if 0 < self.back <= call.argument.step:
+                raise Violation(f"the spike of step {self.back} is in the state of step {call.argument.step}")
         if self.stop_now and call.verb != "upload":
             raise Violation(f"{call.verb} is called after a wish to stop at once")
 
@@ -151,6 +173,12 @@ class Facts:
         """The driver tells the user."""
         if isinstance(event, events.Evaluated):
             self.evaluated[event.step] = event.metrics
+        elif isinstance(event, events.Probed):
+            self.trying = False
+        elif isinstance(event, events.Noted) and " is set aside" in event.text:
+            if self.aside:
+                raise Violation(f"a plan that is not on trial is set aside: {event.text}")
+            self.aside = True
 
     # --- the verdict --------------------------------------------------------------------------------------
 
@@ -210,6 +238,8 @@ class Facts:
             right = any(now_s + 1e-6 - p.born_s >= scenario.settings.place_deadline_s for p in waiting)
         elif isinstance(error, RunConflict):
             right = self.lost is error
+        elif isinstance(error, LossSpike):
+            right = self.spiking
         elif isinstance(error, StorageError):
             right = error is self.lost or self._spent(scenario) or self._store_is_out(scenario)
         else:

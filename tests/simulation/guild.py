@@ -148,9 +148,7 @@ class Guild(Shop):
             return
         court.lineage = apply(court.lineage, court.step)
         court.step += 1
-        if labour.rand() < 0.6:
-            news = m.Progressed(generation=chief.call.generation, step=court.step)  # type: ignore[union-attr]
-            labour.clock.after(labour.between(0.0, 0.6), labour.deliver, chief.driver, news)
+        labour.news.tell(chief, court.step)
         if court.step < court.until and not court.wish:
             self._later(court, chief)
             return

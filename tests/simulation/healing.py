@@ -17,10 +17,9 @@ def heal(labour: Labour, team: Team, arrived: list[Process]) -> None:
     wanted: m.Heal = team.argument
     by_rank = {process.rank: process for process in arrived}
     known = max((process.step for process in arrived if process.sound and process.trained), default=0)
-    if known > wanted.step and labour.scenario.layout == "replicated":
+    spike = arrived[0].driver.facts.back
+    if known > wanted.step and not wanted.step < spike <= known and labour.scenario.layout == "replicated":
         raise Violation(f"healed at step {wanted.step}, although a sound rank stands at {known}")
-    token = arrived[0].driver.token
-    labour.memory.check(wanted, token)
     if wanted.kept is not None:
         if not labour.is_whole(list({item.file.name for item in wanted.kept.files})):
             raise Violation(f"healed from parts of a state: {wanted.kept}")
@@ -45,5 +44,6 @@ def heal(labour: Labour, team: Team, arrived: list[Process]) -> None:
         process.take(wanted.step, process.lineage)
     team.step, team.lineage = wanted.step, arrived[0].lineage
     team.passing = frozenset(passed.step for passed in wanted.passing)
-    if len(team.passing) > labour.scenario.settings.pass_limit:
+    settings, spikes = labour.scenario.settings, team.passing & labour.scenario.spikes
+    if len(spikes) > settings.spike_limit or len(team.passing - spikes) > settings.pass_limit:
         raise Violation(f"too many steps are passed by: {team.passing}")

@@ -10,6 +10,7 @@ from tests.simulation.clock import Clock
 from tests.simulation.guild import Guild
 from tests.simulation.healing import heal
 from tests.simulation.memory import Memory
+from tests.simulation.news import News
 from tests.simulation.plans import stage_piece, whole_of
 from tests.simulation.processes import TRIED, Process, Team, apply
 from tests.simulation.scenario import Scenario, least_of
@@ -37,7 +38,7 @@ class Labour:
         self._pieces = pieces[scenario.layout]
         self.whole = frozenset(self._piece(rank) for rank in range(size))
         self.outage_until_s = 0.0
-        self.memory, self.uploads = Memory(self), Uploads(self)
+        self.memory, self.uploads, self.news = Memory(self), Uploads(self), News(self)
         self.shop = {"served": Shop, "led": Guild}.get(scenario.layout, lambda labour: None)(self)
         self.crash_step = 0
         self.crash_rank = 0
@@ -152,6 +153,7 @@ class Labour:
 
     def _arrive(self, process: Process, ticket: int, event: m.Happening) -> None:
         if process.ticket == ticket and not process.hung:
+            self.news.before(process.driver, event)
             process.call = None
             self.deliver(process.driver, event)
 
@@ -279,10 +281,7 @@ class Labour:
             return
         team.lineage = apply(team.lineage, team.step)
         team.step += 1
-        first = team.arrived[0]
-        if self.rand() < 0.6:
-            news = m.Progressed(generation=first.call.generation, step=team.step)  # type: ignore[union-attr]
-            self.clock.after(self.between(0.0, 0.6), self.deliver, first.driver, news)
+        self.news.tell(team.arrived[0], team.step)
         if team.step < team.argument.stop and not team.wish:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
             return

@@ -7,6 +7,7 @@ from random import Random
 
 from tests.simulation.plans import Plans, staged
 from trainwright.driver.settings import Settings
+from trainwright.driver.spikes import LEAST
 
 KINDS = {
     "kill": 24, "kill two": 5, "kill all": 2, "crash loop": 2, "hang": 5, "internal": 4, "user": 2, "data": 1,
@@ -38,6 +39,7 @@ class Scenario:
     settings: Settings
     layout: str = "replicated"
     faults: tuple[Fault, ...] = ()
+    spikes: frozenset[int] = frozenset()  # steps whose loss is far above that of the others
 
 
 def least_of(settings: Settings) -> int:
@@ -73,6 +75,12 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     settings = replace(settings, keep_s=rng.choice((None, None, 0.5, 2.0)), checkpoint_auto=rng.random() < 0.1)
     settings = replace(settings, pass_limit=Random(seed + 2**33).choice((0, 1, 5)))
     scenario = Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
+    return _spiky(_crewed(scenario), Random(seed + 2**38))
+
+
+def _crewed(scenario: Scenario) -> Scenario:
+    """Some worlds of replicas are of other numbers, crews or plans."""
+    seed, settings = scenario.seed, scenario.settings
     if scenario.layout != "replicated":
         return scenario
     scenario = _elastic(scenario, Random(seed + 2**32))
@@ -150,6 +158,19 @@ def _planned(scenario: Scenario, rng: Random) -> Scenario:
         at_s = 2.0 + rng.random() * settings.total_steps
         faults += (Fault(kind="slow start", at_s=at_s), Fault(kind="kill", at_s=at_s + 0.1, target=rng.random()))
     return replace(scenario, settings=settings, layout="planned", faults=faults)
+
+
+def _spiky(scenario: Scenario, rng: Random) -> Scenario:
+    """A few run for long enough to tell a spike of the loss, which they are taken back from or end by."""
+    return scenario if rng.random() > 0.02 else spiked(scenario, rng, rng.choice((0, 1, 1, 2)))
+
+
+def spiked(scenario: Scenario, rng: Random, limit: int) -> Scenario:
+    """The same for longer, with a spike or two."""
+    total = rng.randint(LEAST + 4, LEAST + 16)
+    settings = replace(scenario.settings, total_steps=total, max_loss_ratio=10.0, spike_limit=limit)
+    spikes = frozenset(rng.choices(range(LEAST + 1, total + 1), k=rng.choice((1, 1, 2))))
+    return replace(scenario, settings=settings, spikes=spikes)
 
 
 def unbroken(scenario: Scenario) -> Scenario:

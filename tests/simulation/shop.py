@@ -147,7 +147,6 @@ class Shop:
     def _restore(self, process: Process, heal: m.Heal) -> bool:
         """Give one that holds a state the run's right one; False where that cannot be read."""
         labour = self._labour
-        labour.memory.check(heal, process.driver.token)
         if heal.moves or heal.source == "join":
             raise Violation(f"rank {process.rank} is healed by {heal}")
         gone = heal.kept is not None and labour.memory.gone(heal.kept)
@@ -228,10 +227,7 @@ class Shop:
             del trade.free[trade.step]
             trade.lineage = apply(trade.lineage, trade.step)
             trade.step += 1
-            if self._labour.rand() < 0.6:
-                lead = trade.servers[0]
-                news = m.Progressed(generation=lead.call.generation, step=trade.step)  # type: ignore[union-attr]
-                self._labour.clock.after(self._labour.between(0.0, 0.6), self._labour.deliver, lead.driver, news)
+            self._labour.news.tell(trade.servers[0], trade.step)
         if trade.step >= trade.until or (trade.heard and trade.step >= trade.begun):
             self._close(trade)
             return

@@ -40,6 +40,7 @@ class Driver:
         self.timers: dict[str, int] = {}
         self.generation = 0
         self.facts = Facts()
+        self.told = 0  # the last step whose loss was
 
     def team(self, number: int) -> Team:
         """The group of a generation."""
@@ -193,7 +194,11 @@ class World:
         if call.generation.token != driver.token or number < driver.generation:
             raise Violation(f"{call.verb} is asked for generation {call.generation}, which is over")
         driver.generation = number
+        if call.verb == "heal" and call.argument.source != "join":
+            driver.told = min(driver.told, call.argument.step) if driver.facts.healed else call.argument.step
         driver.facts.called(call, self.labour.shop is None or process.rank == 0)
+        if call.verb == "heal":
+            self.labour.memory.check(call.argument, driver)
         process.spare = process.spare and call.verb != "reserve"  # its death counts from now on, if it was not before
         if process.alive:
             self.labour.begin(process, call)
@@ -296,7 +301,7 @@ class World:
     def _saves_survivors(self, driver: Driver) -> bool:
         """Whether a survivor's process is worth keeping: not where all must begin anew, since no state is whole."""
         in_place = self.scenario.settings.reform == "in_place" and self.scenario.layout == "replicated"
-        return in_place and all(process.sound for process in driver.living)
+        return in_place and not driver.facts.spiking and all(process.sound for process in driver.living)
 
     def _commit(self, driver: Driver, commit: m.Commit) -> None:
         before_s, after_s = self.strikes.commit_delays()

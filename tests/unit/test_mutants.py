@@ -85,7 +85,7 @@ MUTANTS = (
         module="probing",
         fragment="    if not trials.trying:\n        return\n",
         replacement="    if not trials.left:\n        return\n",
-        also=("user",),
+        also=("user",) * 6,
     ),
     Mutant(
         name="forgets those who are to go in their groups",
@@ -142,8 +142,8 @@ MUTANTS = (
     Mutant(
         name="counts every sign of one failure",
         module="recovering",
-        fragment="    if entering or again or state.blame is None:\n",
-        replacement="    if True:\n",
+        fragment="    if entering or again or (state.blame is None and not blame.peer):",
+        replacement="    if True:",
     ),
     Mutant(
         name="does not count a newcomer's death",

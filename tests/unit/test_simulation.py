@@ -206,9 +206,47 @@ def test_a_thousand_workers_lose_some_and_no_step() -> None:
     assert sum(isinstance(event, events.Joined) for event in outcome.emitted) > 10
 
 
-def test_those_who_stay_are_seated_for_the_plan_that_goes_on() -> None:
-    """The last plan on trial is set aside by a preemption, and the one that goes on is for fewer; then all is lost."""
-    assert simulate(draw(10005294, also=("preempt", "upload hangs"))).outcomes == ["failed"]
+@pytest.mark.parametrize(
+    ("seed", "also", "ended"),
+    [(10005294, ("preempt", "upload hangs"), "failed"), (401291, (), "done"), (401293, (), "done")],
+)
+def test_those_who_stay_are_seated_for_the_plan_that_goes_on(seed: int, also: tuple[str, ...], ended: str) -> None:
+    """The last plan on trial is set aside by a preemption, and the one that goes on is for fewer; then all is lost.
+
+    Or a worker dies in the last one, and the plan that goes on needs as many as there were: its place is waited for.
+    """
+    assert simulate(draw(seed, also=also)).outcomes == [ended]
+
+
+def test_what_the_users_code_raises_once_a_plan_is_chosen_ends_the_run() -> None:
+    """After it raised under a plan on trial, which was set aside for that."""
+    assert simulate(draw(500674)).outcomes == ["failed"]
+
+
+@pytest.mark.parametrize("crew", ["in_place", "new_process", "served", "led"])
+def test_a_spike_takes_all_back_to_before_it_and_is_no_failure(crew: str) -> None:
+    """Whether processes can join again or not, and where some are still at their part of a step."""
+    layout = crew if crew in CREWS else "replicated"
+    given = {**CREWS.get(crew, {"reform": crew}), "failures": 0, "servers": 2 if crew in CREWS else 0}
+    settings = Settings(
+        workers=5, total_steps=40, steps_per_epoch=10, evaluate_steps=3, max_loss_ratio=10.0, spike_limit=1, **given
+    )
+    for seed in range(10):
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout=layout, spikes=frozenset({23})))
+        formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
+        causes = [event.cause for event in outcome.emitted if isinstance(event, events.Failed)]
+        assert outcome.outcomes == ["done"] and len(causes) == 1 and "loss of step 23" in causes[0]
+        assert [event.source for event in formed][1:] in (["checkpoint"], ["initial"]) and formed[1].step < 23
+
+
+@pytest.mark.parametrize(("seed", "layout"), [(1023282, "replicated"), (1043003, "led")])
+def test_who_has_died_while_the_log_was_given_back_is_not_ended_when_it_is_lost(seed: int, layout: str) -> None:
+    assert (draw(seed).layout, simulate(draw(seed)).outcomes[-1]) == (layout, "failed")
+
+
+def test_an_evaluation_that_waits_for_a_worker_which_hangs_has_another_one() -> None:
+    """All others do without it, and nobody else is there to judge."""
+    assert simulate(draw(1034506)).outcomes[-1] == "done"
 
 
 def test_a_schedule_repeats() -> None:
