@@ -23,18 +23,21 @@ from trainwright.planner import choose
 from trainwright.profiling import profile_job, profiler_of
 from trainwright.store import Store, open_store
 from trainwright.strategies import engine_class
+from trainwright.strategies.students import lone
 from trainwright.trained import plan_here, trained_plan
 
 
 def load_model(job: Job, step: int | None = None) -> Any:
     """The job's model with the weights of its run's newest checkpoint, or of the one at `step`.
 
+    Of a class of students of which one alone is wanted (`Students.alone`), that student.
+
     Raises:
         CheckpointError: there is none, or it does not fit the model.
     """
     model = job.model()
     profiler_of(model).take_weights(model, reader_of(job, step))
-    return model
+    return lone(model)
 
 
 def export(job: Job, path: str, step: int | None = None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from trainwright.core.fields import Fields
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _TEACHER = "teacher."
 
+TEACHERS = "teachers"  # the output with the logits of the teachers' weights, where these are learned
 Divergence = Literal["kl", "reverse_kl", "jensen_shannon", "mse"]
 
 
@@ -26,11 +27,37 @@ def teacher_column(teacher: str, layer: str = "") -> str:
     return f"{_TEACHER}{teacher}/{layer}" if layer else f"{_TEACHER}{teacher}"
 
 
+def matched(student: str, number: int) -> str:
+    """The output with the layer of a student that its n-th match is about, bridged to the teacher's width."""
+    return f"{student}/match-{number}"
+
+
+def of_layer(teacher: str, layer: str) -> str:
+    """The output with a layer of a student that is a teacher."""
+    return f"{teacher}/{layer}"
+
+
 def named(what: str, name: str) -> list[str]:
     """What is wrong with the name of a teacher or student, which becomes part of columns' and parameters' names."""
     if _NAME.fullmatch(name):
         return []
     return [f"{what} is named {name!r}: use letters, digits, dashes and underscores"]
+
+
+class Inline(Protocol):
+    """A teacher that runs in the student's step.
+
+    Attributes:
+        wanted: the target columns that it takes.
+    """
+
+    wanted: tuple[str, ...]
+
+    def identity(self) -> str:
+        """Says whether another is the same."""
+
+    def module(self) -> Any:
+        """The model: {column: tensor} -> its own columns, without gradients, as in evaluation."""
 
 
 class Match(Fields):

@@ -63,9 +63,8 @@ def profile_model(
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
-    backend = "torch" if any(kind.__module__.startswith("keras.") for kind in type(built).__mro__) else ""
     counted = next(iter(recomputed_buffers(built)), "")
-    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=backend, recounted=counted)
+    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=_backend(built), recounted=counted)
     call = inputs, keywords
     trace = _first_traced(built.to("meta"), tensors, call, step)
     if isinstance(trace, str):
@@ -83,6 +82,12 @@ def profile_model(
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible)
+
+
+def _backend(model: nn.Module) -> str:
+    """Keras' backend where a module is Keras', or one inside it; empty otherwise."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return "torch" if any(kind.__module__.startswith("keras.") for kind in kinds) else ""
 
 
 def _built(build: Callable[[], Any]) -> nn.Module:
