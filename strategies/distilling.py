@@ -9,7 +9,7 @@ from typing import Any
 from trainwright.core.distillation import Inline, Match, SoftLoss, named, teacher_column
 from trainwright.core.errors import JobError, nearest
 from trainwright.strategies.divergences import tensors_of
-from trainwright.strategies.lesson import Lesson
+from trainwright.strategies.learning import Learning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,8 @@ class Distilled:
     """A job's `loss=`: of one student, or the sum of those of a class, each as if it were alone.
 
     Several students have several losses in one number: nothing couples them but what looks at the whole gradient, such
-    as `clip_norm`, and random numbers, which they draw one after the other.
+    as `clip_norm`, and random numbers, which they draw one after the other. Weights of the hard loss are those of the
+    samples or tokens, and must not depend on the outputs.
 
     Attributes:
         soft: what the loss is made of.
@@ -99,7 +100,7 @@ class Distilled:
         Raises:
             JobError: outputs of students and teachers do not fit each other.
         """
-        return Lesson(self, outputs, self.columns(targets), tensors_of(outputs)).terms()
+        return Learning(self, outputs, self.columns(targets), tensors_of(outputs)).terms()
 
     def _named(self) -> Iterable[str]:
         for what, names in (("a student", self.students), ("a teacher", self.told)):

@@ -35,6 +35,9 @@ class Tensors(Protocol):
     def wide(self, value: Any) -> Any:
         """In float32, or float64 where it is: a divergence in half precision has no digits left."""
 
+    def typed(self, value: Any, like: Any) -> Any:
+        """In the type of another."""
+
     def near(self, value: Any, like: Any) -> Any:
         """In the type and on the device of another, without a gradient."""
 
@@ -97,6 +100,9 @@ class Tensors(Protocol):
 
     def flat(self, value: Any) -> Any:
         """(rows, ...) as (rows, numbers)."""
+
+    def shortened(self, value: Any, like: Any) -> Any:
+        """(rows, tokens): the first tokens, as many as another has."""
 
     def widened(self, value: Any, dimensions: int) -> Any:
         """With axes of size 1 behind its own."""

@@ -55,8 +55,8 @@ def _reduced(values: Any, layer: Shape, like: Any, ops: Tensors, *, tokens: bool
     axes = [axis for axis in range(1, held) if axis != (2 if len(layer) == 4 else 1)]
     values = ops.mean(values, tuple(axes)) if axes else values
     has = ops.shape(values)[1]
-    if has is not None and loss[1] is not None and has == loss[1] + 1:
-        values = values[:, :-1]
+    if has is None or loss[1] is None or has == loss[1] + 1:  # a loss of the next tokens: the last has none
+        values = ops.shortened(values, like)
     if not fits(ops.shape(values), loss):
         raise JobError([f"{where}: the layers have {has} tokens, the loss {shown(loss)}: choose layers of the tokens"])
     return values

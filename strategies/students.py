@@ -134,9 +134,11 @@ class Students:
     def alone(self, student: str) -> Students:
         """The same, of which one student runs and gives its own outputs: to evaluate, predict or export it.
 
-        It has the names of the whole, so that checkpoints fit. `trainwright.load_model` gives the student itself.
+        It has the names of the whole, so that checkpoints fit, and goes with a loss and metrics of one model.
+        `trainwright.load_model` gives the student itself. Raises JobError for one that is not there.
         """
-        self.loss.alone(student)
+        if student not in self.builders:
+            raise JobError([f"there is no student {student!r}: {nearest(student, self.builders)}"])
         return replace(self, only=student)
 
 

@@ -45,13 +45,15 @@ def named(what: str, name: str) -> list[str]:
 
 
 class Inline(Protocol):
-    """A teacher that runs in the student's step.
+    """A teacher that runs in the student's step."""
 
-    Attributes:
-        wanted: the target columns that it takes.
-    """
+    @property
+    def name(self) -> str:
+        """Of the teacher."""
 
-    wanted: tuple[str, ...]
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The target columns that it takes."""
 
     def identity(self) -> str:
         """Says whether another is the same."""

@@ -15,7 +15,7 @@ from trainwright.strategies.divergences import Tensors
 from trainwright.strategies.tensorflow.objective import applied
 
 _TINY = 1e-24  # smallest square of a length
-_loaded: dict[str, Any] = {}
+_loaded: dict[tuple[str, str], Any] = {}
 
 
 class _TensorFlow:
@@ -34,6 +34,9 @@ class _TensorFlow:
         value = tf.convert_to_tensor(value)
         return value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
 
+    def typed(self, value: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+        return tf.cast(value, like.dtype)
+
     def near(self, value: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
         return tf.stop_gradient(tf.cast(value, like.dtype))
 
@@ -49,7 +52,7 @@ class _TensorFlow:
 
     def answers(self, teacher: Inline, columns: Mapping[str, tf.Tensor], like: tf.Tensor) -> Mapping[str, tf.Tensor]:
         """The model is loaded once a process, outside of the graph and the strategy that call it."""
-        key = teacher.identity()
+        key = (teacher.name, teacher.identity())
         if key not in _loaded:
             _loaded[key] = _apart(teacher.module)
         return {name: tf.stop_gradient(value) for name, value in _loaded[key](columns).items()}
@@ -76,7 +79,7 @@ class _TensorFlow:
         return tf.nn.softmax(value, 0)
 
     def counted(self, chance: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-        return tf.where(chance > 0, chance * value, tf.zeros_like(value))
+        return tf.where(chance == 0, tf.zeros_like(value), chance * value)
 
     def total(self, value: tf.Tensor, axes: tuple[int, ...]) -> tf.Tensor:
         return tf.reduce_sum(value, axes)
@@ -101,6 +104,9 @@ class _TensorFlow:
 
     def flat(self, value: tf.Tensor) -> tf.Tensor:
         return tf.reshape(value, (tf.shape(value)[0], -1))
+
+    def shortened(self, value: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+        return value[:, : tf.shape(like)[1]]
 
     def widened(self, value: tf.Tensor, dimensions: int) -> tf.Tensor:
         return value[(..., *(tf.newaxis for _ in range(dimensions - value.shape.rank)))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from trainwright.core.distillation import Inline
 from trainwright.strategies.divergences import Tensors
 
 _TINY = 1e-24  # smallest square of a length
-_loaded: dict[tuple[str, torch.device], nn.Module] = {}
+_loaded: dict[tuple[str, str, torch.device], nn.Module] = {}
 
 
 class _Torch:
@@ -33,6 +33,9 @@ class _Torch:
     def wide(self, value: Tensor) -> Tensor:
         return value if value.dtype == torch.float64 else value.float()
 
+    def typed(self, value: Tensor, like: Tensor) -> Tensor:
+        return value.to(like.dtype)
+
     def near(self, value: Tensor, like: Tensor) -> Tensor:
         return value.detach().to(like.device, like.dtype)
 
@@ -40,15 +43,17 @@ class _Torch:
         return value.detach()
 
     def precisely(self, like: Tensor) -> AbstractContextManager[Any]:
-        return torch.autocast(like.device.type, enabled=False)
+        return nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
 
     def called(self, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
         return function(outputs, targets)
 
     def answers(self, teacher: Inline, columns: Mapping[str, Tensor], like: Tensor) -> Mapping[str, Tensor]:
-        """The module is loaded once a process, onto the device of `like`."""
-        key = (teacher.identity(), like.device)
+        """The module is loaded once a process, onto the device of `like`; one of other weights makes room."""
+        key = (teacher.name, teacher.identity(), like.device)
         if key not in _loaded:
+            for old in [old for old in _loaded if old[0] == teacher.name]:
+                del _loaded[old]
             _loaded[key] = teacher.module().to(like.device)
         with torch.no_grad(), self.precisely(like):
             said: Mapping[str, Tensor] = _loaded[key](columns)
@@ -76,7 +81,7 @@ class _Torch:
         return torch.softmax(value, 0)
 
     def counted(self, chance: Tensor, value: Tensor) -> Tensor:
-        return torch.where(chance > 0, chance * value, 0.0)
+        return torch.where(chance == 0, 0.0, chance * value)
 
     def total(self, value: Tensor, axes: tuple[int, ...]) -> Tensor:
         return value.sum(axes)
@@ -101,6 +106,9 @@ class _Torch:
 
     def flat(self, value: Tensor) -> Tensor:
         return value.flatten(1)
+
+    def shortened(self, value: Tensor, like: Tensor) -> Tensor:
+        return value[:, : like.shape[1]]
 
     def widened(self, value: Tensor, dimensions: int) -> Tensor:
         return value.reshape(*value.shape, *(1 for _ in range(dimensions - value.dim())))

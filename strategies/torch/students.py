@@ -74,6 +74,8 @@ class _Torch:
         for name, model in models.items():
             if not isinstance(model, nn.Module):
                 raise JobError([f"the builder of student {name!r} returned {type(model).__name__}: all are of torch"])
+            if hasattr(nn.ModuleDict, name):
+                raise JobError([f"a student is named {name!r}, which torch's modules have a use for: rename it"])
         return StudentClass(models, wanted)
 
     def shapes(self, build: Builder, sample: Columns, inputs: Names, keywords: Names) -> Mapping[str, Shape]:

@@ -9,14 +9,14 @@ from trainwright.core.data import Terms
 from trainwright.core.distillation import TEACHERS, Match, matched, of_layer, teacher_column
 from trainwright.core.errors import JobError
 from trainwright.strategies.divergences import Tensors, divergence, surprise, union
-from trainwright.strategies.likeness import fits, shown
+from trainwright.strategies.likeness import Shape, fits, shown
 from trainwright.strategies.matching import distance
 
 if TYPE_CHECKING:
     from trainwright.strategies.distilling import Distilled
 
 
-class Lesson:
+class Learning:
     """One batch of a class: its outputs, and what the teachers say to it.
 
     Args:
@@ -29,6 +29,7 @@ class Lesson:
     def __init__(self, loss: Distilled, outputs: Any, columns: Mapping[str, Any], ops: Tensors) -> None:
         self._loss, self._soft, self._outputs, self._ops = loss, loss.soft, outputs, ops
         like = ops.first(outputs)
+        self._like = ops.wide(like)
         self._columns = dict(columns)
         for teacher in loss.inline.values():
             self._columns |= ops.answers(teacher, {name: columns[name] for name in teacher.wanted}, like)
@@ -56,13 +57,13 @@ class Lesson:
         result = self._ops.called(self._loss.hard, outputs, given)
         if not isinstance(result, Terms):
             result = Terms(result, None)
-        return Terms(self._ops.wide(result.values), result.weights)
+        return Terms(self._typed(result.values), result.weights)
 
     def _student(self, name: str) -> Terms:
         """The loss of a student."""
         outputs, loss, ops = self._loss.said(self._outputs, name), self._loss, self._ops
         hard = self._hard_of(outputs) if loss.hard is not None else None
-        own = ops.wide(self._chosen(outputs, f"student {name!r}"))
+        own = self._typed(self._chosen(outputs, f"student {name!r}"))
         teachers = loss.taught_by(name)
         with ops.precisely(own):
             terms = [self._divergence(own, name, teacher, hard) for teacher in teachers]
@@ -91,8 +92,8 @@ class Lesson:
             values = ops.mean(values, tuple(range(wanted, len(shape))))
         elif len(shape) == wanted + 1 and kind == "multi_label":
             values = ops.total(values, (wanted,))
-        elif hard is not None and kind == "language_model" and _one_fewer(ops.shape(hard.values), shape):
-            values = values[:, :-1]  # a loss of the next tokens: the last has none
+        elif hard is not None and kind == "language_model" and _of_next(ops.shape(hard.values), shape):
+            values = ops.shortened(values, hard.values)
         if hard is not None and not fits(ops.shape(hard.values), ops.shape(values)):
             raise JobError(
                 [
@@ -134,15 +135,14 @@ class Lesson:
 
     def _weighing(self) -> Any:
         """The same with its gradient, (teachers, rows)."""
-        logits = self._ops.wide(self._outputs[TEACHERS])
+        logits = self._typed(self._outputs[TEACHERS])
         return self._ops.softmax(self._ops.transposed(logits, (1, 0)))
 
     def _mixture(self) -> Terms:
         """The hard loss of what the teachers say together, which is what their weights learn from."""
         ops, teachers = self._ops, (*self._loss.told, *self._loss.joint)
-        like = ops.wide(self._outputs[TEACHERS])
-        with ops.precisely(like):
-            said = ops.stacked([ops.near(self._said(teacher), like) for teacher in teachers])
+        with ops.precisely(self._like):
+            said = ops.stacked([ops.near(self._said(teacher), self._like) for teacher in teachers])
             shares = ops.stacked([self._spread(share, said[0]) for share in ops.unstacked(self._weighing())])
             mixed = union(self._soft, said, shares, ops)
         return self._hard_of(self._as_said(mixed))
@@ -150,6 +150,10 @@ class Lesson:
     def _spread(self, share: Any, like: Any) -> Any:
         """(rows,) made (rows, 1, ...), to go with a tensor of more dimensions."""
         return self._ops.widened(share, len(self._ops.shape(like)))
+
+    def _typed(self, value: Any) -> Any:
+        """As wide as all that is added up."""
+        return self._ops.typed(value, self._like)
 
     def _said(self, teacher: str) -> Any:
         """A teacher's outputs, without a gradient."""
@@ -182,7 +186,7 @@ class Lesson:
     def _distance(self, student: str, number: int, match: Match, like: Any) -> Any:
         """Of a student's layer to a teacher's, in the shape of the loss."""
         ops, teacher = self._ops, self._loss.teacher_of(match)
-        own = ops.wide(self._outputs[matched(student, number)])
+        own = self._typed(self._outputs[matched(student, number)])
         if teacher in self._loss.students:
             theirs = ops.held(self._outputs[of_layer(teacher, match.teacher)])
         else:
@@ -207,6 +211,8 @@ class Lesson:
         raise JobError([f"{problem}: {remedy}"])
 
 
-def _one_fewer(hard: tuple[int | None, ...], soft: tuple[int | None, ...]) -> bool:
-    known = len(hard) == len(soft) == 2 and hard[1] is not None and soft[1] is not None
-    return known and hard[1] == soft[1] - 1  # type: ignore[operator]
+def _of_next(hard: Shape, soft: Shape) -> bool:
+    """Whether a hard loss of tokens is, or may be, of the next ones: the last token has none."""
+    if len(hard) != 2 or len(soft) != 2:
+        return False
+    return hard[1] is None or soft[1] is None or hard[1] == soft[1] - 1
