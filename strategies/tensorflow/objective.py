@@ -45,8 +45,8 @@ class Caller:
         given = [columns[name] for name in self.spec.inputs]
         with user_code("the model", self.where):
             if self.spec.keywords:
-                return _called(model, dict(zip(self.spec.keywords, given, strict=True)), training=training)
-            return _called(model, given, training=training)
+                return called(model, dict(zip(self.spec.keywords, given, strict=True)), training=training)
+            return called(model, given, training=training)
 
     def targets(self, columns: batches.Tensors) -> Any:
         """The target column, or a tuple where there are several."""
@@ -127,7 +127,7 @@ class Caller:
         return JobError([problem], where=self.where)
 
 
-def _called(model: keras.Model, given: Any, *, training: bool) -> Any:
+def called(model: keras.Model, given: Any, *, training: bool) -> Any:
     """Several inputs go to functional models as one structure, to others as arguments."""
     if isinstance(model, keras.Sequential | keras.src.models.functional.Functional):
         whole = given[0] if isinstance(given, list) and len(given) == 1 else given
