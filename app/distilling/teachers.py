@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import os
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.collation import Pad
 from trainwright.core.data import Batch, Columns
 from trainwright.core.distillation import named, teacher_column
-from trainwright.core.errors import CheckpointError, JobError, StorageError
+from trainwright.core.errors import JobError
 from trainwright.core.fields import Fields
 from trainwright.core.job import Job, Names
 from trainwright.datasets.columns import Arrays
+from trainwright.datasets.finding import absolute
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.tables import TableSource
+from trainwright.distilling.taught import Taught, local, random_kept, still, teaching_of
 from trainwright.planner import choose
 from trainwright.predictions import Range, joined
 from trainwright.predictor import Outputs, Weights, standing
-from trainwright.profiling import profile_job, profiler_of
-from trainwright.store import open_store
+from trainwright.profiling import profile_job
 from trainwright.strategies.teaching import Lesson, log_odds
 from trainwright.subjects import Subject, no_loss, serving
 from trainwright.use import find_checkpoint
@@ -73,6 +69,11 @@ class Teacher(Fields):
     layers: Names = ()
     probabilities: Literal[False, True, "sigmoid"] = False
     batch_size: Annotated[int, Field(ge=1)] = 256
+
+    @field_validator("weights")
+    @classmethod
+    def _anywhere(cls, weights: str | None) -> str | None:
+        return weights if weights is None else absolute(weights)
 
     @model_validator(mode="after")
     def _consistent(self) -> Teacher:
@@ -126,40 +127,42 @@ class Teacher(Fields):
         )  # fmt: skip
 
     def identity(self) -> str:
-        """SHA-256 of the checkpoint's manifest, or of the weights.
+        """SHA-256 of the checkpoint's manifest, or of the weights. Raises as `load`."""
+        return self.load().sha256
+
+    def load(self) -> Lecturer:
+        """What speaks for it in any process, with the weights that are the newest now.
 
         Raises:
             CheckpointError: the run has no such checkpoint, or the file of weights cannot be read.
             JobError: model() has other weights each time, or is no model.
         """
-        return self._known()[0]
-
-    def load(self) -> Lecturer:
-        """What speaks for it in any process, with the weights that are the newest now. Raises as `identity`."""
-        identity, weights = self._known()
-        return Lecturer(teacher=self, identity=identity, weights=weights)
+        if self.job is not None:
+            runs, checkpoint = find_checkpoint(self.job, self.step)
+            weights = Weights(runs=runs, run=self.job.name, checkpoint=checkpoint)
+            return Lecturer(teacher=self, sha256=checkpoint.manifest_sha256, weights=weights)
+        if self.weights is not None:
+            with local(self.weights) as (_, sha256):
+                return Lecturer(teacher=self, sha256=sha256)
+        assert self.model is not None, "it has a job or a model"
+        once, twice = (teaching_of(model).digest(model) for model in (self.model(), self.model()))
+        if once != twice:
+            problem = "model() has other weights each time: give it those that it is to have, or weights="
+            raise JobError([problem], where=repr(self))
+        return Lecturer(teacher=self, sha256=once)
 
     def module(self) -> Any:
-        """For a loss that runs it inside the step: its model in this process, without gradients, in evaluation mode.
-
-        Call it with a dict of the framework's tensors that has `wanted`; it gives a dict of `columns`. In torch it is
-        an nn.Module, to be moved to a device, in TensorFlow a callable object.
-
-        Raises:
-            JobError, CheckpointError: there is no such model, layer or checkpoint, or the weights do not fit.
-        """
-        identity, weights = self._known()
-        model = self._taught(identity, weights, layers={})()
-        return teaching_of(model).inside(model, self.lesson)
+        """See `Lecturer.module`; with the weights that are the newest now. Raises as that and `load`."""
+        return self.load().module()
 
     def subject(self, data: Dataset) -> Subject:
-        """It, bound to a data set whose rows it is to be asked about. Raises as `identity`."""
-        return self.bound(data, *self._known())
+        """It, bound to a data set whose rows it is to be asked about. Raises as `load`."""
+        return self.bound(data, self.load())
 
-    def bound(self, data: Dataset, identity: str, weights: Weights | None) -> Subject:
-        """The same with weights that are known."""
-        job, layers = self._bound(data), self.lesson.tapped
-        taught = self._taught(identity, weights, layers)
+    def bound(self, data: Dataset, lecturer: Lecturer) -> Subject:
+        """The same with the weights of a lecturer of its."""
+        job, layers, weights = self._bound(data), self.lesson.tapped, lecturer.weights
+        identity, taught = lecturer.sha256, self.taught(lecturer, layers)
         quiet = {"optimizer": still, "loss": no_loss, "run": "step", "callbacks": None}
         if self.job is None:
             return Subject(job=job.replace(model=taught), weights=None, sha256=identity, outline=taught.build)
@@ -184,58 +187,12 @@ class Teacher(Fields):
             batch_size=self.batch_size, inexact=("batch_norm",),
         )  # fmt: skip
 
-    def _known(self) -> tuple[str, Weights | None]:
-        """Its identity, and the checkpoint where it has one."""
-        if self.job is not None:
-            runs, checkpoint = find_checkpoint(self.job, self.step)
-            weights = Weights(runs=runs, run=self.job.name, checkpoint=checkpoint)
-            return checkpoint.manifest_sha256, weights
-        if self.weights is not None:
-            with local(self.weights) as (_, sha256):
-                return sha256, None
-        assert self.model is not None, "it has a job or a model"
-        once, twice = (teaching_of(model).digest(model) for model in (self.model(), self.model()))
-        if once != twice:
-            problem = "model() has other weights each time: give it those that it is to have, or weights="
-            raise JobError([problem], where=repr(self))
-        return once, None
-
-    def _taught(self, identity: str, weights: Weights | None, layers: Mapping[str, str]) -> Taught:
+    def taught(self, lecturer: Lecturer, layers: Mapping[str, str]) -> Taught:
+        """What builds its model, with the weights of a lecturer of its."""
         build = self.model if self.job is None else self.job.model
         assert build is not None, "it has a job or a model"
-        return Taught(build=build, weights=weights, file=self.weights or "", sha256=identity, layers=layers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Taught:
-    """() -> a teacher's model with its weights, which gives some of its layers beside its outputs.
-
-    Attributes:
-        build: () -> the model.
-        weights: of a checkpoint; None for none.
-        file: of weights; empty for none.
-        sha256: of that file.
-        layers: of each further output.
-        run: an engine gives it the weights and needs it as it was trained.
-    """
-
-    build: Callable[[], Any]
-    weights: Weights | None = None
-    file: str = ""
-    sha256: str = ""
-    layers: Mapping[str, str]
-    run: bool = False
-
-    def __call__(self) -> Any:
-        """Raises CheckpointError where the weights do not fit, JobError where a layer is not there."""
-        model = self.build()
-        teaching = teaching_of(model)
-        if self.weights is not None:
-            profiler_of(model).take_weights(model, self.weights.reader())
-        if self.file:
-            with local(self.file, self.sha256) as (path, _):
-                teaching.take_file(model, path)
-        return teaching.tap(model if self.run else teaching.thawed(model), self.layers)
+        file, sha256 = self.weights or "", lecturer.sha256
+        return Taught(build=build, weights=lecturer.weights, file=file, sha256=sha256, layers=layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,16 +200,50 @@ class Lecturer:
     """Speaks for a teacher: arrays in, arrays out, whatever its framework. Pickles as a recipe.
 
     The model is built when it is asked first, once in a process, on the GPU that the process may use, or on the CPU.
+    `name`, `columns` and `wanted` are the teacher's.
 
     Attributes:
         teacher: whose it is.
-        identity: of its weights.
+        sha256: of its weights, or of the manifest of its run's checkpoint.
         weights: of its run; None where it has none.
     """
 
     teacher: Teacher
-    identity: str
+    sha256: str
     weights: Weights | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the teacher."""
+        return self.teacher.name
+
+    @property
+    def columns(self) -> Names:
+        """The columns that it adds."""
+        return self.teacher.columns
+
+    @property
+    def wanted(self) -> Names:
+        """The columns that `module` is given."""
+        return self.teacher.wanted
+
+    def identity(self) -> str:
+        """Of its weights."""
+        return self.sha256
+
+    def module(self) -> Any:
+        """For a loss that runs it inside the step: its model in this process, without gradients, in evaluation mode.
+
+        Call it with a dict of the framework's tensors that has `wanted`; it gives a dict of `columns`. In torch it is
+        an nn.Module, to be moved to a device, in TensorFlow a callable object. Nothing random is drawn by it that a
+        step would have drawn.
+
+        Raises:
+            JobError, CheckpointError: there is no such model or layer, or the weights do not fit.
+        """
+        with random_kept():
+            model = self.teacher.taught(self, {})()
+            return teaching_of(model).inside(model, self.teacher.lesson)
 
     def __call__(self, columns: Columns) -> Arrays:
         """The columns and the teacher's beside them, as `map_batches` wants them. Raises as `teach`."""
@@ -264,20 +255,19 @@ class Lecturer:
         Raises:
             JobError, UserCodeError, CheckpointError: the model cannot be built or does not give what it is to give.
         """
-        standing, lesson = self._standing(columns), self.teacher.lesson
+        lesson = self.teacher.lesson
         rows = len(next(iter(columns.values())))
         told: list[Columns] = []
         for start in range(0, rows, self.teacher.batch_size):
             part = slice(start, min(start + self.teacher.batch_size, rows))
             samples = np.arange(part.start, part.stop)
             given = {name: column[part] for name, column in columns.items()}
-            for outputs in standing.outputs(Batch(columns=given, weights=np.ones(len(samples)), samples=samples)):
-                told.append(lesson.told(outputs, log_odds, standing.look))
-                standing.look = None
+            batch = Batch(columns=given, weights=np.ones(len(samples)), samples=samples)
+            told.extend(self._standing(columns).told(batch, lesson))
         return {name: wide(array) for name, array in joined(told, Range(start=0, stop=rows)).items()}
 
     def _standing(self, columns: Columns) -> _Standing:
-        key = repr((self.identity, self.teacher.lesson))
+        key = repr((self.sha256, self.teacher.lesson))
         with _lock:
             if key not in _open:
                 _open[key] = _Standing(self._opened({name: column[:1] for name, column in columns.items()}))
@@ -286,19 +276,27 @@ class Lecturer:
     def _opened(self, row: Columns) -> Outputs:
         """Build it, on what this process has."""
         data = Dataset(source=TableSource(arrays=dict(row)))
-        subject, index = self.teacher.bound(data, self.identity, self.weights), data.index()
+        subject, index = self.teacher.bound(data, self), data.index()
         job = (subject.lone or subject.job).alone(accelerator="auto")
         plan = choose(profile_job(job.replace(model=subject.outline), data, index), _here(), job).chosen
         spec = job.model_spec(1, partial(data.row, index, job.columns))
-        return standing(spec, plan, None if subject.lone else subject.weights, guest=True)
+        with random_kept():
+            return standing(spec, plan, None if subject.lone else subject.weights, guest=True)
 
 
 class _Standing:
-    """A model in this process; its first outputs are looked at."""
+    """A model in this process, asked by one thread at a time; its first outputs are looked at."""
 
     def __init__(self, outputs: Outputs) -> None:
-        self.outputs = outputs
-        self.look: Callable[[Any], Any] | None = np.asarray
+        self._outputs, self._asked = outputs, threading.Lock()
+        self._look: Callable[[Any], Any] | None = np.asarray
+
+    def told(self, batch: Batch, lesson: Lesson) -> list[Columns]:
+        """The teacher's columns for a batch, in pieces."""
+        with self._asked:
+            told: list[Columns] = [lesson.told(outputs, log_odds, self._look) for outputs in self._outputs(batch)]
+            self._look = None
+        return told
 
 
 _open: dict[str, _Standing] = {}
@@ -308,52 +306,6 @@ _lock = threading.Lock()
 def wide(values: Any) -> Any:
     """Floats of four bytes or more."""
     return values.astype(np.float32) if values.dtype.itemsize < np.dtype(np.float32).itemsize else values
-
-
-def still(parameters: Any) -> Any:
-    """An optimizer for what is not trained, of the parameters' own framework."""
-    found = list(parameters)
-    return teaching_of(found[0]).still(found)
-
-
-def teaching_of(model: Any) -> Any:
-    """The module that knows teachers of a model's framework. Raises JobError for what is no model."""
-    return importlib.import_module(f"{profiler_of(model).__package__}.teaching")
-
-
-@contextmanager
-def local(uri: str, sha256: str = "") -> Iterator[tuple[str, str]]:
-    """A file of weights as a path on this machine, and its SHA-256.
-
-    Raises:
-        CheckpointError: it is not there, or not the one with this sum.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(uri)
-        if "://" in uri:
-            path = Path(folder) / uri.rpartition("/")[2]
-            path.write_bytes(_fetched(uri))
-        try:
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise _unread(uri, f"cannot be read: {error.strerror}") from error
-        if sha256 and found != sha256:
-            raise _unread(uri, "changed since it was looked at first")
-        yield str(path), found
-
-
-def _fetched(uri: str) -> bytes:
-    folder, _, name = uri.rpartition("/")
-    try:
-        return open_store(folder).get(name)
-    except StorageError as error:
-        raise _unread(uri, f"cannot be read: {error.what}") from error
-
-
-def _unread(uri: str, what: str) -> CheckpointError:
-    remedy = "give the file that tw.export wrote, where every node sees it"
-    return CheckpointError(f"the file of weights {what}", where=uri, remedy=remedy)
 
 
 def _nothing() -> Dataset:

@@ -18,11 +18,18 @@ from trainwright.core.errors import CheckpointError, JobError
 from trainwright.strategies.teaching import Lesson, Look, item_of, located
 from trainwright.strategies.torch.evaluation import flat
 from trainwright.strategies.torch.replica import AUTOCAST
+from trainwright.strategies.torch.replica import random_kept as kept
 
 
 def still(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """An optimizer without state, for what is not trained."""
     return torch.optim.SGD(parameters, lr=0.0)
+
+
+def random_kept() -> AbstractContextManager[None]:
+    """Afterwards torch draws what it would have drawn, as NumPy and Python do."""
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return kept(torch.device("cuda" if on_gpu else "cpu"))
 
 
 def thawed(model: nn.Module) -> nn.Module:

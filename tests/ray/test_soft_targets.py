@@ -88,6 +88,10 @@ def test_what_a_killed_actor_had_stored_is_kept_and_what_is_there_is_never_compu
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
     _torn_and_foreign(teacher, data, wish, folder)
     assert len(list(calls.iterdir())) == batches
+    lost = sorted(folder.glob("part-*"))[-1]
+    lost.unlink()  # as where the driver was ended before it
+    assert read(stored_targets(teacher, data, **wish))["sample"].tolist() == list(range(ROWS))
+    assert len(list(calls.iterdir())) == batches + 3
 
 
 def _torn_and_foreign(teacher: Teacher, data: tw.datasets.Dataset, wish: dict[str, Any], folder: Path) -> None:
