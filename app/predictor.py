@@ -51,6 +51,9 @@ class Weights:
     run: str
     checkpoint: CheckpointRef
 
+    def __str__(self) -> str:
+        return f"{self.run}, {self.checkpoint.path}"  # wherever the run lies
+
     def reader(self) -> CheckpointReader:
         """Of its files. Raises CheckpointError."""
         manifest = read_manifest(self.runs, self.run, self.checkpoint)

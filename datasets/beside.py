@@ -142,6 +142,8 @@ class BesideLoader:
         self._index, self._base, self._others = index, base, others
         if hasattr(base, "twin"):
             self.twin = lambda: BesideLoader(source, index, base.twin(), others)
+        if hasattr(base, "fill"):
+            self.fill = self._fill
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number`; raises what the two raise."""
@@ -150,8 +152,22 @@ class BesideLoader:
         found = self._base.load(number, own) if own else {}
         if len(own) < len(columns):
             names = tuple(name for name in columns if name not in schema)
-            found = {**found, **self._others.rows_of(number, names)}
+            found = {**found, **self._others.rows_of(self._rows(number), names)}
         return {name: found[name] for name in columns}
+
+    def _fill(self, number: int, rows: range, into: Arrays) -> list[str]:
+        """Some rows of a row group, as the first's loader can read them alone; the names that are left."""
+        schema, some = self._index.sides[0].schema, self._rows(number)[rows.start : rows.stop]
+        names = tuple(name for name in into if name not in schema)
+        for name, array in self._others.rows_of(some, names).items() if names else ():
+            into[name][...] = array
+        own = {name: array for name, array in into.items() if name in schema}
+        left: list[str] = self._base.fill(number, rows, own) if own else []  # type: ignore[attr-defined]
+        return left
+
+    def _rows(self, number: int) -> Rows:
+        group = self._index.groups[number]
+        return np.arange(group.first, group.first + group.rows, dtype=np.int64)
 
 
 class _Others:
@@ -161,11 +177,8 @@ class _Others:
         self._source, self._index = source, index
         self._readers: dict[tuple[str, ...], Reader] = {}
 
-    def rows_of(self, number: int, names: tuple[str, ...]) -> Arrays:
-        group, prefix = self._index.groups[number], self._source.prefix
-        places = np.arange(group.first, group.first + group.rows, dtype=np.int64)
-        if self._index.places is not None:
-            places = self._index.places[places]
+    def rows_of(self, rows: Rows, names: tuple[str, ...]) -> Arrays:
+        prefix, places = self._source.prefix, rows if self._index.places is None else self._index.places[rows]
         found = self._reader(tuple(name.removeprefix(prefix) for name in names)).gather(places)
         return {prefix + name: array for name, array in found.items()}
 
@@ -228,6 +241,11 @@ class Together:
 
 def beside(first: Dataset, second: Dataset) -> Dataset:
     """See `trainwright.datasets.sources.Dataset.beside`."""
+    if not hasattr(second, "need_rows_by_number"):
+        raise DataError(
+            f"beside takes a data set, and this is a {type(second).__name__}",
+            remedy="give tw.datasets.parquet(...) or tw.datasets.table(...)",
+        )
     for dataset in (first, second):
         dataset.need_rows_by_number("beside")
     source = BesideSource(base=first.source, other=second.source)

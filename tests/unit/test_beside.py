@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import mix, parquet, split, table
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.pipeline import Recipe
+from trainwright.datasets.stream import Stream, schedule_of
 
 Row = dict[str, Any]
 
@@ -68,7 +69,12 @@ def test_every_rank_is_fed_what_a_plain_zip_gives(
     """In the order and with the randomness that the base has alone, whatever the order of the other's files is."""
     samples = np.random.default_rng(seed).permutation(rows) if moved else np.arange(rows)
     other = stored(tmp_path_factory.mktemp("beside") / "out", samples)
-    base = table_of(rows).map(jitter) if late else table_of(rows)
+    base = table_of(rows)
+    if seed % 2:
+        path = tmp_path_factory.mktemp("base") / "base.parquet"
+        pq.write_table(pa.table({"id": np.arange(rows)}), path, row_group_size=11)
+        base = parquet(path)
+    base = base.map(jitter) if late else base
     both = base.beside(other.map_batches(doubled) if late else other)
     for rank in range(ranks):
         alone, found = (fed(data, rank, ranks, epochs=2, seed=seed) for data in (base, both))
@@ -107,6 +113,28 @@ def odd(row: Row) -> bool:
     return bool(row["id"] % 2)
 
 
+def test_heavy_transforms_of_both_give_what_light_ones_do(tmp_path: Path) -> None:
+    """In stages, as Ray Data runs them."""
+    base, other = table_of(40), stored(tmp_path / "out", range(40))
+    light = base.map(jitter).map_batches(shifted).beside(other.map_batches(doubled))
+    heavy = base.map(jitter).map_batches(shifted, cpus=1).beside(other.map_batches(doubled, cpus=1))
+    index = heavy.index()
+    schedule = schedule_of(index, batch_size=8, epochs=1, seed=3, shuffle=True, drop_last=False)
+    recipe = Recipe(dataset=heavy, index=index, columns=("id", "noise", "soft"), schedule=schedule, length=2)
+    content = recipe.read(next(recipe.pieces(0, 1)))
+    for stage in range(1, len(recipe.stages)):
+        content = recipe.transform(content, stage)
+    assert len(recipe.stages) == 3 and content.error is None
+    expected = light.read(light.index(), content.samples, seed=3)
+    for name, column in expected.items():
+        np.testing.assert_array_equal(content.columns[name], column)
+
+
+def shifted(columns: Mapping[str, Any]) -> Row:
+    assert set(columns) == {"id", "noise"}
+    return {**columns, "noise": columns["noise"] + 1}
+
+
 def renamed(columns: Mapping[str, Any]) -> Row:
     return {"second": columns["soft"]}
 
@@ -137,6 +165,8 @@ def test_a_torn_part_and_what_is_no_prediction_are_refused(tmp_path: Path) -> No
     assert "part-1.parquet" in caught.value.where
     with pytest.raises(DataError, match=r"'sample' says which row .* there is no such column"):
         table_of(30).beside(table({"soft": np.zeros(30)})).index()
+    with pytest.raises(DataError, match="beside takes a data set, and this is a str"):
+        table_of(30).beside("out")
     with pytest.raises(DataError, match="it is float64"):
         table_of(30).beside(table({"sample": np.zeros(30)})).index()
     twice = stored(tmp_path / "twice", range(30), id=np.arange(30))
