@@ -149,7 +149,7 @@ def _names(job: Job, framework: str, pins: Pins) -> Collection[str]:
     if asks_alone(pins) and not hasattr(STRATEGIES[job.strategy], "ALONE"):
         others = " or ".join(name for name, module in suited.items() if hasattr(module, "ALONE"))
         raise PlanError(
-            f"{pins.text} is for workers that step alone, and strategy={job.strategy!r} has them step together",
+            f"{pins} is for workers that step alone, and strategy={job.strategy!r} has them step together",
             where="strategy",
             remedy=f"use {others or 'a model of torch'}, or leave that out",
         )
@@ -200,7 +200,7 @@ def _nothing(question: Question, found: Ranking, names: Collection[str]) -> Plan
     reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(misfits) if item.strategy in names]
     asked = sorted((plan for plan in found.plans if plan.strategy in names), key=lambda plan: not pins.allow(plan))
     for plan in {plan.strategy: plan for plan in reversed(asked)}.values():
-        reasons.append(f"{plan.strategy}: {NO_ENGINE if pins.allow(plan) else f'does not match plan={pins.text!r}'}")
+        reasons.append(f"{plan.strategy}: {NO_ENGINE if pins.allow(plan) else f'does not match {pins}'}")
     change = "change what a reason above names"
     if any(item.missing_bytes for item in found.misfits if item.strategy in names):
         found_way = remedies(question, lambda plan: bool(plan.engine) and plan.strategy in names and pins.allow(plan))

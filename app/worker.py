@@ -224,16 +224,18 @@ class Worker:
         """Take these steps, or fewer where a wish to stop has reached every rank; what that is by role."""
         assert self._stream is not None, "heal comes before run"
         stopped = finished = False
-        if self._plan.topology == "independent":
-            stopped = self._role == "server" and self._serve(steps.stop)
-            if self._role == "worker":
-                self._work(steps.start)
+        working = self._plan.topology == "independent" and self._role == "worker"
+        if working:
+            self._work(steps.start)
+        elif self._plan.topology == "independent":
+            stopped = self._serve(steps.stop)
         elif self._plan.topology == "coordinator" and self._role != "chief":
             cast(Coordinated, self._engine).follow()
         else:
             stopped, finished = self._step_together(steps.stop)
         self._wish.clear()
-        over = stopped or finished or self._step >= self._stream.total_steps
+        reached = steps.stop if working else self._step  # others may have done the last ones
+        over = stopped or finished or reached >= self._stream.total_steps
         source = self._units or self._feeds
         return SegmentReport(
             step=self._step, stopped=stopped, finished=finished, tag=StateTag(step=self._step),
@@ -267,6 +269,7 @@ class Worker:
                 now = time.perf_counter()
                 self._meter.add(report, step_s=now - begun, wait_s=fed - begun)
                 begun = now
+            self._step = max(self._step, unit.step + unit.steps)
 
     def _step_together(self, until: int) -> tuple[bool, bool]:
         """Whether a wish was heard, and whether nothing is left to train."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.core.asynchrony import Consistency, Wire
 from trainwright.core.plan import Infeasible, Mesh, Plan
 from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.servers.deal import busy
 
 FRAMEWORKS = ("torch", "reference")
 ENGINES = {
@@ -66,7 +67,21 @@ def refused(strategy: str, question: Question) -> Infeasible | None:
     if backup >= ranks:
         reason = f"sync(backup={backup}) waits for none of {ranks} workers"
         return Infeasible(strategy=strategy, reason=reason, hint=f"use backup={ranks - 1} or less, or more workers")
+    servers = pins.choices.get("servers", 1)
+    most = _filled(question, servers)
+    if most < servers:
+        idle = servers - busy(question.profile.trained, servers)
+        reason = f"{idle} of {servers} servers would hold nothing to train"
+        return Infeasible(strategy=strategy, reason=reason, hint=f"use plan='servers={most}'")
     return None
+
+
+def _filled(question: Question, servers: int) -> int:
+    """The most servers up to so many that would all hold something to train; so many where that is not known."""
+    trained = question.profile.trained
+    if not trained:
+        return servers
+    return next((count for count in range(servers, 0, -1) if busy(trained, count) == count), 1)
 
 
 def served(
@@ -86,7 +101,8 @@ def served(
 def _servers(question: Question) -> list[int]:
     """As the job says; else one for each node, and twice as many as often as there are as many ranks.
 
-    Where nodes may be taken back also fewer: the loss of one with a server is what all must go back for.
+    Where nodes may be taken back also fewer: the loss of one with a server is what all must go back for. Nowhere more
+    than the model fills.
     """
     pinned = question.pins.choices.get("servers")
     if pinned:
@@ -95,7 +111,7 @@ def _servers(question: Question) -> list[int]:
     counts = [1] if question.cluster.preemptible else [nodes]
     while 2 * counts[-1] <= question.ranks:
         counts.append(2 * counts[-1])
-    return counts
+    return sorted({_filled(question, count) for count in counts})
 
 
 def _notes(consistency: Consistency, wire: Wire) -> Iterator[str]:

@@ -19,6 +19,7 @@ import pytest
 
 import trainwright as tw
 from tests import jobs, keras_jobs
+from trainwright.checkpoints import CheckpointWriter
 from trainwright.core import events
 from trainwright.core.group import Generation
 from trainwright.driver import messages as m
@@ -26,6 +27,7 @@ from trainwright.driver.world import World
 
 ROWS, BATCH, EVERY = 192, 24, 5
 EPOCHS = {"torch": 4, "tensorflow": 5}
+FIRST_WORKER = {"torch": 2, "tensorflow": 3}  # its rank
 RATE = 1e-2  # of the account of samples
 SHARED = {"batch_size": BATCH, "checkpoint_steps": EVERY, "workers": 2}
 
@@ -70,6 +72,26 @@ class Counted:
         return functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none") + seen - seen.detach()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Torn:
+    """A model whose server of a rank dies in the middle of its shard, of one checkpoint."""
+
+    kill: jobs.Kill
+
+    def __call__(self) -> Any:
+        """The model, in a process that is armed."""
+        write, mine, folder = CheckpointWriter.write, f"server-{self.kill.rank}-", f"/{self.kill.step:08d}-"
+
+        def torn(writer: Any, name: str, *pieces: Any) -> None:
+            struck = mine in name and folder in writer._folder and not self.kill.mark.exists()
+            write(writer, name, *(piece[: len(piece) // 2] if struck else piece for piece in pieces))
+            if struck:
+                self.kill.strike()
+
+        CheckpointWriter.write = torn  # type: ignore[method-assign]
+        return jobs.Net()
+
+
 def steps(framework: str) -> int:
     """Of a whole run."""
     return EPOCHS[framework] * ROWS // BATCH
@@ -106,21 +128,31 @@ def accuracy(outputs: Any, targets: Any) -> Any:
     return tf.cast(tf.equal(tf.argmax(outputs, axis=1), targets), tf.float32)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """A signal to the processes of some ranks once a step is told."""
+
+    step: int
+    ranks: tuple[int, ...]
+    number: int = signal.SIGKILL
+
+
 @dataclass(kw_only=True)
 class Striker:
-    """Kills the processes of some ranks once a step is told.
+    """Kills the processes of some ranks, or freezes them, once a step is told and a checkpoint is there.
 
     Attributes:
-        plan: (step, ranks) in order; one is due only when all that the one before began has been mended.
+        plan: in order; one is due only when all that the one before began has been mended.
         folder: of the file `gate`, made once a worker has joined, and `held`, the last rank's process, which is left.
     """
 
-    plan: list[tuple[int, tuple[int, ...]]]
+    plan: list[Strike]
     folder: Path
     pids: dict[int, int] = field(default_factory=dict)  # by worker
     ranks: dict[int, int] = field(default_factory=dict)  # worker, by rank
-    saved: int = 0
-    killed: list[int] = field(default_factory=list)
+    saved: bool = False
+    step: int = 0
+    struck: list[int] = field(default_factory=list)  # processes
 
     def carried(self, effect: m.Effect) -> None:
         """The driver has something done."""
@@ -131,20 +163,27 @@ class Striker:
                 self.pids[placed.worker] = placed.pid
             case m.Emit(event=events.Joined()):
                 (self.folder / "gate").touch()
-            case m.Emit(event=events.Checkpointed() as saved):
-                self.saved = saved.step
+            case m.Emit(event=events.Checkpointed()) if not self.saved:
+                self.saved = True
+                self._strike()  # the step may have been told before, and a gate lets no other come
 
     def told(self, news: events.Steps) -> None:
         """Steps were completed."""
-        if self.plan and news.step and news.step[-1] >= self.plan[0][0] and self.saved:
+        if news.step:
+            self.step = news.step[-1]
+            self._strike()
+
+    def _strike(self) -> None:
+        if self.plan and self.step >= self.plan[0].step and self.saved:
             (self.folder / "held").write_text(str(self.pids[self.ranks[max(self.ranks)]]))
-            for rank in self.plan.pop(0)[1]:
-                self.killed.append(rank)
-                os.kill(self.pids[self.ranks[rank]], signal.SIGKILL)
+            strike = self.plan.pop(0)
+            for rank in strike.ranks:
+                self.struck.append(self.pids[self.ranks[rank]])
+                os.kill(self.struck[-1], strike.number)
 
 
 @contextmanager
-def striking(folder: Path, *plan: tuple[int, tuple[int, ...]]) -> Iterator[Striker]:
+def striking(folder: Path, *plan: Strike) -> Iterator[Striker]:
     """Within it, the run that this process drives loses processes."""
     striker = Striker(plan=list(plan), folder=folder.parent)
     carry_out: Callable[..., None] = World.carry_out

@@ -16,6 +16,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.fields import Fields
 from trainwright.core.plan import Plan
+from trainwright.core.plantext import lone
 
 Names = tuple[str, ...]
 
@@ -204,8 +205,12 @@ class Job(Fields):
         return self
 
     def alone(self, **fields: Any) -> Job:
-        """The same for one worker with one device, by whatever strategy: nothing of the layout is pinned."""
-        one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": None}
+        """The same for one worker with one device, by whatever strategy: nothing of the layout is pinned.
+
+        Micro-batches stay as `accumulation=` or `plan=` has them.
+        """
+        plan = lone(self.plan or "") or None
+        one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": plan}
         apart = {"consistency": None, "wire": "full", "local_steps": 1, "outer": None}
         return self.replace(**{**one, **apart, **fields})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainwright.core.asynchrony import Consistency, Outer, Wire
@@ -46,6 +46,12 @@ def fields_of(text: str) -> dict[str, Any]:
     alone = {"topology": "independent", "consistency": "sync"} if "servers" in given else {}
     strategy = strategy_of(mesh, servers=given.get("servers", 0), local_steps=given.get("local_steps", 1))
     return {"strategy": strategy, "mesh": mesh, **alone, **given, "zero": zero}
+
+
+def lone(text: str) -> str:
+    """What of a job's `plan=` is for one device too: how many micro-batches there are."""
+    parts = [part.strip() for part in _COMMA.split(text)]
+    return ",".join(part for part in parts if part.partition("=")[0].strip() in ("accumulation", "micro_batch"))
 
 
 def _given(text: str) -> dict[str, Any]:
@@ -107,12 +113,14 @@ class Pins:
     """What a job says of its plan.
 
     Attributes:
-        text: in its words.
+        text: of its `plan=`.
+        fields: of its other fields, by their names.
         mesh: degrees; where one is given, those that are left out are 1. None where none is given.
         choices: all else, by the names of `Plan.parse`.
     """
 
     text: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mesh | None = None
     choices: Mapping[str, Any] = field(default_factory=dict)
 
@@ -137,8 +145,12 @@ class Pins:
             if self.choices.get(name, value) != value:
                 said = f"{name}={value!r} is not the {name}={self.choices[name]} of plan={self.text!r}"
                 raise PlanError(said, where="plan", remedy="leave one of them out")
-        text = ",".join(filter(None, [self.text, *(f"{name}={value}" for name, value in choices.items())]))
-        return Pins(text=text, mesh=self.mesh, choices={**self.choices, **choices})
+        return replace(self, fields=choices, choices={**self.choices, **choices})
+
+    def __str__(self) -> str:
+        """As the job has it: `plan='dp=2', consistency='async'`."""
+        given = {"plan": self.text} if self.text else {}
+        return ", ".join(f"{name}={value!r}" for name, value in {**given, **self.fields}.items())
 
     def allow(self, plan: Plan) -> bool:
         """Whether a plan is as it is said."""

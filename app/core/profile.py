@@ -65,6 +65,7 @@ class ModelProfile:
         tokens: of one sample; 1 where a sample is one thing.
         indivisible: why no tensor-parallel rank can do its part of any layer as the model is written.
         recounted: a buffer of the state inside of what recompute=full computes again; empty where there is none.
+        trained: rows (of the first dimension) and bytes of each parameter that is trained; empty where not known.
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
     """
 
@@ -76,6 +77,7 @@ class ModelProfile:
     tokens: int = 1
     indivisible: str = ""
     recounted: str = ""
+    trained: tuple[tuple[int, int], ...] = ()
     untraced: str = ""
 
     def __hash__(self) -> int:

@@ -35,17 +35,21 @@ def tolerates(state: State, worker: int) -> bool:
     return state.phase in STANDING and worker in state.rank_of and state.settings.spares_rank(state.rank_of[worker])
 
 
+def follows(state: State, worker: int) -> bool:
+    """Whether such a process follows a chief, to the end of the generation."""
+    return state.settings.topology == "coordinator" and tolerates(state, worker)
+
+
 def at_work(state: State) -> list[int]:
     """Processes of tolerated roles that take part, in the order of ranks."""
-    return [worker for rank, worker in enumerate(_workers(state)) if _takes_part(state, rank, worker)]
+    members = [member.worker for rank, member in enumerate(state.members) if state.settings.spares_rank(rank)]
+    return [worker for worker in members if worker not in state.apart]
 
 
-def _workers(state: State) -> list[int]:
-    return [member.worker for member in state.members]
-
-
-def _takes_part(state: State, rank: int, worker: int) -> bool:
-    return state.settings.spares_rank(rank) and worker not in state.apart
+def _anybody_works(state: State) -> bool:
+    """Whether one takes part, or ends its part, or follows the chief."""
+    late = [state.rank_of[worker] for worker, doing in state.apart.items() if doing.doing == "run"]
+    return bool(at_work(state)) or any(state.settings.spares_rank(rank) for rank in late)
 
 
 # --- losing -----------------------------------------------------------------------------------------------------------
@@ -70,7 +74,7 @@ def parted(turn: Turn, worker: int, blame: Blame) -> None:
         return
     state = turn.state
     was = state.apart.get(worker)
-    tries = was.tries + 1 if was else 0
+    tries = was.tries + 1 if was and was.doing != "run" else 0
     wait_s = max(min(AGAIN_MOST_S, AGAIN_S * 2**tries), loops.backoff_s(turn.state.failures))
     turn.change(awaiting=state.awaiting - {worker})
     since_s = was.since_s if was else turn.now_s
@@ -107,7 +111,7 @@ def _counted(turn: Turn, blame: Blame, workers: frozenset[int]) -> bool:
     ranks = frozenset(state.rank_of[worker] for worker in workers)
     turn.emit(blame.event)
     doing = {state.apart[worker].doing for worker in workers if worker in state.apart}
-    in_vain = "start" in doing or (bool(doing & _JOINING) and not at_work(state))
+    in_vain = "start" in doing or (bool(doing & _JOINING) and not _anybody_works(state))
     turn.change(blame=blame)
     alike = bool(state.losing) and turn.now_s - state.failed_s[-1] < TOGETHER_S
     if in_vain or not alike or ranks & state.losing:
@@ -137,18 +141,21 @@ def _replace(turn: Turn, worker: int, *, kill: bool) -> None:
     new = turn.state.members[rank].worker
     starts = new in turn.state.starting
     deadline_s = wait_s + turn.settings.place_deadline_s if starts else loops.backoff_s(turn.state.failures)
-    put(turn, new, Apart(
-        doing="start" if starts else "hold", until_s=turn.now_s + deadline_s,
-        since_s=was.since_s if was else turn.now_s, former=worker, tries=tries,
-    ))  # fmt: skip
+    doing: Doing = "start" if starts else "hold"
+    since_s = was.since_s if was else turn.now_s
+    put(turn, new, Apart(doing=doing, until_s=turn.now_s + deadline_s, since_s=since_s, former=worker, tries=tries))
 
 
 def look(turn: Turn) -> None:
-    """After a change of who takes part: steps cannot be late while nobody is there to take them."""
-    state = turn.state
-    if state.phase is not Phase.RUNNING or state.settings.topology != "independent":
+    """After a change of who takes part: steps cannot be late while nobody is there to take them.
+
+    Nor can an evaluation at a chief, which workers compute.
+    """
+    state, settings = turn.state, turn.settings
+    led = settings.topology == "coordinator" and state.phase is Phase.EVALUATING
+    if not settings.tolerates or not (led or state.phase is Phase.RUNNING):
         return
-    working = at_work(state) or any(doing.doing == "run" for doing in state.apart.values())
+    working = _anybody_works(state)
     if working and "hang" not in state.timers:
         turn.arm("hang", hang_deadline_s(state))
     elif not working and "hang" in state.timers:
@@ -198,16 +205,10 @@ def answered(turn: Turn, event: m.Returned) -> None:
         case "heal":
             member = replace(state.members[rank], told=True, fresh=False)
             turn.change(members=(*state.members[:rank], member, *state.members[rank + 1 :]))
-            turn.emit(
-                Joined(
-                    generation=state.generation.number,
-                    worker=event.worker,
-                    rank=rank,
-                    node=member.node,
-                    former=apart.former,
-                    seconds=turn.now_s - apart.since_s,
-                )
-            )
+            turn.emit(Joined(
+                generation=state.generation.number, worker=event.worker, rank=rank, node=member.node,
+                former=apart.former, seconds=turn.now_s - apart.since_s,
+            ))  # fmt: skip
             _take_part(turn, event.worker)
         case "run":
             _take_part(turn, event.worker)
@@ -239,15 +240,10 @@ def group_of(state: State, rank: int) -> Group:
     """What one rank is told of the generation."""
     slot, serves = state.members[rank].slot, state.settings.role_of(rank) == "server"
     return Group(
-        generation=state.generation,
-        rank=rank,
-        peers=state.peers,
-        devices=("cpu",) if serves else state.settings.devices,
-        slot=slot,
-        accelerators=state.accelerators.get(slot, ()),
-        threads=state.settings.threads,
-        deadline_s=state.settings.call_deadline_s,
-    )
+        generation=state.generation, rank=rank, peers=state.peers, slot=slot,
+        devices=("cpu",) if serves else state.settings.devices, accelerators=state.accelerators.get(slot, ()),
+        threads=state.settings.threads, deadline_s=state.settings.call_deadline_s,
+    )  # fmt: skip
 
 
 def _call(turn: Turn, worker: int, verb: Doing, argument: object) -> None:
@@ -263,6 +259,7 @@ def _take_part(turn: Turn, worker: int) -> None:
     turn.change(apart={other: doing for other, doing in state.apart.items() if other != worker})
     _arm(turn)
     call_idle(turn)
+    look(turn)
 
 
 def call_idle(turn: Turn) -> None:
@@ -274,7 +271,6 @@ def call_idle(turn: Turn) -> None:
     if idle:
         turn.change(awaiting=state.awaiting | frozenset(idle))
         turn.call(idle, "run", range(state.step, state.until))
-        look(turn)
 
 
 def segment_lasts(state: State) -> bool:
@@ -314,7 +310,7 @@ def expired(turn: Turn) -> Blame | None:
     due = [worker for worker, apart in turn.state.apart.items() if apart.until_s <= turn.now_s + loops.SOON_S]
     for worker in sorted(due):
         apart = turn.state.apart.get(worker)
-        if apart is not None and apart.blame is not None and apart.tries and not at_work(turn.state):
+        if apart is not None and apart.blame is not None and apart.tries and not _anybody_works(turn.state):
             return _alone(apart.blame)
         if apart is not None:
             _give_up(turn, worker)
@@ -327,6 +323,8 @@ def _give_up(turn: Turn, worker: int) -> None:
     state = turn.state
     apart, settings = state.apart[worker], state.settings
     match apart.doing:
+        case "hold" if apart.blame is not None and settings.reform == "new_process":
+            lost(turn, _alone(apart.blame), frozenset({worker}), kill=True)
         case "hold":
             if apart.blame is None or _counted(turn, _alone(apart.blame), frozenset({worker})):
                 _reserve(turn, worker)

@@ -175,6 +175,8 @@ def _returned(turn: Turn, event: m.Returned) -> None:
         recovering.explained(turn, event)
     elif turn.state.phase is Phase.GATHERING:
         recovering.returned(turn, event)
+    elif event.verb == "run" and apart.follows(turn.state, event.worker):
+        recovering.strayed(turn, event)
     elif event.worker in turn.state.apart:
         apart.answered(turn, event)
     else:

@@ -19,6 +19,7 @@ from trainwright.driver.turn import Turn
 
 def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
     """Take over what lives of the driver before us, and start what is missing."""
+    living = _usable(turn, living)
     plan = _adopted(turn, living)
     settings = turn.settings
     workers, most = (plan.workers, plan.workers) if plan else (settings.workers, settings.most)
@@ -38,7 +39,7 @@ def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
         Phase.GATHERING,
         members=members,
         rank_of=rank_of,
-        next_worker=max((one.worker for one in living), default=-1) + 1,
+        next_worker=max((turn.state.next_worker, *(one.worker + 1 for one in living))),
         spares=waiting,
         accelerators={_slot(one): one.accelerators for one in living if one.accelerators},
         awaiting=frozenset(rank_of),
@@ -50,6 +51,19 @@ def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
         turn.call(list(rank_of), "leave")
         turn.arm("leave", settings.leave_deadline_s)
     place(turn, [rank for rank, member in enumerate(members) if member.worker == NOBODY])
+
+
+def _usable(turn: Turn, living: Sequence[m.Living]) -> Sequence[m.Living]:
+    """Those who can form a group: where that takes new processes, spares alone. The others end."""
+    if turn.settings.reform == "in_place":
+        return living
+    spent = [one.worker for one in living if not one.waiting]
+    if spent:
+        turn.emit(Noted(text=f"{count(len(spent))} of the driver before ended: this strategy begins in new processes"))
+    for worker in spent:
+        turn.want(m.Kill(worker=worker))
+    turn.change(next_worker=max(spent, default=-1) + 1)
+    return [one for one in living if one.waiting]
 
 
 def _adopted(turn: Turn, living: Sequence[m.Living]) -> Plan | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from trainwright.core.errors import CheckpointError, HangError, StorageError, TrainwrightError, WorkerLost
+from trainwright.core.errors import CheckpointError, HangError, PeerLost, StorageError, TrainwrightError, WorkerLost
 from trainwright.core.events import Stacks, Waiting
 from trainwright.driver import apart, leaving, loops, probing
 from trainwright.driver import messages as m
@@ -68,7 +68,8 @@ def raised(turn: Turn, event: m.Raised) -> None:
         close(turn, "failed", error)
     elif apart.tolerates(state, event.worker):
         blame = Blame(error=error, event=failed, peer=kind == "peer")
-        if kind == "internal" or event.verb in ("leave", "upload", "keep"):
+        spent = state.settings.reform == "new_process" and kind != "peer"  # no process joins twice
+        if spent or kind == "internal" or event.verb in ("leave", "upload", "keep"):
             apart.lost(turn, blame, frozenset({event.worker}), kill=True)
         else:
             apart.parted(turn, event.worker, blame)
@@ -76,13 +77,26 @@ def raised(turn: Turn, event: m.Raised) -> None:
         blame = Blame(error=error, event=failed, kind=_text(error).split(":")[0] if kind == "internal" else "")
         gather(turn, blame, lost={event.worker}, kill=True)
     elif kind == "peer":
-        turn.change(awaiting=state.awaiting - {event.worker})
+        _has_answered(turn, event.worker)
         gather(turn, Blame(error=error, event=failed, peer=True), left={event.worker})
     else:
         if event.verb == "heal":
             turn.change(kept=None)  # what could not be read is not asked for again
-        turn.change(awaiting=state.awaiting - {event.worker})
+        _has_answered(turn, event.worker)
         gather(turn, Blame(error=error, event=failed))
+
+
+def _has_answered(turn: Turn, worker: int) -> None:
+    """It owes nothing more, whether the others waited for it or not."""
+    others = {other: doing for other, doing in turn.state.apart.items() if other != worker}
+    turn.change(awaiting=turn.state.awaiting - {worker}, apart=others)
+
+
+def strayed(turn: Turn, event: m.Returned) -> None:
+    """A worker was to follow the chief to the end of the generation: it lost the chief, whose end may be told yet."""
+    error = PeerLost("it no longer follows the chief")
+    failed = loops.failed(turn.state, event.worker, turn.state.rank_of[event.worker], error.what)
+    apart.parted(turn, event.worker, Blame(error=error, event=failed, peer=True))
 
 
 def _try_another(turn: Turn, blame: Blame, *, kill: bool) -> None:

@@ -228,6 +228,7 @@ def _evaluate(turn: Turn) -> None:
         turn.call([worker], "evaluate", wanted)
     if judges:
         turn.arm("hang", hang_deadline_s(turn.state))
+        apart.look(turn)
 
 
 def evaluated(turn: Turn) -> None:

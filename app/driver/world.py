@@ -86,8 +86,7 @@ class World:
         self._plan = order.plan
         self._together = order.plan.topology == "collective"
         self._rooms = Rooms(order.plan, elastic=elastic)
-        self._ledger = ledger
-        self._emit = emit
+        self._ledger, self._emit = ledger, emit
         self._queue: queue.SimpleQueue[m.Happening | Callable[[], None]] = queue.SimpleQueue()
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -385,7 +384,8 @@ class World:
             self._closed.wait(BEAT_S)
 
     def _expendable(self, worker: int) -> bool:  # one that does not answer is ended then, and replaced
-        return not self._together and self._slots.get(worker, 0) >= self._plan.processes - self._plan.workers
+        first = 1 if self._plan.topology == "coordinator" else self._plan.processes - self._plan.workers
+        return not self._together and self._slots.get(worker, 0) >= first
 
     def _commit(self, effect: m.Commit) -> m.Happening:
         try:

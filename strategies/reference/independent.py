@@ -26,8 +26,8 @@ from trainwright.strategies.servers.clients import Clients
 from trainwright.strategies.servers.desk import Desk
 from trainwright.strategies.servers.follower import Follower
 from trainwright.strategies.servers.lead import Lead
-from trainwright.strategies.servers.lines import Listener
 from trainwright.strategies.servers.rules import Rules
+from trainwright.strategies.servers.sockets import Listener
 
 
 @dataclass(kw_only=True)

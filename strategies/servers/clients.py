@@ -48,6 +48,11 @@ class Clients:
         """What is pushed to each server."""
         return tuple(server.outbox for server in self._servers)
 
+    @property
+    def shares(self) -> bool:
+        """Whether all servers are on this machine: what is pulled is copied, and nothing comes by itself."""
+        return all(server.link.shared for server in self._servers)
+
     def open(self) -> None:
         """Reach every server."""
         for server in self._servers:
@@ -85,13 +90,26 @@ class Clients:
             wait: until all bytes are in `memory`; else `pulled` waits for some.
         """
         for server in self._servers:
-            server.begin({"do": "pull", "needs": needs, "have": server.have})
+            server.begin({"do": "pull", "worker": self._worker, "needs": needs, "have": server.have})
         for server in self._servers:
             server.take(server.end())
         if wait:
             for index, server in enumerate(self._servers):
                 self.pulled(index, 0, server.coming)
         return any(server.coming for server in self._servers)
+
+    @property
+    def left_out(self) -> list[tuple[int, int, Unit]]:
+        """By server and round, units whose push it took, and whose round then went on without them: of the last pull.
+
+        They are handed out again: what was pushed for them does not count. It may tell of one twice.
+        """
+        return [(index, at, unit) for index, server in enumerate(self._servers) for at, unit in server.left_out]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """By server, updates that what was pulled last holds."""
+        return tuple(server.version for server in self._servers)
 
     def pulled(self, server: int, offset: int, size: int) -> None:
         """Wait until this range of a server's region is in `memory`, after `pull(wait=False)`."""
@@ -147,6 +165,7 @@ class _Server:
         self._outbox: Outbox | None = None
         self.have: list[int] = [-1, -1]  # what is in memory: of which filling of the region, after how many updates
         self.version = 0
+        self.left_out: list[tuple[int, Unit]] = []
         self.coming = 0  # bytes that the last pull brings
 
     def open(self) -> None:
@@ -217,6 +236,7 @@ class _Server:
     def take(self, said: dict[str, Any]) -> None:
         """What the answer to a pull says of what it brings."""
         self.have, self.version, self.coming = said["have"], said["version"], said["size"]
+        self.left_out = [(at, Unit(*unit)) for at, *unit in said["left_out"]]
         if self._outbox is not None:
             self._outbox.applied(self.version)
 

@@ -55,8 +55,7 @@ def deal(tensors: Sequence[Tensor], servers: int, *, cut: bool = True) -> tuple[
         total = sum(tensor.size_bytes for _, tensor in mine)
         loads = [0] * servers
         for place, tensor in sorted(mine, key=lambda one: (-one[1].size_bytes, one[0])):
-            large = cut and tensor.size_bytes * servers > total
-            pieces = _pieces(tensor, servers if large else 1)
+            pieces = _pieces(tensor, servers if cut and _large(tensor.size_bytes, servers, total) else 1)
             # a server holds one piece of a tensor at most
             emptiest = sorted(range(servers), key=lambda server: (loads[server], server))
             for server, piece in zip(emptiest, pieces, strict=False):
@@ -64,6 +63,23 @@ def deal(tensors: Sequence[Tensor], servers: int, *, cut: bool = True) -> tuple[
                 held[server].append((place, piece))
     held[0] += [(place, _slot(tensor)) for place, tensor in enumerate(tensors) if tensor.kind == "buffer"]
     return tuple(_laid_out(one) for one in held)
+
+
+def busy(trained: Sequence[tuple[int, int]], servers: int) -> int:
+    """How many of so many servers hold something to train, where tensors may be cut: `deal` fills empty ones first.
+
+    Args:
+        trained: rows and bytes of each tensor that is trained.
+        servers: how many there are.
+    """
+    total = sum(size for _, size in trained)
+    pieces = sum(min(rows, servers) if _large(size, servers, total) else 1 for rows, size in trained if size)
+    return min(servers, pieces)
+
+
+def _large(size_bytes: int, servers: int, total: int) -> bool:
+    """Whether a tensor is more than a fair share."""
+    return size_bytes * servers > total
 
 
 def _pieces(tensor: Tensor, parts: int) -> Sequence[Slot]:

@@ -23,9 +23,10 @@ from trainwright.core.group import Group, Peer
 from trainwright.strategies.servers.bank import Bank, Push
 from trainwright.strategies.servers.frames import REMEDY
 from trainwright.strategies.servers.gate import Gate, Update
-from trainwright.strategies.servers.lines import Call, Gone, Line, Lines, Listener
+from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
 from trainwright.strategies.servers.regions import Region, private
 from trainwright.strategies.servers.rules import Rules
+from trainwright.strategies.servers.sockets import Listener
 
 Head = dict[str, Any]
 _WAITS = 4  # times within the deadline a worker that waits is told to go on waiting
@@ -200,11 +201,18 @@ class Desk:
             return
         have, shard = pull.head["have"], self._bank.shard
         size = shard.size_bytes if have[0] != self._filling else shard.pulled_bytes
-        said = {"have": [self._filling, version], "version": version}
+        said = {"have": [self._filling, version], "version": version, "left_out": self._left_out(pull.head)}
         if have == said["have"]:
             answer(pull.line, **said, size=0)
         else:
             pull.line.answer_published(json.dumps({**said, "size": size}).encode(), 0, size)
+
+    def _left_out(self, head: Head) -> list[list[int]]:
+        """Which pushes of a worker that pulls did not count, of those that it has not been told of."""
+        filling, version = head["have"]
+        known = version if filling == self._filling else 0
+        found = [] if self._gate is None else self._gate.left_out(head["worker"], known)
+        return [[at, *unit] for at, unit in found]
 
     def _push(self, line: Line, head: Head, payload: memoryview) -> None:
         """Apply a push, keep it (where it lies, or a copy of it), or drop it."""

@@ -14,7 +14,7 @@ from trainwright.core.group import Group, Peer
 from trainwright.strategies.servers.book import Closing
 from trainwright.strategies.servers.channel import Link, dial
 from trainwright.strategies.servers.desk import Desk
-from trainwright.strategies.servers.lines import Listener
+from trainwright.strategies.servers.sockets import Listener
 
 
 class Follower(Desk):

@@ -55,6 +55,7 @@ class Gate(Generic[T]):
         self._applied: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
         self._kept: dict[int, dict[Unit, _Kept[T]]] = {}  # by round
         self._closings: dict[int, Closing] = {}
+        self._left_out: dict[str, list[tuple[int, Unit]]] = {}  # by worker, rounds that did without what they pushed
         self._counts: Counter[int] = Counter()
         self._dropped = 0
 
@@ -115,8 +116,21 @@ class Gate(Generic[T]):
                 self._counts[max(0, at - kept.seen)] += 1
             else:
                 self._dropped += 1
+                self._left_out.setdefault(kept.worker, []).append((at, unit))
         del self._closings[at]
         self.version += 1
+
+    def left_out(self, worker: str, since: int) -> list[tuple[int, Unit]]:
+        """Rounds and units of a worker's pushes that were kept, and did not count when their round was applied.
+
+        Args:
+            worker: that pushed.
+            since: a round; the worker knows of those before, and they are forgotten.
+        """
+        mine = [one for one in self._left_out.pop(worker, ()) if one[0] >= since]
+        if mine:
+            self._left_out[worker] = mine
+        return mine
 
     @property
     def behind(self) -> bool:

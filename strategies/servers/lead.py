@@ -17,7 +17,8 @@ from trainwright.strategies.servers.book import Book, Closing
 from trainwright.strategies.servers.desk import Desk, Head, Kept, answer, factor_of, unit_of
 from trainwright.strategies.servers.frames import REMEDY
 from trainwright.strategies.servers.gate import Update
-from trainwright.strategies.servers.lines import Line, Listener
+from trainwright.strategies.servers.lines import Line
+from trainwright.strategies.servers.sockets import Listener
 
 _WISH_S = 0.05  # between two looks at the wish to stop
 

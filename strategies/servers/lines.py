@@ -6,6 +6,7 @@ comes over TCP, and its outbox is filled here as its bytes arrive. What is to be
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import selectors
@@ -17,51 +18,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainwright.core.group import Address, Generation
+from trainwright.core.group import Generation
 from trainwright.strategies.servers import regions
 from trainwright.strategies.servers.frames import HELLO_BYTES, HELLO_S, Header, Kind, rank_of
-from trainwright.strategies.servers.sockets import Pieces, local_name, receive_some, same_user, send_some, tune
+from trainwright.strategies.servers.sockets import Listener, Pieces, receive_some, same_user, send_some, tune
 
 _TURN_BYTES = 4 * 2**20  # of one line, before the others have their turn
 _LEAST_BYTES = 2**19  # of a long range, before its line is attended to
+_STRANGERS = 128  # connections that have not said who they are; the oldest makes room for one more
+_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_PAUSE_S = 0.5  # in which nobody is let in, where there is no room for another connection
 _KEYS = itertools.count()
-
-
-class Listener:
-    """A server's place to be reached at, over TCP on a port that the system chose and, on Linux, over a Unix socket.
-
-    Args:
-        host: address to listen on. The Unix socket's name follows from it and the port; it is abstract, no file.
-    """
-
-    def __init__(self, host: str) -> None:
-        self.tcp = socket.create_server((host, 0), backlog=512)
-        self.address = Address(host=host, port=self.tcp.getsockname()[1])
-        self.local: socket.socket | None = None
-        if regions.SHARES:
-            self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                self.local.bind(local_name(self.address))
-                self.local.listen(512)
-            except OSError:  # somebody has that name: everybody comes over TCP
-                self.local.close()
-                self.local = None
-
-    @property
-    def sockets(self) -> tuple[socket.socket, ...]:
-        """Those that listen."""
-        return (self.tcp,) if self.local is None else (self.tcp, self.local)
-
-    def cut(self) -> None:
-        """Stop listening, from any thread."""
-        for listening in self.sockets:
-            with suppress(OSError):  # it may be closed already
-                listening.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Stop listening and free port and name."""
-        for listening in self.sockets:
-            listening.close()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -293,6 +260,7 @@ class Lines:
         self.published: regions.Region | None = None
         self._listener, self._deadline_s = listener, deadline_s
         self._lines: set[Line] = set()
+        self._closed_until: float | None = None  # nobody is let in before
         self._selector = selectors.DefaultSelector()
         self._woken, self._waking = socket.socketpair()
         for waiting in (*listener.sockets, self._woken, self._waking):
@@ -317,7 +285,7 @@ class Lines:
             woken = False
             for key, mask in ready:
                 if isinstance(key.fileobj, Line):
-                    events += self._attend(key.fileobj, mask)
+                    events += self._attend(key.fileobj, mask) if key.fileobj in self._lines else []
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                     if self._called:  # not cleared where it was not seen
@@ -359,24 +327,46 @@ class Lines:
         self._waking.close()
 
     def _watch(self) -> float:
-        """Register who waits to send; when the first deadline of a line ends."""
+        """Register who waits to send, and who listens; when the first deadline ends."""
         first = float("inf")
         for line in self._lines:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.pending else 0)
             if self._selector.get_key(line).events != wanted:
                 self._selector.modify(line, wanted)
             first = min(first, line.until(self._deadline_s) or first)
-        return first
+        if self._closed_until is not None and time.monotonic() >= self._closed_until:
+            self._closed_until = None
+            for listening in self._listener.sockets:
+                self._selector.register(listening, selectors.EVENT_READ)
+        return first if self._closed_until is None else min(first, self._closed_until)
 
     def _admit(self, listening: object) -> None:
         assert isinstance(listening, socket.socket), "only sockets listen"
         try:
             connection, _ = listening.accept()
-        except OSError:
-            return  # it had hung up before, or the listener was cut
+        except OSError as error:  # it had hung up before, or the listener was cut, or there is no room
+            if error.errno in _FULL and not self._sent_away():
+                self._pause()
+            return
+        if sum(line.rank < 0 for line in self._lines) >= _STRANGERS:
+            self._sent_away()
         line = Line(connection, self)
         self._lines.add(line)
         self._selector.register(line, selectors.EVENT_READ)
+
+    def _sent_away(self) -> bool:
+        """End the oldest connection that has not said who it is; False where there is none."""
+        oldest = min((line for line in self._lines if line.rank < 0), key=lambda line: line.key, default=None)
+        if oldest is not None:
+            self._dismiss(oldest)
+        return oldest is not None
+
+    def _pause(self) -> None:
+        """Let nobody in for a while: who knocks waits, and is not looked at again and again."""
+        if self._closed_until is None:
+            self._closed_until = time.monotonic() + _PAUSE_S
+            for listening in self._listener.sockets:
+                self._selector.unregister(listening)
 
     def _attend(self, line: Line, mask: int) -> list[Call | Gone]:
         calls: list[Call | Gone] = []

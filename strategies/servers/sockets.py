@@ -1,4 +1,6 @@
-"""Sockets of workers and servers: names, options, and the two calls that move bytes, with a descriptor beside them."""
+"""Sockets of workers and servers: names, options, who listens, and the two calls that move bytes, with a descriptor
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,47 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from trainwright.core.group import Address
+from trainwright.strategies.servers import regions
 
 _ONCE = 64  # buffers in one call; the system takes 1024
 _ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a dead machine is noticed after 90 s
+
+
+class Listener:
+    """A server's place to be reached at, over TCP on a port that the system chose and, on Linux, over a Unix socket.
+
+    Args:
+        host: address to listen on. The Unix socket's name follows from it and the port; it is abstract, no file.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.tcp = socket.create_server((host, 0), backlog=512)
+        self.address = Address(host=host, port=self.tcp.getsockname()[1])
+        self.local: socket.socket | None = None
+        if regions.SHARES:
+            self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self.local.bind(local_name(self.address))
+                self.local.listen(512)
+            except OSError:  # somebody has that name: everybody comes over TCP
+                self.local.close()
+                self.local = None
+
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """Those that listen."""
+        return (self.tcp,) if self.local is None else (self.tcp, self.local)
+
+    def cut(self) -> None:
+        """Stop listening, from any thread."""
+        for listening in self.sockets:
+            with suppress(OSError):  # it may be closed already
+                listening.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Stop listening and free port and name."""
+        for listening in self.sockets:
+            listening.close()
 
 
 class Pieces:

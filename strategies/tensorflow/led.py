@@ -61,6 +61,13 @@ class Led(TensorFlowEngine):
         if self._seat is not None:
             self._seat.wait()
 
+    def interrupt(self, deadline_s: float) -> bool:
+        """A follower's `follow` returns, so that who then owes an answer is who does not run. False: of the chief."""
+        if self._seat is None:
+            return super().interrupt(deadline_s)
+        self._seat.leave()
+        return True
+
     def leave(self) -> None:
         """The chief tells the others that the group is over; of another rank the chief notices that it is gone."""
         if self._seats is not None:

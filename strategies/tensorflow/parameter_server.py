@@ -103,7 +103,7 @@ class ParameterServer(Led):
 
         Raises:
             NonFiniteLoss: of a share, which was not applied; others of the step may be.
-            PeerLost: a server is gone, or no worker computes a share within the deadline.
+            PeerLost: a server is gone, or no worker takes a share within the deadline.
             UserCodeError, JobError: the user's code raised or is wrong.
         """
         return self._guarded(lambda: self._leading.train(feed))

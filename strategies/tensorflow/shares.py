@@ -29,6 +29,7 @@ from trainwright.strategies.tensorflow.replica import Replica
 from trainwright.strategies.tensorflow.served import Served
 
 _LOOK_S = 0.1  # between two looks at who is gone
+_COPY_S = 1e-3  # between two looks whether a value that is computed is copied
 _SKIPPED = (
     'look at these samples, lower the learning rate, set clip_norm, or pass such shares by with on_nonfinite="skip"'
 )
@@ -62,7 +63,7 @@ class Shares:
         coordinator: a `ClusterCoordinator`.
         caller: how the job's functions are called.
         check: raises PeerLost where a server is gone.
-        deadline_s: within which a share that is waited for must be computed.
+        deadline_s: within which a worker must be at a share that is waited for.
     """
 
     def __init__(
@@ -162,24 +163,32 @@ class Shares:
     def _landed(self, value: Any) -> Any:
         """The value of a function that was scheduled.
 
-        It is on its worker first: where that is lost before the chief has it, the function runs again elsewhere.
+        It is on its worker first, from where a thread of the coordinator copies it: where that worker is lost before
+        the chief has it, the function runs again elsewhere. While a worker is at it that takes its time, and who does
+        not move at all is the driver's to find; to ask for the value then would hear of no server's end.
         """
         until = time.monotonic() + self._deadline_s
         while time.monotonic() < until:
             if value._status_available_event.wait(_LOOK_S):
-                try:
-                    return value.get()
-                except tf.errors.OpError:
-                    if value._error is not None:
-                        self._check_servers()
-                        raise
-                    time.sleep(_LOOK_S)
+                if value._error is None and _under_way(value):
+                    until = time.monotonic() + self._deadline_s
+                elif value._error is not None or value._has_fetched_to_local:
+                    return self._got(value)
+                else:
+                    time.sleep(_COPY_S)
             self._check_servers()
         raise PeerLost(
-            f"no worker computed a share within {self._deadline_s:g} s",
+            f"no worker took a share within {self._deadline_s:g} s",
             where=self._caller.where,
-            remedy="look at the rank that failed first; set a longer deadline where a share takes as long",
+            remedy="look at the rank that failed first",
         )
+
+    def _got(self, value: Any) -> Any:
+        try:
+            return value.get()
+        except tf.errors.OpError:
+            self._check_servers()
+            raise
 
     def _shared(self, micros: tuple[Micro, ...], rate: Any) -> Told:
         """On a worker: the gradient of a share, and its application on the servers where all is well."""
@@ -242,6 +251,14 @@ class Shares:
             )
             error.samples = tuple(bad)
             raise error
+
+
+def _under_way(value: Any) -> bool:
+    """Whether a worker computes it: the thread that waits for it there holds a lock meanwhile."""
+    free: bool = value._has_fetched_to_local_lock.acquire(timeout=_LOOK_S)
+    if free:
+        value._has_fetched_to_local_lock.release()
+    return not free
 
 
 def _chain(feed: Feed) -> Iterator[Feed]:

@@ -6,7 +6,7 @@ transport sends it from, as the mean over the unit, and declared ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from trainwright.core.asynchrony import Unit
 from trainwright.core.errors import JobError
 from trainwright.strategies.servers.bank import Shard, Slot
+from trainwright.strategies.servers.book import Grant
 from trainwright.strategies.servers.clients import Clients
 from trainwright.strategies.torch.replica import Replica
 from trainwright.strategies.torch.served import named
@@ -60,7 +62,7 @@ class Incoming:
         pinned = device.type == "cuda"
         self._bytes = [torch.empty(shard.size_bytes, dtype=torch.uint8, pin_memory=pinned) for shard in shards]
         self.memory: list[memoryview] = [each.numpy().data for each in self._bytes]
-        self._copied: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in shards]  # offset, from and to
+        self._copied: dict[tuple[int, Slot], tuple[Tensor, Tensor]] = {}  # by server and slot, from and to
         where = pieces(shards)
         for name, tensor in named(model):
             for piece in where[name] if tensor.numel() else ():
@@ -68,13 +70,13 @@ class Incoming:
                 if piece.slot.rows is None and not pinned:
                     tensor.data = place.copy_(tensor.detach())
                 else:
-                    self._copied[piece.server].append((piece.slot.offset, place, piece.of(tensor.detach())))
+                    self._copied[piece.server, piece.slot] = place, piece.of(tensor.detach())
 
-    def take(self, server: int, until: int | None = None) -> None:
-        """What a server's copy holds before this offset has come: let the model's tensors have it."""
-        for offset, place, tensor in self._copied[server]:
-            if until is None or offset < until:
-                tensor.copy_(place, non_blocking=True)
+    def take(self, pieces: Iterable[Piece] | None = None) -> None:
+        """These have come, by default all: let the model's tensors have them."""
+        keys = self._copied if pieces is None else [(piece.server, piece.slot) for piece in pieces]
+        for place, tensor in [self._copied[key] for key in keys if key in self._copied]:
+            tensor.copy_(place, non_blocking=True)
 
     def _place(self, piece: Piece, like: Tensor) -> Tensor:
         slot = piece.slot
@@ -99,15 +101,18 @@ class Outgoing:
         replica: the worker's.
         where: pieces of each tensor.
         forms: of what is pushed to each server.
+        leaves_out: whether a round may go on without a push that a server has taken.
     """
 
     replica: Replica
     where: Mapping[str, Sequence[Piece]]
     forms: Sequence[Form]
+    leaves_out: bool = False
     _clients: Clients | None = None
     _outbox: Sequence[memoryview] = ()
     _kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by server and name, what the next push gets
     _left: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # of the push under way, if it counts
+    _doubted: dict[tuple[int, int, Unit], dict[str, Tensor]] = field(default_factory=dict)  # what goes back to _kept
     _written: set[nn.Parameter] = field(default_factory=set)
     _late: list[_Late] = field(default_factory=list)
 
@@ -167,12 +172,30 @@ class Outgoing:
         assert parameter.grad is not None, "it was accumulated"
         self.put(parameter, parameter.grad, factor())
 
-    def counted(self, by: Sequence[bool]) -> None:
+    def counted(self, by: Sequence[bool], grant: Grant) -> None:
         """Which servers count what was pushed: of those that do not, all waits for the next push that was waiting."""
         for (server, name), kept in self._left.items():
             if by[server]:
+                if self.leaves_out:
+                    before = self._kept.get((server, name))
+                    gone = -kept if before is None else before - kept
+                    self._doubted.setdefault((server, grant.at, grant.unit), {})[name] = gone
                 self._kept[server, name] = kept
         self._left.clear()
+
+    def settle(self, left_out: Iterable[tuple[int, int, Unit]], versions: Sequence[int]) -> None:
+        """Take back what pushes took of what waited that did not count after all; see `Clients.left_out`, `versions`.
+
+        Their units' gradients are pushed by who computes them again: not a part of a gradient is lost or counts twice.
+        """
+        for server, at, unit in left_out:
+            for name, gone in self._doubted.pop((server, at, unit), {}).items():
+                self._kept[server, name] += gone
+        self._doubted = {key: gone for key, gone in self._doubted.items() if key[1] >= versions[key[0]]}
+
+    def forget(self) -> None:
+        """Other servers, which know nothing of what was pushed before."""
+        self._doubted.clear()
 
     def _write(self, piece: Piece, values: Tensor, factor: float | Tensor = 1.0) -> None:
         name, form = piece.slot.name, self.forms[piece.server]

@@ -6,7 +6,8 @@ and with it the sockets, open for others to wait on. gloo serves all its sockets
 
 Its connections are shut for reading alone. gloo then ends them by itself, and tells all who wait. What it could not
 write before is told to nobody (gloo/transport/tcp/pair.cc: `signalException` passes by the unbound buffers in `tx_`):
-that collective would wait for the group's whole deadline, so no write must fail before gloo has seen the end.
+that collective would wait for the group's whole deadline, so no write must fail before gloo has seen the end. At the
+peers one may, as where a process dies: `links` waits for nothing that gloo may forget, and `group` leaves it behind.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from trainwright.strategies.torch.failures import let_go
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
+_ENDING_S = 1.0  # a group of which nothing is under way has ended in hundredths
 
 
 class Membership:
@@ -88,7 +89,11 @@ class Membership:
             return self._by_gloo and shut > 0
 
     def _end(self) -> None:
-        """A collective still under way, as of a bucket behind the one that broke, would keep the sockets open."""
+        """A collective still under way, as of a bucket behind the one that broke, would keep the sockets open.
+
+        The last holder of a group over gloo waits for them, and gloo may forget one for the whole deadline, as `gloo`
+        says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either.
+        """
         self.interrupt()
         with self._lock:
             self._port = None
@@ -96,7 +101,11 @@ class Membership:
             return
         gc.collect()
         if distributed.is_initialized():
+            groups = [*distributed.distributed_c10d._world.pg_map] if self._by_gloo else []
             distributed.destroy_process_group()
+            ending = threading.Thread(target=groups.clear, name="ending", daemon=True)
+            ending.start()
+            ending.join(_ENDING_S)
         self._store = None
 
     def _join(self, group: Group, device: torch.device) -> None:

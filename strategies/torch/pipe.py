@@ -117,9 +117,9 @@ class Pipe:
 
     def recall(self) -> None:
         """Drop what was done of the next step; what was sent for it is taken first, so that nothing is on its way."""
-        for _, works in self.links.coming.values():
-            for work in works:
-                work.wait()
+        for message in self.links.coming.values():
+            self.links.take(message)
+        self.links.settle()
         self._forget()
 
     @property
@@ -147,15 +147,14 @@ class Pipe:
             operation = Operation("forward", 0, chunk)
             section = self._section(operation)
             if section and self.objective.caller.autocast and (before := self._at(section - 1)) != self.stage:
-                words = self.links.hear(len(self.cut.taken(section, share.batch.rows)), before)
-                self._types[section] = [getattr(torch, word) for word in words]
+                self._types[section] = self.links.hear(len(self.cut.taken(section, share.batch.rows)), before)
             self._expect(operation, [(0, share)])
             outputs = self._run(operation, share, self._received(operation))
             if not self._ends(operation):
                 if self.objective.caller.autocast:
                     self._types[section + 1] = [each.dtype for each in outputs]
                     if (after := self._at(section + 1)) != self.stage:
-                        self.links.tell([str(each.dtype).removeprefix("torch.") for each in outputs], after)
+                        self.links.tell(self._types[section + 1], after)
                 self._send(outputs, operation)
         self._settle()
         return outputs
@@ -192,7 +191,7 @@ class Pipe:
                     self.replica.begin_next()
                 seed = fold(self.replica.spec.seed, step + later, micro, share.data_rank, self._section(operation))
                 self.replica.reseed(seed)
-                self._forward(operation, share)
+                self._forward(operation, share, ahead=bool(later))
                 self.replica.laps.forward()
                 if number == last:
                     losses_done()
@@ -212,7 +211,7 @@ class Pipe:
         self.links.coming.clear()
         self.links.coming.update(coming)
 
-    def _forward(self, operation: Operation, share: Share) -> None:
+    def _forward(self, operation: Operation, share: Share, *, ahead: bool) -> None:
         metas = self._taken(operation, share)
         received = self._received(operation)
         given = [each.requires_grad_(meta.requires_grad) for each, meta in zip(received, metas, strict=True)]
@@ -223,7 +222,7 @@ class Pipe:
             flight = _Flight(given=given, roots=[pull.values], slopes=[pull.slopes])
         else:
             self._check(operation, share, made)
-            self._send(made, operation)
+            self._send(made, operation, ahead=ahead)
             flight = _Flight(given=given, roots=[each for each in made if each.requires_grad])
         self._flights[operation.micro_batch, operation.chunk] = flight
 
@@ -296,16 +295,15 @@ class Pipe:
             return
         metas = self._taken(operation, share) if forward else self._sloped(operation, share)
         buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
-        works = self.links.receive(buffers, self._at(source), "forward" if forward else "backward")
-        self.links.coming[operation] = buffers, works
+        way: Way = "forward" if forward else "backward"
+        self.links.coming[operation] = self.links.receive(buffers, self._at(source), way)
 
     def _received(self, operation: Operation) -> list[Tensor]:
         """What an operation needs, once it is there."""
         if operation not in self.links.coming:
             return self._handed.pop(operation, [])  # nothing is given to the first section
-        buffers, works = self.links.coming.pop(operation)
-        for work in works:
-            work.wait()
+        buffers = self.links.take(self.links.coming[operation])
+        del self.links.coming[operation]  # only now: an error may leave it on its way
         self.replica.laps.wait()
         return buffers
 
@@ -326,8 +324,11 @@ class Pipe:
         metas, types = self.cut.taken(section, share.batch.rows), self._types.get(section)
         return metas if types is None else _typed(metas, types)
 
-    def _send(self, tensors: Sequence[Tensor], operation: Operation) -> None:
-        """Give what an operation made to the section that needs it; none does what the first makes of gradients."""
+    def _send(self, tensors: Sequence[Tensor], operation: Operation, *, ahead: bool = False) -> None:
+        """Give what an operation made to the section that needs it; none does what the first makes of gradients.
+
+        What is sent ahead of its step may be on its way while parameters change, of which it may be a view.
+        """
         way: Way = "forward" if operation.kind == "forward" else "backward"
         target = self._section(operation) + (1 if way == "forward" else -1)
         if target < 0:
@@ -337,22 +338,18 @@ class Pipe:
         if stage == self.stage:
             self._handed[Operation(operation.kind, operation.micro_batch, chunk)] = sent
         else:
-            self.links.sent.append((sent, self.links.send(sent, stage, way)))
+            self.links.send([each.clone() for each in sent] if ahead else sent, stage, way, ahead=ahead)
 
     def _settle(self) -> None:
         """Wait until all has been sent."""
-        for _, works in self.links.sent:
-            for work in works:
-                work.wait()
-        self.links.sent.clear()
+        self.links.settle()
         self.replica.laps.wait()
 
     def _forget(self) -> None:
         """What an error may have left."""
         self._flights.clear()
-        self.links.coming.clear()
         self._handed.clear()
-        self.links.sent.clear()
+        self.links.forget()
         self._begun = None
         self.cut.look()
 

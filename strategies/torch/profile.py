@@ -64,8 +64,8 @@ def profile_model(
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
     backend = "torch" if any(kind.__module__.startswith("keras.") for kind in type(built).__mro__) else ""
-    counted = next(iter(recomputed_buffers(built)), "")
-    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=backend, recounted=counted)
+    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=backend, trained=_trained(built))
+    known = replace(known, recounted=next(iter(recomputed_buffers(built)), ""))
     call = inputs, keywords
     trace = _first_traced(built.to("meta"), tensors, call, step)
     if isinstance(trace, str):
@@ -83,6 +83,12 @@ def profile_model(
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible)
+
+
+def _trained(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Rows and bytes of each parameter that is trained."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return tuple((len(each) if each.dim() else 1, each.numel() * each.element_size()) for each in trained)
 
 
 def _built(build: Callable[[], Any]) -> nn.Module:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from trainwright.strategies.servers.bank import Shard
 from trainwright.strategies.servers.book import Grant
 from trainwright.strategies.servers.clients import Clients
 from trainwright.strategies.torch import step
+from trainwright.strategies.torch.arriving import Arrivals
 from trainwright.strategies.torch.exchange import Incoming, Outgoing, pieces
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Caller, Objective
@@ -36,19 +38,23 @@ class Solo:
         self._replica, self._shards = replica, shards
         self._joined: Clients | None = None
         self._forms = [Form(shard, plan.wire) for shard in shards]
+        where = pieces(shards)
         self._incoming = Incoming(replica.model, shards, replica.device)
-        self._outgoing = Outgoing(replica=replica, where=pieces(shards), forms=self._forms)
-        waits = Consistency.parse(plan.consistency or "sync").waits
-        self._largest = None if waits else replica.spec.clip_norm
+        consistency = Consistency.parse(plan.consistency or "sync")
+        self._outgoing = Outgoing(replica=replica, where=where, forms=self._forms, leaves_out=consistency.backup > 0)
+        self._arrivals = Arrivals(replica.model, where, self._incoming, replica.laps)
+        self._ahead = replica.spec.compile != "inductor" and self._arrivals.sees  # of what comes, forward may run
+        self._largest = None if consistency.waits else replica.spec.clip_norm
         self._local = plan.local_steps > 1
         self._buffers = persistent(replica.model)
         self._changing = [*(replica.trainable if self._local else ()), *(buffer for _, _, buffer in self._buffers)]
-        self._pulled: list[Tensor] = []  # those, as they were before a unit changed them
+        self._pulled: dict[Tensor, Tensor] = {}  # those, as they were before a unit changed them
         self._sums: list[tuple[float, float]] = []  # of the unit's steps so far: losses and weights
 
     def join(self, clients: Clients) -> None:
         """A group's servers hold the shards from now on."""
         self._joined = clients
+        self._outgoing.forget()
         clients.lay(self._shards, [form.size_bytes for form in self._forms], self._incoming.memory)
 
     @property
@@ -60,20 +66,46 @@ class Solo:
         """The model's tensors become those of the servers: what a unit changed is undone, and what is newer copied."""
         self._undo()
         if self._clients.pull(needs):
-            for server in range(len(self._shards)):
-                self._incoming.take(server)
+            self._incoming.take()
+        self._settle()
+
+    def _settle(self) -> None:
+        """What was pushed and not counted goes back to what waits."""
+        self._outgoing.settle(self._clients.left_out, self._clients.versions)
 
     def _undo(self) -> None:
         for module, key, buffer in self._buffers:
             module._buffers[key] = buffer  # the user's code may have put another one there
-        for tensor, pulled in zip(self._changing, self._pulled, strict=False):
+        for tensor, pulled in self._pulled.items():
             tensor.detach().copy_(pulled)
-        self._pulled = []
+        self._pulled = {}
 
     def _begin(self, grant: Grant) -> None:
         """A unit begins at what the servers hold."""
         self.pull(grant.needs)
-        self._pulled = [tensor.detach().clone() for tensor in self._changing]
+        for tensor in self._changing:
+            self._remember(tensor)
+
+    def _remember(self, tensor: Tensor) -> None:
+        """What was pulled of a tensor that a unit changes."""
+        self._pulled[tensor] = tensor.detach().clone()
+
+    @contextmanager
+    def _begun(self, grant: Grant) -> Iterator[None]:
+        """A unit of one step, which begins while what is pulled of other machines is on its way."""
+        if self._clients.shares or not self._ahead:
+            self._begin(grant)
+            self._replica.laps.wait()
+            yield
+            return
+        self._undo()
+        self._clients.pull(grant.needs, wait=False)
+        self._settle()
+        self._replica.laps.wait()
+        changing = set(self._changing)
+        self._arrivals.begin(self._clients, lambda tensor: self._remember(tensor) if tensor in changing else None)
+        with self._arrivals.waiting():
+            yield
 
     def runner(self, caller: Caller) -> Runner:
         """Runs micro-batches of a unit."""
@@ -101,13 +133,13 @@ class Solo:
         """A unit of one step, which servers take."""
         replica, outgoing, clients = self._replica, self._outgoing, self._clients
         replica.laps.begin(feed.step)
-        self._begin(grant)
-        replica.laps.wait()
         with replica.attempt() as attempt:
-            outgoing.begin(clients)
-            done = compute(replica, runner, outgoing, feed, largest=self._largest)
+            with self._begun(grant):
+                outgoing.begin(clients)
+                done = compute(replica, runner, outgoing, feed, largest=self._largest)
             outgoing.buffers(self._shards)
-            outgoing.counted(clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0))
+            by = clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0)
+            outgoing.counted(by, grant)
             attempt.applied = done.weight > 0
         replica.laps.wait()
         replica.laps.optimizer()
@@ -132,9 +164,10 @@ class Solo:
         self._sums.append((report.loss * report.weight, report.weight))
         if feed.step == unit.step + unit.steps - 1:
             self._outgoing.begin(self._clients)
-            for parameter, before in zip(trainable, self._pulled, strict=False):  # the first of those
-                self._outgoing.put(parameter, parameter.detach() - before)
+            for parameter in trainable:
+                self._outgoing.put(parameter, parameter.detach() - self._pulled[parameter])
             self._outgoing.rest(1.0)
             self._outgoing.buffers(self._shards)
-            self._outgoing.counted(self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums))
+            by = self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums)
+            self._outgoing.counted(by, grant)
         return report

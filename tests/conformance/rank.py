@@ -197,8 +197,11 @@ class Session:
         self.engine.leave()
         self.engine.leave()
 
-    def interrupted(self, feed: Feed, after_s: float) -> Exception | None:
-        """What a step raises when `interrupt` comes from another thread `after_s` into it. The answer False kills."""
+    def interrupted(self, feed: Feed | None, after_s: float) -> Exception | None:
+        """What a step, without a feed `follow`, raises when `interrupt` comes from another thread `after_s` into it.
+
+        The answer False kills.
+        """
         over = threading.Event()
 
         def strike() -> None:
@@ -210,7 +213,7 @@ class Session:
         thread.start()
         raised: Exception | None = None
         try:
-            self.engine.train_step(feed)
+            self.engine.train_step(feed) if feed is not None else self.engine.follow()
         except TrainwrightError as error:
             raised = error
         over.set()

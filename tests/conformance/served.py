@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import Any
 
 from tests.conformance import problems
@@ -56,6 +57,7 @@ class Served:
         problem: what is trained.
         servers, workers: how many.
         spec: fields of the job to replace.
+        far: as if the workers were on another machine.
         plan: fields of the plan to replace.
 
     Attributes:
@@ -70,6 +72,7 @@ class Served:
         servers: int,
         workers: int,
         spec: Mapping[str, Any] | None = None,
+        far: bool = False,
         **plan: Any,
     ) -> None:
         self._pool, self._kind, self.problem = pool, Kind(framework=framework), problem
@@ -85,7 +88,11 @@ class Served:
         )
         self.servers, self.workers = ranks[:servers], ranks[servers:]
         self.first = 0
-        for rank, one in enumerate(ranks):
+        for rank, one in enumerate(self.servers):
+            self._enter(one, rank)
+        if far:
+            self._peers = tuple(replace(peer, address=_by_another_name(peer.address)) for peer in self._peers)
+        for rank, one in enumerate(self.workers, servers):
             self._enter(one, rank)
         for one in ranks:
             for _ in range(2):
@@ -166,3 +173,8 @@ class Served:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(failed=kind is not None)
+
+
+def _by_another_name(address: Address) -> Address:
+    """The same, by which no Unix socket is found."""
+    return Address(host=str(int(ip_address(address.host))), port=address.port)

@@ -70,6 +70,11 @@ def test_ssp_0_is_sync_bit_by_bit_whoever_computes_and_however_many_servers_ther
     assert_same(run(pool, problem, 1, 3), first)
 
 
+def test_layers_are_waited_for_one_by_one_over_tcp_and_no_bit_is_another(pool: Pool) -> None:
+    problem = replace(ALL, steps=STEPS, clip=False)
+    assert_same(run(pool, problem, 2, 3, far=True), run(pool, problem, 2, 3))
+
+
 def test_dropout_is_that_of_data_parallelism(pool: Pool) -> None:
     problem = replace(ALL, steps=STEPS)
     with PARALLEL.world(pool, problem, 2) as world:

@@ -248,13 +248,17 @@ def test_a_server_that_is_gone_ends_the_group_at_once(world: World) -> None:
     assert not world.ranks[SERVERS[0]].outcome(SOON_S).dead  # the chief has left, as a worker does after an error
 
 
-def test_followers_end_when_the_chief_is_gone(pool: Pool) -> None:
-    world = World(pool, "tensorflow", plan_of(BATCH, 1, servers=1), job(), reusable=False)
+def test_followers_end_when_the_chief_is_gone_or_they_are_interrupted(pool: Pool) -> None:
+    """The latter where it lives and does not run: whoever does not end then is who is frozen."""
+    world = World(pool, "tensorflow", plan_of(BATCH, 2, servers=1), job(), reusable=False)
     try:
         world.form()
-        for rank in world.ranks[1:]:
+        *others, interrupted = world.ranks[1:]
+        interrupted.send("interrupted", None, 0.1)
+        assert interrupted.outcome(SOON_S) == Outcome()
+        for rank in others:
             rank.send("follow")
         world.ranks[CHIEF].strike()
-        assert [rank.outcome(SOON_S) for rank in world.ranks[1:]] == [Outcome()] * 2
+        assert [rank.outcome(SOON_S) for rank in others] == [Outcome()] * 2
     finally:
         world.close(failed=True)

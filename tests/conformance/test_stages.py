@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from trainwright.strategies.orders import order
 
 WIDE = torch.float64
 SOON_S = 15.0  # half of the group's deadline
+MANY = 400_000
 
 
 class Mark(torch.autograd.Function):
@@ -197,6 +199,74 @@ def test_the_stage_that_failed_has_the_users_traceback(pool: Pool, name: str) ->
         others = [outcome.error for number, outcome in enumerate(outcomes) if number != victim]
         assert all(isinstance(error, PeerLost) for error in others), others
         assert_same(before, torch_case.state(world.files()))
+
+
+class Wide(nn.Module):
+    """Gives on more than sockets hold, and stops its process once in a backward, after so many of them."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.lift, self.left = nn.Linear(FEATURES, 1, dtype=WIDE), after
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made = self.lift(hidden)
+        return (made if made.is_meta else Mark.apply(made, self.stop)).expand(-1, MANY)
+
+    def stop(self) -> None:
+        self.left -= 1
+        if self.left == -1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Mean(nn.Module):
+    """Classes of a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, CLASSES, dtype=WIDE)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        answer: Tensor = self.head(hidden.mean(1, keepdim=True))
+        return answer
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(Wide(2), Mean())  # two micro-batches are rehearsed
+
+
+@pytest.mark.parametrize("dies", ["receiver", "sender"])
+def test_an_end_within_a_message_is_told_at_once(pool: Pool, dies: str) -> None:
+    """Gloo itself tells neither who was writing nor who was reading."""
+    layout = plan(2, schedule="gpipe", cuts=("1",), accumulation=2)
+    world = World(pool, "torch", layout, spec(wide, loss=torch_case.cross_entropy))
+    try:
+        world.start(_feeds(layout))
+        for number, rank in enumerate(world.ranks):
+            rank.send("train", [_feeds(layout)[number]])
+        deadline = time.monotonic() + SOON_S
+        while not _stopped(world.pids[0]) or _unread(world.pids[0]) < MANY:  # of the last gradient
+            assert time.monotonic() < deadline, "nothing is on its way"
+            time.sleep(0.02)
+        victim = 0 if dies == "receiver" else 1
+        begun = time.monotonic()
+        world.ranks[victim].strike()
+        os.kill(world.pids[0], signal.SIGCONT)
+        outcome = world.ranks[1 - victim].outcome()
+        assert isinstance(outcome.error, PeerLost), outcome
+        assert time.monotonic() - begun < SOON_S, "the other waited for its deadline"
+    finally:
+        world.close(failed=True)
+
+
+def _stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _unread(pid: int) -> int:
+    """Bytes that wait in a process's TCP sockets to be read."""
+    names = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[4].split(":")[1], 16) for row in rows if f"socket:[{row[9]}]" in names)
 
 
 class Sparse(nn.Sequential):

@@ -1,8 +1,9 @@
-"""Parameter servers under kills, torch's and TensorFlow's: workers cost no one a thing, the rest goes back to a cut."""
+"""Parameter servers under kills, torch's and TensorFlow's: workers cost little, the rest goes back to a cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,23 @@ from safetensors.numpy import load
 import trainwright as tw
 from tests import jobs, processes, server_jobs
 from tests.runs import final_state, told
+from tests.server_jobs import Strike
 from trainwright.core import events
+from trainwright.driver import world
 from trainwright.log import RunLog
 from trainwright.store import open_store
 
 BAND = 0.1  # of accuracy, between runs of which no two are alike
 KILLED = {
-    "torch": ((6, (2,)), (13, (1,)), (20, (0, 3))),
-    "tensorflow": ((6, (3,)), (13, (1,)), (20, (0,)), (27, (0, 2))),
-}
-"""Step and ranks: a worker, a server, TensorFlow's chief, and two at once of which one is a server."""
+    "torch": (Strike(step=6, ranks=(2,)), Strike(step=13, ranks=(1,)), Strike(step=20, ranks=(0, 3))),
+    "tensorflow": (
+        Strike(step=6, ranks=(3,)), Strike(step=13, ranks=(4,), number=signal.SIGSTOP),
+        Strike(step=18, ranks=(1,), number=signal.SIGSTOP),
+        Strike(step=23, ranks=(0,)), Strike(step=28, ranks=(0, 2)),
+    ),
+}  # fmt: skip
+"""A worker, a server, both frozen, TensorFlow's chief, and two at once of which one is a server."""
+SILENT_S, BEAT_S = 6.0, 1.0  # for the frozen ones, in place of half a minute
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +55,39 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-def test_processes_are_killed(
-    framework: str, consistency: str, folder: Path, unbroken: Callable[[str, str], Path]
+def test_processes_are_killed_and_frozen(
+    framework: str,
+    consistency: str,
+    folder: Path,
+    unbroken: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kills = KILLED[framework]
+    tolerated = sum(min(kill.ranks) >= server_jobs.FIRST_WORKER[framework] for kill in kills)
+    monkeypatch.setattr(world, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(world, "BEAT_S", BEAT_S)
     with server_jobs.striking(folder, *kills) as striker:
         run = tw.fit(server_jobs.job(folder, framework, consistency=consistency, gate=10 * (framework == "tensorflow")))
     assert run.state == "done" and not striker.plan
     joined: Any = told(folder, "faulty", events.Joined)
-    assert joined[0].rank == kills[0][1][0] and joined[0].generation == 1, "a worker's death ends no generation"
+    assert joined[0].rank == kills[0].ranks[0] and joined[0].generation == 1, "a worker's death ends no generation"
     formed: Any = told(folder, "faulty", events.Formed)
-    assert len(formed) == len(kills) and {event.source for event in formed[1:]} == {"checkpoint"}
+    assert len(formed) == 1 + len(kills) - tolerated and {event.source for event in formed[1:]} == {"checkpoint"}
+    check_frozen(folder, [kill for kill in kills if kill.number == signal.SIGSTOP])
+    assert not [pid for pid in striker.struck if Path(f"/proc/{pid}").exists()], "a frozen process is ended"
     check_end(framework, consistency, folder, unbroken)
+
+
+def test_a_server_that_dies_within_its_save_leaves_no_checkpoint(
+    folder: Path, unbroken: Callable[[str, str], Path]
+) -> None:
+    """Half of its shard is written, where it belongs; the log never names it, and all go on from the one before."""
+    kill = jobs.Kill(rank=1, step=10, point="upload", folder=str(folder.parent))
+    run = tw.fit(server_jobs.job(folder, "torch", consistency="sync", model=server_jobs.Torn(kill=kill)))
+    assert run.state == "done" and kill.mark.exists()
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.step) for event in formed[1:]] == [("checkpoint", 5)]
+    check_end("torch", "sync", folder, unbroken)
 
 
 @CASES
@@ -81,6 +110,13 @@ def test_the_driver_is_killed(
     assert len(formed) == 2 and formed[1].step >= 10
     assert formed[1].survivors == (4 if framework == "torch" else 0)
     check_end(framework, consistency, folder, unbroken)
+
+
+def check_frozen(folder: Path, strikes: Sequence[Strike]) -> None:
+    """The report says which ranks did not answer, in the generation that went on without them."""
+    failed: Any = told(folder, "faulty", events.Failed)
+    silent = [(event.generation, event.rank) for event in failed if "did not answer for" in event.cause]
+    assert silent == [(1, rank) for strike in strikes for rank in strike.ranks]
 
 
 def check_end(framework: str, consistency: str, folder: Path, unbroken: Callable[[str, str], Path]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 import trainwright as tw
 from tests import jobs
@@ -27,9 +28,19 @@ def fat() -> nn.Module:
     return nn.Sequential(nn.Linear(jobs.WIDTH, 2048), nn.Tanh(), *wide, nn.Linear(2048, jobs.CLASSES))
 
 
-def slim() -> nn.Module:
-    """Nothing to divide: a step is as long as what it costs to ask for it."""
-    return nn.Sequential(nn.Linear(jobs.WIDTH, 32), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, jobs.CLASSES))
+class Slow(nn.Dropout):
+    """Takes its time for every sample."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not hidden.is_meta:
+            time.sleep(0.001 * len(hidden))
+        return super().forward(hidden)
+
+
+def slow() -> nn.Module:
+    """Little to reduce, and samples that are best divided: stages wait for each other's."""
+    wide = [nn.Sequential(nn.Linear(32, 32), Slow(0.1)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(jobs.WIDTH, 32), *wide, nn.Linear(32, jobs.CLASSES))
 
 
 class Watch:
@@ -61,7 +72,7 @@ def first_steps(folder: Path, model: Callable[[], nn.Module], **fields: Any) -> 
     return {step: losses[step] for step in range(1, STEPS + 1)}
 
 
-@pytest.mark.parametrize(("model", "wins"), [(fat, False), (slim, True)])
+@pytest.mark.parametrize(("model", "wins"), [(fat, False), (slow, True)])
 def test_the_quickest_plan_goes_on_and_the_run_is_the_one_without(
     model: Callable[[], nn.Module], wins: bool, tmp_path: Path, ray_cluster: None
 ) -> None:

@@ -7,12 +7,13 @@ from random import Random
 from typing import Any
 
 from tests.simulation.clock import Clock
+from tests.simulation.guild import Guild
 from tests.simulation.healing import heal
 from tests.simulation.memory import Memory
 from tests.simulation.plans import stage_piece, whole_of
 from tests.simulation.processes import TRIED, Process, Team, apply
 from tests.simulation.scenario import Scenario, least_of
-from tests.simulation.shop import SERVED, Shop
+from tests.simulation.shop import Shop
 from tests.simulation.store import Store, Violation
 from tests.simulation.uploads import Uploads
 from trainwright.core.data import Sums
@@ -32,12 +33,12 @@ class Labour:
         self.deliver: Callable[[Any, m.Happening], None] = lambda driver, event: None
         size = scenario.settings.workers
         servers = scenario.settings.servers
-        pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2, "planned": 1, "served": servers}
+        pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2, "planned": 1, "served": servers, "led": 1}
         self._pieces = pieces[scenario.layout]
         self.whole = frozenset(self._piece(rank) for rank in range(size))
         self.outage_until_s = 0.0
         self.memory, self.uploads = Memory(self), Uploads(self)
-        self.shop = Shop(self) if scenario.layout == "served" else None
+        self.shop = {"served": Shop, "led": Guild}.get(scenario.layout, lambda labour: None)(self)
         self.crash_step = 0
         self.crash_rank = 0
 
@@ -87,18 +88,21 @@ class Labour:
                 return
             if process.raise_next:
                 self.throw(process)
-            elif self.shop is not None and call.verb in SERVED:
+            elif self.shop is not None and call.verb in self.shop.verbs:
                 self.shop.begin(process, call)
             elif call.verb in COLLECTIVE:
                 self._join(process, call)
             else:
-                self._alone(process, call)
+                self.alone(process, call)
 
-    def _alone(self, process: Process, call: m.Call) -> None:
+    def alone(self, process: Process, call: m.Call) -> None:
+        """What a process does by itself."""
         match call.verb:
             case "reserve":
                 if process.member:
                     raise Violation(f"worker {process.worker} is to join a group, but has not left the one before")
+                if process.team is not None and self.scenario.settings.reform == "new_process":
+                    raise Violation(f"worker {process.worker} is to join a second group, which needs a new process")
                 process.member = True
                 if call.argument.plan is not None:
                     process.turn_to(call.argument.plan)

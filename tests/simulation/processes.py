@@ -30,6 +30,7 @@ class Process:
     """One worker process: what it holds, what it does, and what was said about it."""
 
     __slots__ = (
+        "adrift",
         "alive",
         "beside",
         "born_s",
@@ -76,6 +77,7 @@ class Process:
         self.raise_next = ""
         self.raised = False  # an error that no process is trusted after
         self.hung, self.deaf, self.upload_hung = False, False, False
+        self.adrift = False  # its chief cannot reach it, and knows it not
         self.noticed = False  # told that it will be ended soon
         self.team: Team | None = None
         self.member = False  # of a team that it has not left

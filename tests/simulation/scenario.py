@@ -76,8 +76,11 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     if scenario.layout != "replicated":
         return scenario
     scenario = _elastic(scenario, Random(seed + 2**32))
-    if settings.reform == "in_place" and Random(seed + 2**35).random() < 0.2:
+    kind = Random(seed + 2**35).random()
+    if settings.reform == "in_place" and kind < 0.2:
         return served(scenario, Random(seed + 2**36))
+    if 0.2 < kind < 0.35:
+        return led(scenario, Random(seed + 2**37))
     return _planned(scenario, Random(seed + 2**34))
 
 
@@ -98,6 +101,23 @@ def served(scenario: Scenario, rng: Random) -> Scenario:
     if rng.random() < 0.1:  # while they form
         faults += (Fault(kind="log lost", verb="reserve", nth=rng.randint(1, bounds.workers), amount=0.2),)
     return replace(scenario, settings=bounds, layout="served", faults=faults)
+
+
+def led(scenario: Scenario, rng: Random) -> Scenario:
+    """The same with a chief that leads as many workers and servers; or without servers, where all are needed."""
+    settings, servers = scenario.settings, rng.choice((0, 1, 1, 2))
+    others = 1 + servers if servers else 0
+    bounds = replace(
+        settings,
+        workers=settings.workers + others,
+        servers=servers,
+        topology="coordinator",
+        reform="new_process",
+        tolerates=frozenset({"worker"} if servers else ()),
+        min_workers=None if settings.min_workers is None or not servers else settings.min_workers + others,
+        max_workers=settings.most + others if servers else None,
+    )
+    return replace(scenario, settings=bounds, layout="led")
 
 
 def _elastic(scenario: Scenario, rng: Random) -> Scenario:

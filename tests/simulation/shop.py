@@ -51,7 +51,9 @@ class Trade:
 
 
 class Shop:
-    """Carries out the calls of a run whose workers step alone."""
+    """Carries out the calls of a run whose workers step alone. `verbs`: those that are its own."""
+
+    verbs = SERVED
 
     def __init__(self, labour: Labour) -> None:
         self._labour, self._settings = labour, labour.scenario.settings
@@ -82,18 +84,23 @@ class Shop:
             self.part(process)
             self._labour.answer(process, self.tag(process), 0.01, 0.3)
             return
-        if call.verb == "evaluate":
-            self._evaluate(process, call)
-            return
-        trade = self._trade(process)
-        if call.generation.number != trade.team.number:
-            raise Violation(f"{call.verb} for generation {call.generation} reached a member of {trade.team.number}")
-        trade.team.arrived.append(process)
+        team = process.team
+        assert team is not None, "reserve comes before every other verb"
+        if call.generation.number != team.number:
+            raise Violation(f"{call.verb} for generation {call.generation} reached a member of {team.number}")
         if call.verb == "form":
             process.rank = call.argument.rank
             roles = [peer.role for peer in call.argument.peers]
             if roles[process.rank] != self._settings.role_of(process.rank) or process.spare:
                 raise Violation(f"rank {process.rank} is a {roles[process.rank]}")
+        self._begin(process, call)
+
+    def _begin(self, process: Process, call: m.Call) -> None:
+        if call.verb == "evaluate":
+            self._evaluate(process, call)
+            return
+        trade = self._trade(process)
+        trade.team.arrived.append(process)
         if trade.team.broken:
             self._lose(process)
         else:
@@ -133,27 +140,32 @@ class Shop:
 
     def _heal_server(self, trade: Trade, process: Process, call: m.Call) -> None:
         heal: m.Heal = call.argument
+        if self._restore(process, heal):
+            trade.step, trade.lineage, trade.begun = heal.step, process.lineage, heal.step
+            self._answer(process, self.tag(process), 0.1, 0.8)
+
+    def _restore(self, process: Process, heal: m.Heal) -> bool:
+        """Give one that holds a state the run's right one; False where that cannot be read."""
         labour = self._labour
         labour.memory.check(heal, process.driver.token)
         if heal.moves or heal.source == "join":
-            raise Violation(f"a server is healed by {heal}")
+            raise Violation(f"rank {process.rank} is healed by {heal}")
         gone = heal.kept is not None and labour.memory.gone(heal.kept)
         if gone or (heal.source == "checkpoint" and labour.clock.now_s < labour.outage_until_s):
-            trade.team.arrived.remove(process)
+            process.team.arrived.remove(process)  # type: ignore[union-attr]
             labour.fail(process, "storage", StorageError("it cannot be read"), labour.between(0.1, 0.5))
             self.part(process)
-            return
+            return False
         if heal.kept is not None:
             process.take(*labour.memory.kept[heal.kept.version, process.piece])
         elif heal.source == "checkpoint":
             process.take(heal.step, labour.right[heal.step])
         elif process.step != heal.step or not process.sound:
-            raise Violation(f"a server at step {process.step} goes on from step {heal.step} by {heal.source}")
+            raise Violation(f"a state of step {process.step} goes on from step {heal.step} by {heal.source}")
         process.take(heal.step, process.lineage)
         if process.lineage != labour.right[heal.step]:
-            raise Violation(f"server {process.rank}: steps lost or applied twice by {heal.source} at {heal.step}")
-        trade.step, trade.lineage, trade.begun = heal.step, process.lineage, heal.step
-        self._answer(process, self.tag(process), 0.1, 0.8)
+            raise Violation(f"rank {process.rank}: steps lost or applied twice by {heal.source} at {heal.step}")
+        return True
 
     def _heal_worker(self, trade: Trade, process: Process, call: m.Call) -> None:
         process.step, process.trained = call.argument.step, True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.simulation.guild import SILENT_S
 from tests.simulation.processes import Process
 from tests.simulation.scenario import Fault
 from trainwright.core.errors import StorageError
@@ -84,6 +85,9 @@ class Strikes:
 
     def _at_hang(self, target: Process, living: list[Process]) -> None:
         target.hung = True
+        settings = self._world.scenario.settings
+        if settings.topology == "coordinator" and settings.spares_rank(target.rank):
+            self._world.clock.after(SILENT_S, self._world.labour.die, target)
         team = target.team
         if team is not None and target in team.arrived:
             team.ticket += 1

@@ -144,9 +144,18 @@ class World:
         if driver.finish is None and not (isinstance(event, m.Died) and driver.processes[event.worker].harmless):
             driver.facts.hear(event)
         driver.state, effects = driver.code.decide(state, event, self.clock.now_s)
+        self._check_tolerance(state, driver.state, event)
         if driver.finish is not None and effects:
             raise Violation(f"effects after the end: {effects}")
         self._carry_out(driver, effects)
+
+    def _check_tolerance(self, before: State, after: State, event: m.Happening) -> None:
+        """The end of one that the others do without ends no generation."""
+        if not isinstance(event, m.Died) or before.phase not in STANDING or after.phase is not Phase.GATHERING:
+            return
+        rank = before.rank_of.get(event.worker)
+        if rank is not None and self.scenario.settings.spares_rank(rank):
+            raise Violation(f"the generation ended with worker {event.worker}, which the others do without")
 
     # --- effects ------------------------------------------------------------------------------------------
 
@@ -170,7 +179,7 @@ class World:
             return
         del driver.timers[timer.name]
         there = [process for process in driver.processes.values() if not process.told]
-        stuck = [process for process in there if process.hung or process.deaf or process.upload_hung]
+        stuck = [process for process in there if process.hung or process.deaf or process.upload_hung or process.adrift]
         if timer.name in ("call", "hang", "leave") and not stuck:
             raise Violation(f"the timer {timer.name!r} ran out although nobody hangs")
         driver.facts.expired(timer.name)
@@ -270,8 +279,12 @@ class World:
             raise Violation(f"worker {effect.worker} is killed twice or after its death was told")
         if driver.recovering and self._saves_survivors(driver) and not process.guilty:
             raise Violation(f"worker {effect.worker} is killed, although it only waited for others")
-        stuck = any(other.hung and other.rank < self.scenario.settings.servers for other in driver.living)
-        if driver.standing and not (process.guilty or process.deaf or stuck):  # a frozen server makes others silent
+        settings = self.scenario.settings
+        needed = [other for other in driver.living if settings.tolerates and not settings.spares_rank(other.rank)]
+        stuck = any(other.hung for other in needed)
+        spent = settings.reform == "new_process" and settings.tolerates and (process.adrift or not process.member)
+        ailing = process.guilty or process.deaf or stuck or spent  # a frozen server makes others silent
+        if driver.standing and not ailing:
             raise Violation(f"worker {effect.worker} is killed, although nothing ails it")
         process.killed = True
         self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)

@@ -13,6 +13,7 @@ from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.plan import Plan
 from trainwright.core.plantext import Pins
+from trainwright.core.profile import ModelProfile
 from trainwright.planview import plan_rows
 from trainwright.strategies.estimating import estimate
 from trainwright.strategies.ranking import estimate_of
@@ -74,7 +75,7 @@ def test_a_jobs_own_fields_pin_the_plan() -> None:
     assert decide(plan="dp=2,consistency=async", consistency="async").chosen.consistency == "async"
     with pytest.raises(PlanError, match=r"consistency='ssp\(1\)' is not the consistency=async"):
         decide(plan="consistency=async", consistency="ssp(1)")
-    with pytest.raises(PlanError, match="strategy='data_parallel' has them step together") as caught:
+    with pytest.raises(PlanError, match=r"consistency='async' is .* has them step together") as caught:
         decide(consistency="async", strategy="data_parallel")
     assert "use parameter_server or local_sgd" in str(caught.value)
 
@@ -83,14 +84,28 @@ def test_why_workers_cannot_step_alone() -> None:
     assert "workers=1 is pinned" in str(refused(workers=1, consistency="async"))
     assert "waits for none of 2 workers" in str(refused(consistency="sync(backup=3)"))
     assert "each worker holds the whole model" in str(refused(consistency="async", plan="dp=1,tp=2"))
+    said = str(refused(consistency="async", wire="fp16", plan="chunks=3"))
+    assert "does not match plan='chunks=3', consistency='async', wire='fp16'" in said, "by the fields that were set"
     near = {item.strategy: item for item in decide().infeasible}
     assert "near each other" in near["local_sgd"].reason and "local_steps" in near["local_sgd"].hint
 
 
-def refused(**fields: Any) -> PlanError:
+def refused(profile: ModelProfile = PROFILE, **fields: Any) -> PlanError:
     with pytest.raises(PlanError) as caught:
-        decide(LAPTOP, **fields)
+        decide(LAPTOP, profile, **fields)
     return caught.value
+
+
+def test_there_are_no_more_servers_than_the_model_fills() -> None:
+    """Told and kept to before anything is started; a matrix of 3 rows and a bias make four pieces."""
+    small = replace(PROFILE, trained=((3, 3960), (1, 40)))
+    said = str(refused(profile=small, plan="servers=6", consistency="async"))
+    assert "parameter_server: 2 of 6 servers would hold nothing to train (use plan='servers=4')" in said
+    assert decide(profile=small, plan="servers=4", consistency="async").chosen.servers == 4
+    cluster = tw.Cluster.parse("8x1xT4")
+    free = decide(cluster, HEAVY, strategy="parameter_server", consistency="async").chosen
+    few = decide(cluster, replace(HEAVY, trained=((3, 4000),)), strategy="parameter_server", consistency="async").chosen
+    assert free.servers == 8 and few.servers == 3
 
 
 def test_the_trade_offs_are_stated() -> None:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Generation, Peer
-from trainwright.strategies.servers import regions
+from trainwright.strategies.servers import regions, sockets
 from trainwright.strategies.servers.channel import Link, dial
 from trainwright.strategies.servers.frames import Header, Kind, hello
-from trainwright.strategies.servers.lines import Call, Gone, Line, Lines, Listener
+from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
 from trainwright.strategies.servers.regions import Region
 
 FIRST, SECOND = Generation(token=1, number=1), Generation(token=1, number=2)
@@ -62,10 +62,10 @@ class Server:
         return event.line
 
 
-def _listener(place: str) -> Listener:
+def _listener(place: str) -> sockets.Listener:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regions, "SHARES", place == "shared")
-        return Listener("127.0.0.1")
+        return sockets.Listener("127.0.0.1")
 
 
 def soon(seconds: float = 5.0) -> float:

@@ -178,6 +178,48 @@ MUTANTS = (
         also=("kill", "kill"),
     ),
     Mutant(
+        name="ends a generation with a worker that follows a chief",
+        module="apart",
+        fragment="and state.settings.spares_rank(state.rank_of[worker])\n\n\ndef follows",
+        replacement='and state.settings.spares_rank(state.rank_of[worker]) and state.settings.topology == "independent"'
+        "\n\n\ndef follows",
+        also=("kill",),
+    ),
+    Mutant(
+        name="has those judge who follow a chief",
+        module="training",
+        fragment="            judges = [state.members[0].worker]\n",
+        replacement="            judges = [member.worker for member in state.members]\n",
+    ),
+    Mutant(
+        name="takes processes over that cannot form again",
+        module="heirs",
+        fragment='    if turn.settings.reform == "in_place":\n        return living\n',
+        replacement="    return living\n",
+        also=("crash",),
+    ),
+    Mutant(
+        name="has a process join twice that cannot",
+        module="recovering",
+        fragment='state.settings.reform == "new_process" and kind != "peer"',
+        replacement="False",
+        also=("storage", "storage"),
+    ),
+    Mutant(
+        name="has a process join again that was cut off",
+        module="apart",
+        fragment='apart.blame is not None and settings.reform == "new_process"',
+        replacement="False",
+        also=("cut", "cut"),
+    ),
+    Mutant(
+        name="waits for a server that has raised",
+        module="recovering",
+        fragment="turn.change(awaiting=turn.state.awaiting - {worker}, apart=others)",
+        replacement="turn.change(awaiting=turn.state.awaiting - {worker})",
+        also=("storage", "storage"),
+    ),
+    Mutant(
         name="takes answers of older generations",
         module="decide",
         fragment="return event.generation != state.generation or not owing",

@@ -16,6 +16,7 @@ from trainwright.core.errors import PlanError
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.core.plantext import Pins
 from trainwright.planfile import with_plan, write_plan
+from trainwright.planner import choose
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
 degree = st.integers(1, 4)
@@ -42,6 +43,8 @@ def test_what_is_pinned_of_a_plan_is_kept() -> None:
     chosen = decide(batch_size=64, plan="accumulation=4").chosen
     assert chosen.accumulation == 4 and chosen.strategy == "data_parallel"
     assert decide(plan="dp=1").chosen.strategy == "one_device"
+    lone = choose(PROFILE, LAPTOP, job(plan="dp=2,accumulation=4").alone()).chosen
+    assert (lone.strategy, lone.accumulation) == ("one_device", 4)
     four = decide(plan="dp=4").chosen
     assert four.workers == 4 and four.text == "dp=4"
     with pytest.raises(PlanError, match="trainwright has no engine for it yet"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trainwright.core.asynchrony import Consistency, Unit
 from trainwright.strategies.servers.bank import Shard
 from trainwright.strategies.servers.book import Book, Closing, Grant
-from trainwright.strategies.servers.deal import ALIGNMENT, Tensor, deal
+from trainwright.strategies.servers.deal import ALIGNMENT, Tensor, busy, deal
 from trainwright.strategies.servers.gate import Gate
 
 # --- random schedules -------------------------------------------------------------------------------------
@@ -305,6 +305,8 @@ def test_shards_hold_every_byte_once_and_nearly_as_many_each(
         assert not edges or (edges[0][0] == 0 and edges[-1][1] == tensor.shape[0])
         assert all(before[1] == after[0] for before, after in pairwise(edges))
         assert cut or len(pieces) == 1
+    trained = [(one.shape[0] if one.shape else 1, one.size_bytes) for one in tensors if one.kind == "trained"]
+    assert not cut or busy(trained, servers) == sum(shard.trained_bytes > 0 for shard in shards)
     for kind in ("trained", "frozen"):
         _check_balance(tensors, shards, kind)
     _check_places(shards)

@@ -80,6 +80,23 @@ def test_a_worker_that_is_gone_between_its_pushes_to_two_servers(
             assert_close(own.parameters(), own.by_hand()[2])
 
 
+def test_a_worker_is_told_which_of_its_pushes_a_step_went_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster("dividing", 2, 2, consistency="sync(backup=1)") as own:
+        slow, quick = own.workers
+        serving = own.serve()
+        with monkeypatch.context() as patch:  # the first server never hears that both have it
+            patch.setattr(slow._clients._servers[0], "tell", lambda head: None)
+            (unit,) = own.work(slow, 1).result(30.0)
+        own.work(quick, SHARES - 1).result(30.0)
+        slow._clients.pull(1)
+        assert slow._clients.left_out == [(0, 0, unit), (1, 0, unit)]
+        slow._clients.pull(1)
+        assert slow._clients.left_out == [], "once it knows"
+        for one in [own.work(one) for one in own.workers]:
+            one.result(30.0)
+        assert len(own.reports(serving)) == STEPS
+
+
 def test_workers_join_and_leave_while_it_goes_on() -> None:
     with cluster("dividing", 2, 1, consistency="sync") as own:
         serving = own.serve()

@@ -154,15 +154,19 @@ def test_every_kind_of_fault_changes_something(kind: str) -> None:
 SERVED: dict[str, Any] = {
     "topology": "independent", "tolerates": frozenset({"worker"}), "hang_deadline_s": 40.0, "failures": 3,
 }  # fmt: skip
+LED = {**SERVED, "topology": "coordinator", "reform": "new_process"}
+CREWS = {"served": SERVED, "led": LED}
 
 
+@pytest.mark.parametrize("layout", CREWS)
 @pytest.mark.parametrize("kind", ["kill", "hang", "preempt", "internal", "storage", "cut"])
-def test_workers_that_step_alone_come_and_go_and_stop_nobody(kind: str) -> None:
-    settings = Settings(workers=5, servers=2, total_steps=24, steps_per_epoch=12, evaluate_steps=6, **SERVED)
+def test_workers_that_servers_do_without_come_and_go_and_stop_nobody(kind: str, layout: str) -> None:
+    crew, chief = CREWS[layout], layout == "led"
+    settings = Settings(workers=5 + chief, servers=2, total_steps=24, steps_per_epoch=12, evaluate_steps=6, **crew)
     joined = 0
     for seed in range(40):
         faults = tuple(Fault(kind=kind, at_s=6.0 + seed / 16 + late, target=0.5 + late / 8) for late in (0.0, 3.5))
-        outcome = simulate(Scenario(seed=seed, settings=settings, layout="served", faults=faults))
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout=layout, faults=faults))
         formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
         assert outcome.outcomes == ["done"] and [event.steps_lost for event in formed] == [0]
         joined += sum(isinstance(event, events.Joined) for event in outcome.emitted)
@@ -171,16 +175,22 @@ def test_workers_that_step_alone_come_and_go_and_stop_nobody(kind: str) -> None:
     assert joined > 30
 
 
-def test_the_loss_of_all_workers_at_once_is_waited_out_and_that_of_a_server_is_recovered_from() -> None:
-    settings = Settings(workers=4, servers=1, total_steps=24, steps_per_epoch=6, **SERVED)
+@pytest.mark.parametrize("layout", CREWS)
+def test_the_loss_of_all_workers_at_once_is_waited_out_and_that_of_a_server_is_recovered_from(layout: str) -> None:
+    """However late the next ones start: nobody hangs meanwhile. A chief is needed as its servers are."""
+    others = 2 if layout == "led" else 1
+    settings = Settings(
+        workers=3 + others, servers=1, total_steps=24, steps_per_epoch=6, evaluate_steps=6, **CREWS[layout]
+    )
     for seed in range(40):
         at_s = 4.0 + seed / 8
+        slow = (Fault(kind="slow start", at_s=at_s),) * 3
         workers = tuple(Fault(kind="kill", at_s=at_s, target=target) for target in (0.99, 0.99, 0.99))
-        outcome = simulate(Scenario(seed=seed, settings=settings, layout="served", faults=workers))
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout=layout, faults=(*slow, *workers)))
         formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
         assert outcome.outcomes == ["done"] and len(formed) == 1
-        server = (Fault(kind="kill", at_s=at_s, target=0.0),)
-        outcome = simulate(Scenario(seed=seed, settings=settings, layout="served", faults=server))
+        needed = (Fault(kind="kill", at_s=at_s, target=(seed % others) / settings.workers),)
+        outcome = simulate(Scenario(seed=seed, settings=settings, layout=layout, faults=needed))
         formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
         assert outcome.outcomes == ["done"] and [event.source for event in formed][1:] in (
             ["checkpoint"], ["initial"], ["replica"],

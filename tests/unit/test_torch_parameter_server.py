@@ -152,6 +152,57 @@ def test_half_precision_scales_on_each_worker_and_a_unit_that_overflows_is_pushe
         assert [one.loss for one in told if one.weight] == pytest.approx(expected, rel=2e-2)
 
 
+class Blocks(nn.Module):
+    """Some of what each kind of computing again looks for: blocks, and attention in them; dropout too."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8, dtype=dtype)
+        blocks = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True, dtype=dtype) for _ in range(3)]
+        self.blocks, self.last = nn.ModuleList(blocks), nn.Linear(8, 3, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).unsqueeze(1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        outputs: Tensor = self.last(hidden[:, 0])
+        return outputs
+
+
+def single() -> nn.Module:
+    return Blocks(torch.float32)
+
+
+WIDE = spec(model=Blocks, clip_norm=0.5)
+CHOICES: dict[str, tuple[ModelSpec, dict[str, Any], float]] = {
+    "plain": (WIDE, {}, 1e-9),
+    "computed again in full": (WIDE, {"recompute": "full"}, 1e-9),
+    "scores computed again": (WIDE, {"recompute": "selective"}, 1e-9),
+    "micro-batches": (WIDE, {"accumulation": 2}, 1e-9),
+    "micro-batches in bf16": (spec(model=single), {"accumulation": 2, "precision": "bf16"}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_a_plan_chooses_beside_its_layout_gives_what_one_device_gives(name: str) -> None:
+    """With dropout, since both compute the same micro-batches; of units of unequal rows."""
+    job, choice, tolerance = CHOICES[name]
+    dtype = np.float32 if choice.get("precision") else np.float64
+    count = choice.get("accumulation", 1)
+    parts = [[batch(7 - part, 100 * step + 50 * part, dtype) for part in range(count)] for step in range(3)]
+    feeds = [feed(*some, step=step) for step, some in enumerate(parts)]
+    alone = one_device(job, plan(**choice))
+    losses = [alone.train_step(one).loss for one in feeds]
+    with party(job, sync(**choice)) as own:
+        reports, _ = own.run(feeds)
+        other = one_device(job, plan(**choice))
+        other.load(own.files)
+    assert [one.loss for one in reports] == pytest.approx(losses, rel=tolerance)
+    wholes = alone._built.model.state_dict()
+    for label, found in other._built.model.state_dict().items():
+        assert torch.allclose(found, wholes[label], rtol=tolerance, atol=tolerance), label
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()

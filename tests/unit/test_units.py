@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ from trainwright.datasets.units import Units
 ROWS, BATCH, SHARES, STEPS = 203, 24, 3, 18
 
 
-def stream(share: int) -> Stream:
+def stream(share: int, **job: Any) -> Stream:
     data = table({"id": np.arange(ROWS)})
     feeding = Feeding(data_ranks=range(share, share + 1), total=SHARES)
-    return Stream(data, batch_size=BATCH, epochs=2, seed=3, feeding=feeding)
+    return Stream(data, batch_size=BATCH, epochs=2, seed=3, feeding=feeding, **job)
 
 
 def rows(feed: Feed) -> tuple[int, range, list[int], list[float]]:
@@ -43,6 +44,24 @@ def test_whoever_reads_a_unit_reads_the_same(units: list[tuple[int, int, int]]) 
             found = [rows(feed) for feed in own.feeds(Unit(step=step, share=share, steps=steps))]
             with stream(share).feeds(step) as feeds:
                 assert found == [rows(next(feeds)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("job", [{}, {"drop_last": True}, {"epoch_samples": 77}], ids=["plain", "drop_last", "virtual"])
+def test_units_in_any_order_are_the_samples_of_one_device(job: dict[str, Any]) -> None:
+    """Each step's, whole or left out at an epoch's end as the job says; virtual epochs end where they do."""
+    data = table({"id": np.arange(ROWS)})
+    whole = Stream(data, batch_size=BATCH, epochs=2, seed=3, feeding=Feeding(data_ranks=range(1), total=1), **job)
+    units = [Unit(step=step, share=share) for step in range(whole.total_steps) for share in range(SHARES)]
+    found: dict[int, list[int]] = {}
+    with Units(stream(1, **job), lambda: stream(1, **job)) as own:
+        for unit in np.random.default_rng(1).permutation(len(units)):
+            for feed in own.feeds(units[unit]):
+                _, _, ids, weights = rows(feed)
+                found.setdefault(feed.step, []).extend(one for one, weight in zip(ids, weights, strict=True) if weight)
+    with whole.feeds(0) as feeds:
+        for feed in feeds:
+            assert sorted(found.pop(feed.step)) == sorted(rows(feed)[2])
+    assert not found
 
 
 def test_its_own_share_is_read_ahead_by_one_thread_and_others_are_opened_once() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import trainwright as tw
 from trainwright.causes import cause_of
+from trainwright.core.asynchrony import Unit
 from trainwright.core.data import Batch, Feed, StepReport, Sums
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
@@ -218,6 +219,25 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     told.clear()
     worker.run(range(2))
     assert told == [(0, None), (1, None), (1, None)]
+
+
+def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is resumed too, and where others did the last step."""
+    monkeypatch.setattr(Store, "exists", lambda self, path: False)
+    leased = [Unit(6, 0), Unit(8, 0), Unit(7, 1), None, None]
+    worker: Any = Worker(order_of(table_job()))
+    worker._plan, worker._role, worker._step = replace(worker._plan, topology="independent", servers=1), "worker", 6
+    worker._engine = SimpleNamespace(lease=lambda first: leased.pop(0), train_step=timed)
+    worker._units = SimpleNamespace(feeds=lambda unit: [next(Given(unit.step))], prefetch=None)
+    worker._stream = SimpleNamespace(total_steps=10)
+    worker._passing.begin({}, next(Given()))
+    first, last = worker.run(range(6, 9)), worker.run(range(9, 10))
+    assert first.step == 9 and first.phases is None
+    assert last.phases.steps == 3 and last.phases.medians["forward"] == 0.25
+
+
+def timed(feed: Feed) -> StepReport:
+    return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, phases={"forward": 0.25})
 
 
 def test_what_is_judged_piece_by_piece_is_read_once_but_for_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
