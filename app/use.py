@@ -100,13 +100,14 @@ def alone_here(job: Job, data: Dataset) -> tuple[Job, Index, Plan]:
     return alone, index, choose(profile_job(alone, data, index), here, alone).chosen
 
 
-def lone_engine(spec: ModelSpec, plan: Plan) -> Engine:
-    """An engine of one rank, built, on the device that the plan asks for."""
+def lone_engine(spec: ModelSpec, plan: Plan, *, guest: bool = False) -> Engine:
+    """An engine of one rank, built, on the device that the plan asks for; a guest takes the threads that are there."""
     engine = engine_class(plan)()
     alone = Generation(token=0, number=0)
     peer = Peer(rank=0, address=engine.reserve(alone, "worker"))
     devices = ("cuda:0",) if plan.placement.accelerator == "GPU" else ("cpu",)
-    engine.form(Group(generation=alone, rank=0, peers=(peer,), devices=devices, threads=plan.placement.threads))
+    threads = 0 if guest else plan.placement.threads
+    engine.form(Group(generation=alone, rank=0, peers=(peer,), devices=devices, threads=threads))
     engine.build(spec, plan)
     return engine
 

@@ -107,14 +107,14 @@ def _map_rows(function: RowFunction, columns: Arrays, samples: Rows, counters: C
         results.append(_row(function, result, results[0] if results else None, sample))
     if not results:
         return columns
-    return {name: stack([row[name] for row in results], f"{name!r} from {_name(function)}") for name in results[0]}
+    return {name: stack([row[name] for row in results], f"{name!r} from {name_of(function)}") for name in results[0]}
 
 
 def _row(function: RowFunction, result: Any, first: Mapping[str, Any] | None, sample: int) -> Mapping[str, Any]:
     if not isinstance(result, Mapping) or (first is not None and result.keys() != first.keys()):
         given = f"columns {sorted(result)}" if isinstance(result, Mapping) else f"a {type(result).__name__}"
         raise DataError(
-            f"the transform {_name(function)} returned {given}",
+            f"the transform {name_of(function)} returned {given}",
             where=f"sample {sample}",
             remedy="return a dict with the same columns for every row",
         )
@@ -126,14 +126,14 @@ def _map_batch(function: BatchFunction, columns: Arrays, samples: Rows) -> Array
     result = called(function, where, dict(columns))
     if not isinstance(result, Mapping):
         raise DataError(
-            f"the transform {_name(function)} returned a {type(result).__name__}", remedy="return a dict of arrays"
+            f"the transform {name_of(function)} returned a {type(result).__name__}", remedy="return a dict of arrays"
         )
     arrays = {name: _array(function, name, column, where) for name, column in result.items()}
     for name, array in arrays.items():
         rows = len(array) if array.ndim else 0
         if rows != len(samples):
             raise DataError(
-                f"the transform {_name(function)} returned {rows} rows of {name!r} for {len(samples)} rows",
+                f"the transform {name_of(function)} returned {rows} rows of {name!r} for {len(samples)} rows",
                 where=where,
                 remedy="return as many rows as were given, in the same order",
             )
@@ -145,7 +145,7 @@ def _array(function: BatchFunction, name: str, column: Any, where: str) -> npt.N
         return np.asarray(column)
     except (ValueError, TypeError) as error:
         raise DataError(
-            f"{name!r} from {_name(function)} makes no array: {error}",
+            f"{name!r} from {name_of(function)} makes no array: {error}",
             where=where,
             remedy="give every row one shape, or an array of dtype object with one array for each row",
         ) from error
@@ -171,12 +171,13 @@ def _raised(function: Callable[..., Any], error: Exception, where: str) -> UserC
     trace = error.__traceback__
     own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
     return UserCodeError(
-        f"the transform {_name(function)} raised {type(error).__name__}: {error}",
+        f"the transform {name_of(function)} raised {type(error).__name__}: {error}",
         where=where,
         remedy="mend the function, or the row it was given: dataset.read(index, [row]) shows it",
         detail="".join(traceback.format_exception(type(error), error, own)),
     )
 
 
-def _name(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+    """What errors call a function."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
