@@ -1,8 +1,8 @@
-"""What teachers of all frameworks share: which output is the one that teaches, and layers by name. Pure."""
+"""What teachers of all frameworks share: what they are given, which output teaches, what may be said. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,27 +24,6 @@ def chosen_output(outputs: Mapping[str, Any], name: str = "") -> Any:
         problem = nearest(name, outputs) if name else f"name one of them with output=: {', '.join(outputs) or 'none'}"
         raise JobError([f"the teacher has no output {wanted!r}: {problem}"])
     return outputs[wanted]
-
-
-def located(layer: str, names: Collection[str]) -> tuple[str, str]:
-    """The layer's name, and the item of what it gives: of `name`, `name:1` and `name:key`. Raises JobError."""
-    name, item = (layer, "") if layer in names else (layer.rpartition(":")[0], layer.rpartition(":")[2])
-    if not name or name not in names:
-        raise JobError([f"the teacher has no layer {layer!r}: {nearest(layer, [each for each in names if each])}"])
-    return name, item
-
-
-def item_of(value: Any, layer: str, item: str) -> Any:
-    """What a layer gives, or an item of it. Raises JobError where there is none, or it is of several."""
-    if item:
-        try:
-            value = value[int(item) if item.isdecimal() else item]
-        except (LookupError, TypeError) as error:
-            raise JobError([f"the teacher's layer {layer!r} gives no item {item!r}: {error}"]) from error
-    if not hasattr(value, "shape"):
-        kind = type(value).__name__
-        raise JobError([f"the teacher's layer {layer!r} gives a {kind}: name an item of it, such as '{layer}:0'"])
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)

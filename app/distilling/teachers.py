@@ -50,8 +50,7 @@ class Teacher(Fields):
         collate: as a job's.
         precision: as a job's.
         output: which of its outputs teaches; by default the only one, or `logits`.
-        layers: whose hidden states are told too: named as in `named_modules()` (torch), or as Keras layers of a
-            functional or sequential model; `name:1` and `name:key` take an item of what it gives.
+        layers: whose hidden states are told too, named as in `Match`; of a tuple it is the first item.
         probabilities: its output ends in a softmax, or in `sigmoid` of each label, whose logits are taken.
         batch_size: rows that it is given at once.
     """

@@ -10,11 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainwright.core.errors import CheckpointError, JobError
+from trainwright.core.errors import CheckpointError
 from trainwright.strategies.failures import first_line
-from trainwright.strategies.teaching import Lesson, item_of, located
+from trainwright.strategies.teaching import Lesson
 from trainwright.strategies.tensorflow.evaluation import flat
 from trainwright.strategies.tensorflow.objective import call_model
+from trainwright.strategies.tensorflow.taps import heard, layer_of
 
 
 def still(parameters: Iterable[Any]) -> keras.optimizers.Optimizer:
@@ -51,29 +52,36 @@ def digest(model: keras.Model) -> str:
     return sums.hexdigest()
 
 
-def tap(model: keras.Model, layers: Mapping[str, str]) -> keras.Model:
-    """A model of the same layers that gives beside its own outputs what some layers give.
+class Tapped(keras.Model):  # type: ignore[misc]
+    """A model that gives beside its own outputs what some of its layers give.
 
     Args:
-        layers: name of the output -> layer, or `layer:1` or `layer:key` for an item of what it gives.
+        model: with its variables.
+        layers: name of the output -> layer, as in `core.distillation.Match`.
 
     Raises:
-        JobError: there is no such layer or item, or the model is not of layers that are known before it is called.
+        JobError: there is no such layer; when called: it did not run, or gives no such item.
     """
-    if not layers:
-        return model
-    graph = model._functional if isinstance(model, keras.Sequential) else model
-    if not isinstance(graph, keras.src.models.functional.Functional):
-        kind = type(model).__name__
-        raise JobError(
-            [f"layers of a {kind} are not known by name: give a functional or sequential model with a keras.Input"]
-        )
-    names = [layer.name for layer in graph.layers]
-    told = dict(flat("", graph._outputs_struct))
-    for output, layer in layers.items():
-        name, item = located(layer, names)
-        told[output] = item_of(graph.get_layer(name).output, layer, item)
-    return keras.Model(graph._inputs_struct, told)
+
+    def __init__(self, model: keras.Model, layers: Mapping[str, str]) -> None:
+        super().__init__(autocast=False)  # the model takes its inputs in a type of its own
+        self.model = model
+        found = {layer: (layer_of(model, layer), layer) for layer in layers.values()}
+        object.__setattr__(self, "_layers_heard", found)  # no layers of its own: they are the model's
+        object.__setattr__(self, "_told", dict(layers))
+        self.built = True
+
+    def call(self, *inputs: Any, training: bool | None = None, **named: Any) -> dict[str, Any]:
+        """All by name."""
+        with heard(self._layers_heard) as found:
+            outputs = dict(flat("", call_model(self.model, named or list(inputs), training=training)))
+        said = found()
+        return {**outputs, **{output: said[layer] for output, layer in self._told.items()}}
+
+
+def tap(model: keras.Model, layers: Mapping[str, str]) -> keras.Model:
+    """The model, or where layers of it are to be told one around it. Raises as `Tapped`."""
+    return Tapped(model, layers) if layers else model
 
 
 class Inside:

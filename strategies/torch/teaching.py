@@ -14,11 +14,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.errors import CheckpointError, JobError
-from trainwright.strategies.teaching import Lesson, Look, item_of, located
+from trainwright.core.errors import CheckpointError
+from trainwright.strategies.teaching import Lesson, Look
 from trainwright.strategies.torch.evaluation import flat
 from trainwright.strategies.torch.replica import AUTOCAST
 from trainwright.strategies.torch.replica import random_kept as kept
+from trainwright.strategies.torch.taps import Taps
 
 
 def still(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -68,20 +69,16 @@ def tap(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
     """The model, whose outputs hold what some of its modules give beside its own; its state keeps its names.
 
     Args:
-        layers: name of the output -> module as in `named_modules()`, or `module:1` or `module:key` for an item of what
-            it gives. Of one that is called several times it is the last.
+        layers: name of the output -> layer, as in `core.distillation.Match`. Of one that is called several times it is
+            the last.
 
     Raises:
-        JobError: there is no such module; when called: it gives no such item.
+        JobError: there is no such module; when called: it did not run, or gives no such item.
     """
-    if not layers:
-        return model
-    modules = dict(model.named_modules())
-    seen: dict[str, Any] = {}
-    for output, layer in layers.items():
-        name, item = located(layer, modules)
-        modules[name].register_forward_hook(partial(_keep, seen, output, layer, item))
-    model.register_forward_hook(partial(_tell, seen, layers))
+    if layers:
+        taps = Taps({layer: (model, layer) for layer in layers.values()})
+        model.register_forward_pre_hook(partial(_begin, taps))
+        model.register_forward_hook(partial(_tell, taps, layers))
     return model
 
 
@@ -137,17 +134,13 @@ def _array(value: Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def _keep(seen: dict[str, Any], output: str, layer: str, item: str, module: nn.Module, given: Any, value: Any) -> None:
-    seen[output] = item_of(value, layer, item)
+def _begin(taps: Taps, module: nn.Module, given: Any) -> None:
+    taps.begin()
 
 
-def _tell(seen: dict[str, Any], layers: Mapping[str, str], module: nn.Module, given: Any, outputs: Any) -> Any:
-    told = {**dict(flat("", outputs)), **seen}
-    seen.clear()
-    for output, layer in layers.items():
-        if output not in told:
-            raise JobError([f"the teacher's layer {layer!r} is not used for these inputs: name another one"])
-    return told
+def _tell(taps: Taps, layers: Mapping[str, str], module: nn.Module, given: Any, outputs: Any) -> dict[str, Any]:
+    heard = taps.take()
+    return {**dict(flat("", outputs)), **{output: heard[layer] for output, layer in layers.items()}}
 
 
 inside = Inside

@@ -10,15 +10,19 @@ import cloudpickle
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from torch import nn
 
 import trainwright as tw
+from tests.conformance import tensorflow_case, torch_case
 from tests.ray.test_predict import columns_of, job, train
 from tests.unit.torch_jobs import Net
+from trainwright.core.distillation import SoftLoss
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.distilling import teachers
 from trainwright.distilling.teachers import Lecturer, Teacher
+from trainwright.strategies.distilling import Distilled
 from trainwright.strategies.tensorflow import files as keras_files
 from trainwright.strategies.torch import files as torch_files
 
@@ -103,12 +107,28 @@ def test_any_torch_module_teaches_with_the_weights_of_a_file_or_its_own(name: st
     assert teacher.identity() != other.identity()
 
 
+class Subclassed(keras.Model):  # type: ignore[misc]
+    """Its layers are called by code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = keras.layers.Dense(6, activation="tanh", name="inner")
+        self.head = keras.layers.Dense(3, name="head")
+        self(np.zeros((1, 4), np.float32))
+
+    def call(self, given: Any) -> Any:
+        return self.head(self.inner(given))
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own, of its variables
-@pytest.mark.parametrize("name", ["w.keras", "w.weights.h5"])
-def test_a_keras_model_teaches_with_its_layers(name: str, tmp_path: Path) -> None:
-    model = keras_model()
+@pytest.mark.parametrize(
+    ("build", "name"), [(keras_model, "w.keras"), (keras_model, "w.weights.h5"), (Subclassed, "w.weights.h5")],
+    ids=["whole", "functional", "subclassed"],
+)  # fmt: skip
+def test_a_keras_model_teaches_with_its_layers(build: Callable[[], Any], name: str, tmp_path: Path) -> None:
+    model = build()
     weights = exported(model, tmp_path, name)
-    teacher = Teacher(name="k", model=keras_model, weights=weights, inputs="x", layers=("inner",))
+    teacher = Teacher(name="k", model=build, weights=weights, inputs="x", layers=("inner",))
     hidden = np.tanh(rows()["x"] @ model.get_layer("inner").kernel.numpy())
     for found in (teacher.load().teach(rows()), teacher.module()({"x": rows()["x"]})):
         np.testing.assert_allclose(found["teacher.k"], np.asarray(model(rows()["x"])), atol=1e-5)
@@ -141,9 +161,10 @@ def several() -> nn.Module:
 
 
 def test_outputs_and_items_of_layers_are_chosen_by_name() -> None:
-    teacher = Teacher(name="t", model=several, inputs="x", layers=("middle:1", "first"))
+    teacher = Teacher(name="t", model=several, inputs="x", layers=("middle", "middle:1", "first"))
     found = teacher.load().teach(rows())
     np.testing.assert_allclose(found["teacher.t/middle:1"], -found["teacher.t/first"], atol=1e-6)
+    np.testing.assert_allclose(found["teacher.t/middle"], np.tanh(found["teacher.t/first"]), atol=1e-6)
     assert found["teacher.t"].shape == (21, 3)
     extra = Teacher(name="t", model=several, inputs="x", output="extra").load().teach(rows())
     np.testing.assert_allclose(extra["teacher.t"], found["teacher.t/middle:1"], atol=1e-6)
@@ -174,8 +195,7 @@ LATE: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
         "no layer 'none': valid names: f",
     ),
     "foreign": (lambda path: {"model": lambda: nn.Linear(4, 3), "weights": path}, "the weights do not fit the model"),
-    "tuple": (lambda path: {"model": Several, "weights": path, "layers": ("middle",)}, "gives a tuple: name an item"),
-    "item": (lambda path: {"model": Several, "weights": path, "layers": ("middle:7",)}, "gives no item '7'"),
+    "item": (lambda path: {"model": Several, "weights": path, "layers": ("middle:7",)}, "item '7' of the layer is no "),
     "output": (lambda path: {"model": Several, "weights": path, "output": "logit"}, "did you mean 'logits'"),
     "keras": (lambda path: {"model": keras_model, "weights": path}, "the weights do not fit the model"),
 }
@@ -213,3 +233,38 @@ def test_a_lecturer_is_a_heavy_transform() -> None:
     data = tw.datasets.table(rows()).map_batches(Teacher(name="t", model=seeded, inputs="x").load(), cpus=1)
     found = data.read(data.index(), [3, 1])
     np.testing.assert_allclose(found["teacher.t"], torch_hidden(seeded())[0][[3, 1]], atol=1e-6)
+
+
+BUILT: list[str] = []
+
+
+def counted_torch() -> nn.Module:
+    BUILT.append("torch")
+    return seeded()
+
+
+def counted_keras() -> keras.Model:
+    BUILT.append("keras")
+    keras.utils.set_random_seed(5)
+    return keras_model()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own, of its variables
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_a_loss_runs_teachers_in_the_step_as_if_their_columns_were_there(framework: str) -> None:
+    """They go to workers with the loss, and each is opened once in a process, also where two have the same weights."""
+    model, hard, tensor = {
+        "torch": (counted_torch, torch_case.cross_entropy, torch.from_numpy),
+        "keras": (counted_keras, tensorflow_case.cross_entropy, tf.constant),
+    }[framework]
+    inline = {name: Teacher(name=name, model=model, inputs="x").load() for name in ("one", "two")}
+    data, labels = rows(), tensor(np.arange(21) % 3)
+    columns = {f"teacher.{name}": tensor(one.teach(data)[f"teacher.{name}"]) for name, one in inline.items()}
+    soft, outputs = SoftLoss(alpha=0.3), tensor(np.random.default_rng(8).normal(size=(21, 3)).astype(np.float32))
+    stored = Distilled(soft=soft, hard=hard, targets=("y", *columns), labels=("y",), teachers=tuple(inline))
+    expected = np.asarray(stored(outputs, (labels, *columns.values())))
+    BUILT.clear()
+    loss = Distilled(soft=soft, hard=hard, targets=("y", "x"), labels=("y",), inline=inline)
+    for each in (loss, cloudpickle.loads(cloudpickle.dumps(loss))):
+        np.testing.assert_allclose(np.asarray(each(outputs, (labels, tensor(data["x"])))), expected, atol=1e-5)
+    assert [framework] * 2 == BUILT
