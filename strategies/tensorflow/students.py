@@ -44,7 +44,7 @@ class StudentClass(keras.Model):  # type: ignore[misc]
     """
 
     def __init__(self, models: Mapping[str, keras.Model], wanted: Wanted) -> None:
-        super().__init__()
+        super().__init__(autocast=False)  # each student takes its inputs in a type of its own
         self._names = (*models,)
         for name, model in models.items():
             setattr(self, f"student_{name}", model)  # attributes are in checkpoints, dicts are not

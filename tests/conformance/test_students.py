@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from torch import nn
 
@@ -19,10 +20,12 @@ from tests.conformance.harness import Pool, World
 from tests.conformance.test_choices import LAYOUTS, WIDTH, Run, assert_near, bent
 from tests.conformance.test_keras import ALONE, MIRRORED, PROBLEM
 from tests.conformance.test_pipeline import plan, spec, trained
+from tests.unit.torch_jobs import Files
 from trainwright.core.distillation import Match, SoftLoss
 from trainwright.strategies.distilling import Distilled, judged
 from trainwright.strategies.likeness import Bridge
-from trainwright.strategies.students import Students
+from trainwright.strategies.students import Students, lone
+from trainwright.strategies.tensorflow.files import take_weights
 
 
 def small() -> nn.Module:
@@ -155,7 +158,7 @@ def keras_trained(pool: Pool, case: Case, students: Students) -> tuple[Any, Mapp
 @pytest.mark.parametrize("case", [MIRRORED], ids=lambda case: case.name)
 def test_a_class_of_keras_on_two_devices_is_each_alone_on_one(pool: Pool, case: Case) -> None:
     students = keras_class("wide", "narrow")
-    _, files = keras_trained(pool, case, students)
+    said, files = keras_trained(pool, case, students)
     _, others = keras_trained(pool, ALONE, keras_class("wide"))
     ours, theirs = (
         {
@@ -168,3 +171,10 @@ def test_a_class_of_keras_on_two_devices_is_each_alone_on_one(pool: Pool, case: 
     assert len(theirs) == 1 + 4 and len(ours) == len(theirs) + 4 + 2
     assert all(np.allclose(ours[name], value, rtol=1e-9, atol=1e-9) for name, value in theirs.items())
     assert all(value.any() for value in ours.values()), "the teachers' weights too"
+    reader = Files()
+    reader.files.update(files)
+    model = students.alone("narrow")()
+    take_weights(model, reader)
+    data, rows = problems.columns(PROBLEM), problems.rows_of(case.feeds(PROBLEM, 1, range(1))[0][0])
+    outputs = lone(model)([tf.constant(data[name][rows]) for name in PROBLEM.inputs])
+    assert np.allclose(outputs, said["narrow"], rtol=1e-9)
