@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright import words
-from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.cluster import Cluster
-from trainwright.core.errors import JobError, StorageError, nearest
+from trainwright.core.errors import DataError, JobError, StorageError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.index import Index
 from trainwright.datasets.sources import Dataset, parquet
-from trainwright.describe import describe
 from trainwright.planner import choose, usable
 from trainwright.predictions import (
     MANIFEST,
-    SAMPLE,
     Manifest,
     Range,
     Work,
@@ -29,19 +27,18 @@ from trainwright.predictions import (
     missing,
     usual_rows,
 )
-from trainwright.predictor import Predictor, PredictOrder, Stored
+from trainwright.predictor import Form, Predictor, PredictOrder, Stored
 from trainwright.profiling import profile_job
 from trainwright.rowmeter import Meter
 from trainwright.store import Store, open_store
 from trainwright.strategies.question import place
+from trainwright.subjects import Subject, of_run
 from trainwright.trained import plan_here, replica_of, trained_plan
 from trainwright.travel import pack
-from trainwright.use import find_checkpoint
 
 ATTEMPTS = 3  # workers that may be lost with one range
 _HANG_S = 300.0  # for the next batch of a range, where the job says nothing
 _BATCH_ROWS = 1024  # where the job's global batch is larger
-_FACTS = ("train", "model", "inputs", "pad", "collate", "precision", "seed", "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,22 +75,20 @@ class Question:
     """What is asked for, checked as far as that can be without a cluster.
 
     Attributes:
-        job: a job that reads the data set as its `train`, and needs neither targets nor a loss.
+        subject: what predicts.
         index: of the data set.
-        runs: store with the run.
-        checkpoint: whose weights are used.
         folder: where the parts go.
         manifest: to be stored there.
+        form: in which outputs are written; None writes them as they are.
         ranges: all of them.
         waiting: those without a part.
     """
 
-    job: Job
+    subject: Subject
     index: Index
-    runs: Store
-    checkpoint: CheckpointRef
     folder: Store
     manifest: Manifest
+    form: Form | None
     ranges: tuple[Range, ...]
     waiting: tuple[Range, ...]
 
@@ -113,73 +108,99 @@ def predict(
     verbose: bool = False,
 ) -> Prediction:
     """See `trainwright.api.predict`."""
-    from trainwright.discover import connect, discover
-
     _check_numbers(workers=workers, batch_size=batch_size, range_rows=range_rows)
+    subject = of_run(job, _dataset(job, data), step)
     question = ask(
-        job, data, to=to, columns=tuple(columns or ()), keep=tuple(keep), step=step, range_rows=range_rows, fresh=fresh
-    )
-    if question.waiting:
-        rows, trained = batch_size or min(job.batch_size, _BATCH_ROWS), None if workers else trained_plan(job)
-        divided = trained if trained is not None and replica_of(trained).workers > 1 else None
-        connect(verbose)
-        plan, size = (plan_here(divided, job), 0) if divided else plan_pool(question, discover(), workers)
-        begin(question, fresh)
-        with Meter(question.index.rows, question.index.rows - sum(part.rows for part in question.waiting)) as meter:
-            order = _order(question, plan, rows)
-            if divided:
-                _compute_together(question, order, meter)
-            else:
-                _compute(question, order, size, meter)
-    return _finished(question)
+        subject, to=to, columns=tuple(columns or ()), keep=tuple(keep), range_rows=range_rows, fresh=fresh
+    )  # fmt: skip
+    return compute(question, workers=workers, batch_size=batch_size, fresh=fresh, verbose=verbose)
 
 
 def ask(
-    job: Job,
-    data: Any,
+    subject: Subject,
     *,
     to: str,
-    columns: tuple[str, ...],
-    keep: tuple[str, ...],
-    step: int | None,
-    range_rows: int | None,
-    fresh: bool,
+    columns: tuple[str, ...] = (),
+    keep: tuple[str, ...] = (),
+    form: Form | None = None,
+    index: Index | None = None,
+    range_rows: int | None = None,
+    fresh: bool = False,
 ) -> Question:
     """Everything that can be wrong and known before a cluster is needed.
 
+    Args:
+        subject: what predicts, and the data set.
+        to: the folder.
+        columns: outputs wanted; empty for all.
+        keep: columns of the data set that go with them.
+        form: in which outputs are written; its text is compared.
+        index: of the data set, where it is known.
+        range_rows: rows of a part, at most; by default as they are there, or by the size of a row.
+        fresh: compute again what the folder holds.
+
     Raises:
         JobError, DataError: no data, or a column is not in it.
-        CheckpointError: the run has none.
         RunConflict: the folder holds something else.
         StorageError: the folder cannot be read.
     """
-    serving = _serving(job, _dataset(job, data))
-    index = serving.train.index()
-    _check_columns(serving, serving.train.fields(index), keep)
-    runs, checkpoint = find_checkpoint(job, step)
+    index = index or subject.job.train.index()
+    subject.check(index, keep)
     folder = open_store(to)
     stored = None if fresh else folder.find(MANIFEST)
     old = Manifest.decode(stored, folder.uri_of(MANIFEST)) if stored is not None else None
-    facts = describe(serving, train=index)
-    asked = Manifest(
-        run=job.name,
-        checkpoint=checkpoint.path,
-        checkpoint_sha256=checkpoint.manifest_sha256,
-        step=checkpoint.step,
-        job={name: facts[name] for name in _FACTS},
-        data_sha256=index.hash,
-        rows=index.rows,
-        columns=columns,
-        keep=keep,
-        range_rows=range_rows or (old.range_rows if old else usual_rows(index)),
-    )
+    asked = _manifest(subject, index, columns=columns, keep=keep, form="" if form is None else str(form))
+    asked = replace(asked, range_rows=range_rows or (old.range_rows if old else usual_rows(index)))
     if old is not None:
         old.check(asked, folder.uri)
     ranges = cut(index, asked.range_rows)
     return Question(
-        job=serving, index=index, runs=runs, checkpoint=checkpoint, folder=folder, manifest=asked, ranges=ranges,
+        subject=subject, index=index, folder=folder, manifest=asked, form=form, ranges=ranges,
         waiting=_waiting(ranges, folder, known=old is not None, fresh=fresh),
     )  # fmt: skip
+
+
+def _manifest(subject: Subject, index: Index, **wish: Any) -> Manifest:
+    checkpoint = subject.weights.checkpoint.path if subject.weights else ""
+    return Manifest(
+        run=subject.job.name, checkpoint=checkpoint, checkpoint_sha256=subject.sha256, step=subject.step,
+        job=subject.facts(index), data_sha256=index.hash, rows=index.rows, range_rows=0, **wish,
+    )  # fmt: skip
+
+
+def compute(
+    question: Question,
+    *,
+    workers: int | None = None,
+    batch_size: int | None = None,
+    fresh: bool = False,
+    verbose: bool = False,
+) -> Prediction:
+    """Compute what is missing: on a pool of workers, or in the layout of the run where that divides the model.
+
+    Raises:
+        DataError: a part that is there is torn; says which.
+        TrainwrightError: as `trainwright.api.predict`.
+    """
+    from trainwright.discover import connect, discover
+
+    _check_parts(question)
+    if question.waiting:
+        job = question.subject.job
+        rows = batch_size or min(job.batch_size, _BATCH_ROWS)
+        trained = None if workers or question.subject.weights is None else trained_plan(job)
+        divided = trained if trained is not None and replica_of(trained).workers > 1 else None
+        if divided is not None:
+            _check_divided(question.subject, divided)
+        connect(verbose)
+        plan, size = (plan_here(divided, job), 0) if divided else plan_pool(question, discover(), workers)
+        begin(question, fresh)
+        with Meter(question.index.rows, question.index.rows - sum(part.rows for part in question.waiting)) as meter:
+            if divided:
+                _compute_together(question, _order(question, job, plan, rows), meter)
+            else:
+                _compute(question, _order(question, question.subject.lone or job, plan, rows), size, meter)
+    return _finished(question)
 
 
 def plan_pool(question: Question, cluster: Cluster, workers: int | None) -> tuple[Plan, int]:
@@ -189,9 +210,10 @@ def plan_pool(question: Question, cluster: Cluster, workers: int | None) -> tupl
         ResourceError: more is asked for than the cluster has.
         PlanError, UserCodeError, JobError: the model cannot be run.
     """
-    room = usable(cluster, question.job.replace(workers=workers) if workers else question.job)
+    job = question.subject.job
+    room = usable(cluster, job.replace(workers=workers) if workers else job)
     size = min(workers or room.slots, len(question.waiting))
-    alone = question.job.alone()
+    alone = job.alone(model=question.subject.outline)
     plan = choose(profile_job(alone, alone.train, question.index), cluster, alone).chosen
     return replace(plan, placement=place(room, size)), size
 
@@ -224,47 +246,35 @@ def _dataset(job: Job, data: Any) -> Dataset:
     return dataset
 
 
-def _serving(job: Job, data: Dataset) -> Job:
-    """The job without what only training needs, so that the data may lack it too."""
-    if not job.inputs:
-        raise JobError(["inputs= is missing: name the columns given to the model to predict with it"])
-    needed = job.collation.sources(job.arguments)
-    return job.replace(
-        train=data,
-        evaluate=None,
-        step=None,
-        loss=_no_loss,
-        metrics={},
-        targets=(),
-        schedule=None,
-        pad={name: pad for name, pad in job.pad.items() if name in needed},
-        workers=None,
-        accumulation=1,
-        inexact=("batch_norm",),  # its statistics are not taken from batches here
-    )
-
-
-def _no_loss(outputs: Any, targets: Any) -> Any:
-    raise AssertionError("nothing is trained")
-
-
 def _check_numbers(**numbers: int | None) -> None:
     problems = [f"{name}={value}: use 1 or more" for name, value in numbers.items() if value is not None and value < 1]
     if problems:
         raise JobError(problems)
 
 
-def _check_columns(job: Job, fields: Mapping[str, Any], keep: tuple[str, ...]) -> None:
-    problems = [
-        f"{what}={name!r} is no column of the data: {nearest(name, fields)}"
-        for what, names in (("inputs", job.input_columns), ("keep", keep))
-        for name in names
-        if name not in fields
-    ]
-    if SAMPLE in keep:
-        problems.append(f"keep={SAMPLE!r}: the row number has that name; rename the data's column")
-    if problems:
-        raise JobError(problems)
+def _check_parts(question: Question) -> None:
+    """Raise DataError for a part that is not whole, or has other rows than its name says, before it is relied on."""
+    rows = {part.name: part.rows for part in question.ranges if part not in set(question.waiting)}
+    if not rows:
+        return
+    try:
+        index = parquet(question.folder.uri).index()
+        found = Counter[str]()
+        for group in index.groups:
+            found[group.file.rpartition("/")[2]] += group.rows
+        for name in rows:
+            if found[name] != rows[name]:
+                raise DataError(f"the part has {found[name]} of {rows[name]} rows", where=question.folder.uri_of(name))
+    except DataError as error:
+        error.remedy = "delete this file: the same call computes it again, and nothing else"
+        raise
+
+
+def _check_divided(subject: Subject, plan: Plan) -> None:
+    """Raise JobError where what is asked for cannot be had in this layout."""
+    if subject.undivided and max(plan.mesh.tensor, plan.mesh.pipeline) > 1:
+        problem = f"{subject.undivided}, and the run was trained as {plan.name}: give workers= (--workers)"
+        raise JobError([f"{problem}, which predicts with the whole model on each"], where=subject.job.name)
 
 
 def _waiting(ranges: tuple[Range, ...], folder: Store, *, known: bool, fresh: bool) -> tuple[Range, ...]:
@@ -276,17 +286,17 @@ def _waiting(ranges: tuple[Range, ...], folder: Store, *, known: bool, fresh: bo
     return open_ranges if known else ranges
 
 
-def _order(question: Question, plan: Plan, batch_size: int) -> PredictOrder:
+def _order(question: Question, job: Job, plan: Plan, batch_size: int) -> PredictOrder:
     return PredictOrder(
-        job=pack(question.job),
+        job=pack(job),
         plan=plan,
         index=question.index,
-        runs=question.runs,
-        checkpoint=question.checkpoint,
+        weights=None if job is question.subject.lone else question.subject.weights,
         folder=question.folder,
         outputs=question.manifest.columns,
         keep=question.manifest.keep,
         batch_size=batch_size,
+        form=question.form,
     )
 
 
@@ -294,11 +304,11 @@ def _compute(question: Question, order: PredictOrder, size: int, meter: Meter) -
     """Let a pool of workers, each with the whole model, compute what is missing."""
     from trainwright.pool import Patience, Pool
 
-    job, placement = question.job, order.plan.placement
+    job, placement = question.subject.job, order.plan.placement
     patience = Patience(place_s=job.place_deadline_s, hang_s=job.hang_deadline_s or _HANG_S)
     device = placement.accelerator or f"CPU, {words.count(placement.threads, 'thread')} each"
     meter.note(
-        f"{job.name} at step {question.checkpoint.step:,}: {words.count(len(question.waiting), 'part')} of "
+        f"{question.manifest.who}: {words.count(len(question.waiting), 'part')} of "
         f"{len(question.ranges):,} to compute on {words.count(size, 'worker')} ({device})"
     )
     schema = _schema(question)
@@ -311,10 +321,11 @@ def _compute_together(question: Question, order: PredictOrder, meter: Meter) -> 
     """Read what is missing here, have the ranks of the trained layout predict it, and store it."""
     from trainwright.ranks import Ranks
 
-    schema = _schema(question)
+    schema, subject = _schema(question), question.subject
+    assert subject.weights is not None, "only a run was trained in a layout"
     with Ranks(
-        question.job, order.plan, question.runs, question.checkpoint, train=question.index, outputs=order.outputs,
-        note=meter.note,
+        subject.job, order.plan, subject.weights.runs, subject.weights.checkpoint, train=question.index,
+        outputs=order.outputs, note=meter.note,
     ) as ranks:  # fmt: skip
         predictor = Predictor(order, lambda batch: ranks.predict(batch.columns))
         for part in question.waiting:

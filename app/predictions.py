@@ -108,9 +108,9 @@ class Manifest:
     """What was asked for. Two calls with equal manifests write the same parts.
 
     Attributes:
-        run: name of the run that trained the model.
-        checkpoint: its folder within the run.
-        checkpoint_sha256: of the checkpoint's own manifest.
+        run: name of the run that trained the model, or of what else predicts.
+        checkpoint: its folder within the run; empty where the weights are of none.
+        checkpoint_sha256: of the checkpoint's own manifest, or of the weights.
         step: of the checkpoint.
         job: the job's fields that say what is computed, in words (`describe`); `train` is the data set, with digests of
             its rows and transforms.
@@ -119,6 +119,7 @@ class Manifest:
         columns: outputs asked for; empty for all.
         keep: columns of the data set that are kept.
         range_rows: rows of a range, at most.
+        form: in which the outputs are kept; empty for as they are.
     """
 
     run: str
@@ -131,6 +132,12 @@ class Manifest:
     columns: tuple[str, ...]
     keep: tuple[str, ...]
     range_rows: int
+    form: str = ""
+
+    @property
+    def who(self) -> str:
+        """What predicts, for people."""
+        return f"{self.run} at step {self.step:,}" if self.checkpoint else self.run
 
     def encode(self) -> bytes:
         """As it is stored."""

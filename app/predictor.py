@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from trainwright.checkpoints import CheckpointReader, read_manifest
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.data import Batch, Columns, Feed
+from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
@@ -32,6 +33,32 @@ from trainwright.store import Store
 from trainwright.travel import unpack
 from trainwright.use import lone_engine
 
+Form = Callable[[Columns], Columns]
+"""form(the model's outputs for some rows) -> what is written of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A checkpoint of a run.
+
+    Attributes:
+        runs: store with the run.
+        run: its name.
+        checkpoint: which.
+    """
+
+    runs: Store
+    run: str
+    checkpoint: CheckpointRef
+
+    def __str__(self) -> str:
+        return f"{self.run}, {self.checkpoint.path}"  # wherever the run lies
+
+    def reader(self) -> CheckpointReader:
+        """Of its files. Raises CheckpointError."""
+        manifest = read_manifest(self.runs, self.run, self.checkpoint)
+        return CheckpointReader(self.runs, self.run, self.checkpoint, manifest)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOrder:
@@ -41,23 +68,23 @@ class PredictOrder:
         job: the pickled job; its `train` is the data set to predict.
         plan: of one rank.
         index: of the data set.
-        runs: store with the run.
-        checkpoint: whose weights are used.
+        weights: that the model is given; None where it brings them.
         folder: where the parts go.
         outputs: those wanted; empty for all.
         keep: columns of the data set that go with them.
         batch_size: rows given to the model at once.
+        form: in which the outputs are written; None writes them as they are.
     """
 
     job: bytes
     plan: Plan
     index: Index
-    runs: Store
-    checkpoint: CheckpointRef
+    weights: Weights | None
     folder: Store
     outputs: tuple[str, ...]
     keep: tuple[str, ...]
     batch_size: int
+    form: Form | None = None
 
 
 class Hello(NamedTuple):
@@ -78,16 +105,21 @@ Outputs = Callable[[Batch], Sequence[Columns]]
 
 
 def lone_model(order: PredictOrder) -> Outputs:
-    """The checkpoint's model in this process.
+    """The order's model in this process. Raises as `standing`."""
+    job = unpack(order.job)
+    spec = job.model_spec(1, partial(job.train.row, order.index, _names(job, order)))
+    return standing(replace(spec, outputs=order.outputs), order.plan, order.weights)
+
+
+def standing(spec: ModelSpec, plan: Plan, weights: Weights | None, *, guest: bool = False) -> Outputs:
+    """A model in this process, on one device; as a guest, where the process does other work too.
 
     Raises:
         CheckpointError, UserCodeError, JobError: the model cannot be built, or its weights do not fit.
     """
-    job = unpack(order.job)
-    spec = job.model_spec(1, partial(job.train.row, order.index, _names(job, order)))
-    engine = lone_engine(replace(spec, outputs=order.outputs), order.plan)
-    manifest = read_manifest(order.runs, job.name, order.checkpoint)
-    engine.load(CheckpointReader(order.runs, job.name, order.checkpoint, manifest))
+    engine = lone_engine(spec, plan, guest=guest)
+    if weights is not None:
+        engine.load(weights.reader())
     return lambda batch: [engine.predict_step(_alone(batch))]
 
 
@@ -102,7 +134,7 @@ class Predictor:
     """
 
     def __init__(self, order: PredictOrder, outputs: Outputs) -> None:
-        self._order, self._outputs = order, outputs
+        self._order, self._outputs, self._form = order, outputs, order.form or _as_it_is
         job = unpack(order.job)
         self._data, self._seed = job.train, job.seed
         self._names = _names(job, order)
@@ -119,7 +151,7 @@ class Predictor:
         outputs: list[Columns] = []
         with closing(ReadAhead(self._batches(part), name="trainwright-predict")) as batches:
             for batch in batches:
-                outputs.extend(self._outputs(batch))
+                outputs.extend(map(self._form, self._outputs(batch)))
                 kept.append({name: batch.columns[name] for name in self._order.keep})
                 yield batch.rows
         table = table_of(part, joined(kept, part), joined(outputs, part))
@@ -178,6 +210,10 @@ def told(error: Exception, where: str) -> TrainwrightError:
 def _names(job: Job, order: PredictOrder) -> tuple[str, ...] | None:
     """The columns to read; None for all."""
     return None if job.columns is None else tuple(dict.fromkeys((*job.columns, *order.keep)))
+
+
+def _as_it_is(outputs: Columns) -> Columns:
+    return outputs
 
 
 def _alone(batch: Batch) -> Feed:

@@ -23,18 +23,21 @@ from trainwright.planner import choose
 from trainwright.profiling import profile_job, profiler_of
 from trainwright.store import Store, open_store
 from trainwright.strategies import engine_class
+from trainwright.strategies.students import lone
 from trainwright.trained import plan_here, trained_plan
 
 
 def load_model(job: Job, step: int | None = None) -> Any:
     """The job's model with the weights of its run's newest checkpoint, or of the one at `step`.
 
+    Of a class of students of which one alone is wanted (`Students.alone`), that student.
+
     Raises:
         CheckpointError: there is none, or it does not fit the model.
     """
     model = job.model()
     profiler_of(model).take_weights(model, reader_of(job, step))
-    return model
+    return lone(model)
 
 
 def export(job: Job, path: str, step: int | None = None) -> str:
@@ -97,13 +100,14 @@ def alone_here(job: Job, data: Dataset) -> tuple[Job, Index, Plan]:
     return alone, index, choose(profile_job(alone, data, index), here, alone).chosen
 
 
-def lone_engine(spec: ModelSpec, plan: Plan) -> Engine:
-    """An engine of one rank, built, on the device that the plan asks for."""
+def lone_engine(spec: ModelSpec, plan: Plan, *, guest: bool = False) -> Engine:
+    """An engine of one rank, built, on the device that the plan asks for; a guest takes the threads that are there."""
     engine = engine_class(plan)()
     alone = Generation(token=0, number=0)
     peer = Peer(rank=0, address=engine.reserve(alone, "worker"))
     devices = ("cuda:0",) if plan.placement.accelerator == "GPU" else ("cpu",)
-    engine.form(Group(generation=alone, rank=0, peers=(peer,), devices=devices, threads=plan.placement.threads))
+    threads = 0 if guest else plan.placement.threads
+    engine.form(Group(generation=alone, rank=0, peers=(peer,), devices=devices, threads=threads))
     engine.build(spec, plan)
     return engine
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from trainwright.core.data import Batch
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
+from trainwright.datasets.beside import beside
 from trainwright.datasets.columns import Arrays, Field, select
 from trainwright.datasets.derivations import (
     BatchFilter,
@@ -140,6 +141,19 @@ class Dataset:
         if length < 1:
             raise DataError(f"length={length} holds no token", remedy="give the length of a sequence, 1 or more")
         return self._derived(Pack(column=column, length=length, split=split))
+
+    def beside(self, other: Dataset) -> Dataset:
+        """This data set with the columns of another that has as many rows, such as what `tw.predict` made of it.
+
+        The other's column `sample` says which row of this one each of its rows belongs to (as numbered here: what comes
+        of a filter or a pack is numbered anew), and is left out. The order is this one's. Transforms before this see
+        the columns of their own data set alone; the other's are counted as this one's are.
+
+        Raises:
+            DataError: a data set has no rows by number; when they are read: a row is missing in the other, comes twice
+                or is one too many, or both have a column of one name.
+        """
+        return beside(self, other)
 
     def need_rows_by_number(self, word: str) -> None:
         """Raise DataError, naming the operation, where rows come in an order of their own only."""

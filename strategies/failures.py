@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import Batch
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -87,16 +91,25 @@ def peer_lost(error: BaseException, where: str) -> PeerLost:
     )
 
 
-def non_finite(what: str, where: str, samples: Iterable[int] = (), *, elsewhere: bool = False) -> NonFiniteLoss:
-    """A step that was not applied; `elsewhere` where another rank knows the samples."""
+def non_finite(
+    what: str, where: str, samples: Iterable[int] = (), *, elsewhere: bool = False, cause: str = ""
+) -> NonFiniteLoss:
+    """A step that was not applied; `elsewhere` where another rank knows the samples, `cause` as `spoiled` knows it."""
     error = NonFiniteLoss(
         what,
         where=where,
-        remedy="look at these samples, lower the learning rate, set clip_norm, or pass such steps by with "
+        remedy=f"{cause}look at these samples, lower the learning rate, set clip_norm, or pass such steps by with "
         'on_nonfinite="skip"; nothing of this step was applied',
     )
     error.samples, error.elsewhere = tuple(samples), elsewhere
     return error
+
+
+def spoiled(batch: Batch, rows: npt.NDArray[np.bool_]) -> str:
+    """Says which columns of a batch are not finite themselves in some rows; a teacher's may be one of them."""
+    floats = {name: column[rows] for name, column in batch.columns.items() if column.dtype.kind == "f"}
+    names = [name for name, column in floats.items() if not np.isfinite(column).all()]
+    return f"mend what gave {', '.join(map(repr, names))}, which is not finite there; " if names else ""
 
 
 def first_line(error: BaseException) -> str:

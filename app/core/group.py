@@ -80,7 +80,7 @@ class Group:
         devices: the receiver's devices, such as `("cpu",)` or `("cuda:0",)`.
         slot: the receiver's room, for as long as it lives.
         accelerators: their ids on the node, which a process that was not given them must make visible to itself.
-        threads: CPU threads the receiver may use.
+        threads: CPU threads the receiver may use; 0 where its process has others to serve and keeps those it has.
         deadline_s: seconds within which the group must have formed and any collective must end.
     """
 

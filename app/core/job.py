@@ -7,20 +7,21 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from trainwright.core.collation import Collation, Pad
 from trainwright.core.consistency import inconsistencies
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError, nearest
+from trainwright.core.errors import JobError
+from trainwright.core.fields import Fields
 from trainwright.core.plan import Plan
 from trainwright.core.plantext import lone
 
 Names = tuple[str, ...]
 
 
-class Job(BaseModel):
+class Job(Fields):
     """A training job. Going from one device to a cluster changes no field of it.
 
     Attributes:
@@ -134,8 +135,6 @@ class Job(BaseModel):
             replaced; by default 30 times the longest wait so far, between 2 and 15 minutes.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())
-
     name: str
     model: Callable[[], Any]
     optimizer: Callable[[Any], Any] | None = None
@@ -198,22 +197,12 @@ class Job(BaseModel):
     skip_limit: Annotated[int, Field(ge=0)] = 100
     hang_deadline_s: Annotated[float, Field(gt=0)] | None = None
 
-    def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise JobError(_problems(error, type(self)), where="job") from None
-
     @model_validator(mode="after")
     def _consistent(self) -> Job:
         problems = inconsistencies(self)
         if problems:
             raise JobError(problems)
         return self
-
-    def replace(self, **fields: Any) -> Job:
-        """A copy with some fields changed, validated like a new one."""
-        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
 
     def alone(self, **fields: Any) -> Job:
         """The same for one worker with one device, by whatever strategy: nothing of the layout is pinned.
@@ -340,20 +329,3 @@ def _scheduled(job: Job) -> Callable[[int, int], float] | None:
         return schedule
     open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
     return functools.partial(schedule, batch_size=job.batch_size) if open_keyword else schedule
-
-
-def _problems(error: ValidationError, kind: type[Job]) -> list[str]:
-    """Every problem pydantic found, in words that name the field and the remedy."""
-    problems: list[str] = []
-    for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"])
-        cause = item.get("ctx", {}).get("error")
-        if item["type"] == "extra_forbidden":
-            problems.append(f"{field}= is no field of Job: {nearest(field, kind.model_fields)}")
-        elif item["type"] == "missing":
-            problems.append(f"{field}= is missing")
-        elif isinstance(cause, JobError):
-            problems.extend(cause.problems)
-        else:
-            problems.append(f"{field}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
-    return problems

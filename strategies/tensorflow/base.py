@@ -58,9 +58,9 @@ class TensorFlowEngine(ABC):
         self._check_new()
         self._group = group
         try:
-            threads = max(group.threads, 1)
-            tf.config.threading.set_intra_op_parallelism_threads(threads)
-            tf.config.threading.set_inter_op_parallelism_threads(max(threads, 2))
+            if group.threads:
+                tf.config.threading.set_intra_op_parallelism_threads(group.threads)
+                tf.config.threading.set_inter_op_parallelism_threads(max(group.threads, 2))
             self._strategy = self.open_strategy(group)
         except RuntimeError as error:
             late = too_late(error, self._where)

@@ -79,7 +79,7 @@ class Evaluation:
             for batch in _batches(feed)
         ]
         for batch, outputs in begun:
-            for name, value in self._chosen(dict(_flat("", outputs()))).items():
+            for name, value in self._chosen(dict(flat("", outputs()))).items():
                 found.setdefault(name, []).append(self._checked(name, value, batch))
         return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -134,13 +134,13 @@ def _batches(feed: Feed) -> Iterator[Batch]:
         yield from part
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every output by name, those inside others too."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _flat(f"{name}_{key}" if name else str(key), part)
+            yield from flat(f"{name}_{key}" if name else str(key), part)
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
-            yield from _flat(f"{name or 'output'}_{number}", part)
+            yield from flat(f"{name or 'output'}_{number}", part)
     elif value is not None:
         yield name or "output", value

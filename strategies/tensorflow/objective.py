@@ -19,6 +19,7 @@ import tensorflow as tf
 from trainwright.core.data import Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.strategies.distilling import Distilled, Judged
 from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.failures import user_code
 
@@ -45,8 +46,8 @@ class Caller:
         given = [columns[name] for name in self.spec.inputs]
         with user_code("the model", self.where):
             if self.spec.keywords:
-                return _called(model, dict(zip(self.spec.keywords, given, strict=True)), training=training)
-            return _called(model, given, training=training)
+                return call_model(model, dict(zip(self.spec.keywords, given, strict=True)), training=training)
+            return call_model(model, given, training=training)
 
     def targets(self, columns: batches.Tensors) -> Any:
         """The target column, or a tuple where there are several."""
@@ -127,7 +128,7 @@ class Caller:
         return JobError([problem], where=self.where)
 
 
-def _called(model: keras.Model, given: Any, *, training: bool) -> Any:
+def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
     """Several inputs go to functional models as one structure, to others as arguments."""
     if isinstance(model, keras.Sequential | keras.src.models.functional.Functional):
         whole = given[0] if isinstance(given, list) and len(given) == 1 else given
@@ -147,6 +148,8 @@ def per_sample(function: Any, outputs: Any, targets: Any) -> Any:
 
 def applied(function: Any, outputs: Any, targets: Any) -> Any:
     """A function (outputs, targets), or one of Keras' losses and metrics, which take them the other way round."""
+    if isinstance(function, Distilled | Judged):
+        return function(outputs, targets)
     if isinstance(function, keras.losses.Loss):
         return function.call(targets, outputs)
     if isinstance(function, keras.src.metrics.reduction_metrics.MeanMetricWrapper):

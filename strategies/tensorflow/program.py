@@ -21,7 +21,7 @@ import tensorflow as tf
 from trainwright.core.data import Batch, Feed, StepReport, fold
 from trainwright.core.noise import Scatter, due
 from trainwright.core.phases import COMPILED
-from trainwright.strategies.failures import non_finite, shown
+from trainwright.strategies.failures import non_finite, shown, spoiled
 from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.objective import Caller
 from trainwright.strategies.tensorflow.replica import Replica
@@ -258,9 +258,8 @@ class Program:
             if bad.any():
                 samples = batch.samples[bad].tolist()
                 where = f"{self._caller.where}, data rank {rank}"
-                raise non_finite(
-                    f"the loss became {loss} in step {feed.step + 1}, in samples {shown(samples)}", where, samples
-                )
+                what = f"the loss became {loss} in step {feed.step + 1}, in samples {shown(samples)}"
+                raise non_finite(what, where, samples, cause=spoiled(batch, bad))
         what = f"the loss became {loss} in step {feed.step + 1}, on another data rank"
         raise non_finite(what, self._caller.where, elsewhere=True)
 

@@ -52,7 +52,8 @@ class TorchEngine:
         self._runner = None
         self._group = group
         self._device = torch.device(group.devices[0])
-        torch.set_num_threads(max(group.threads, 1))
+        if group.threads:
+            torch.set_num_threads(group.threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         if self._replica is not None:

@@ -48,3 +48,11 @@ def _sites(module: nn.Module) -> Iterator[int]:
     """Each place of the tree that holds a parameter, by the parameter's identity."""
     for _, owner in module.named_modules(remove_duplicate=False):
         yield from (id(parameter) for parameter in owner._parameters.values() if parameter is not None)
+
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model consists of; of containers, which are not called, what they hold."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += parts(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return found

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from trainwright.strategies.torch.blocks import blocks, outside
+from trainwright.strategies.torch.blocks import blocks, outside, parts
 
 
 def compile_whole(model: nn.Module, device: torch.device) -> None:
@@ -26,7 +26,7 @@ def compile_blocks(model: nn.Module, device: torch.device, cuts: Iterable[str] =
         cuts: names of modules at which the model is cut: a block that one of them is inside of stays as it is.
     """
     _prepare(device)
-    for module in outside(model, blocks(model) or [*model.children()], cuts):
+    for module in outside(model, blocks(model) or parts(model), cuts):
         module.forward = torch.compile(module.forward)
 
 

@@ -66,7 +66,7 @@ def predict(model: nn.Module, caller: Caller, feed: Feed, through: Through | Non
         for batch in _batches(feed):
             with caller.precision():
                 outputs = through(batch) if through else caller.outputs(model, caller.inputs(batch))
-            for name, value in _chosen(dict(_flat("", outputs)), caller).items() if outputs is not None else ():
+            for name, value in _chosen(dict(flat("", outputs)), caller).items() if outputs is not None else ():
                 found.setdefault(name, []).append(_checked(name, value, batch, caller))
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -105,7 +105,7 @@ def _batches(feed: Feed) -> Iterator[Batch]:
         yield from part
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every output by name, those inside others too."""
     parts = _parts(value)
     if parts is None:
@@ -114,7 +114,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     outer = name if isinstance(parts, Mapping) else name or "output"
     for key, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
-        yield from _flat(f"{outer}_{key}" if outer else str(key), part)
+        yield from flat(f"{outer}_{key}" if outer else str(key), part)
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:

@@ -63,8 +63,9 @@ def profile_model(
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
-    backend = "torch" if any(kind.__module__.startswith("keras.") for kind in type(built).__mro__) else ""
-    known = ModelProfile(framework="torch", layers=(), inexact=norms, keras_backend=backend, trained=_trained(built))
+    known = ModelProfile(
+        framework="torch", layers=(), inexact=norms, keras_backend=_backend(built), trained=_trained(built)
+    )
     known = replace(known, recounted=next(iter(recomputed_buffers(built)), ""))
     call = inputs, keywords
     trace = _first_traced(built.to("meta"), tensors, call, step)
@@ -78,11 +79,16 @@ def profile_model(
         whole = trace.division.weights(trace.heads) - _divided(built, split)
         again = _first_traced(built, tensors, call, step, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
-    costs = _leading(_costs(built, held, trace, rows), split)
-    layers = folded(costs)
+    layers = folded(_leading(_costs(built, held, trace, rows), split))
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible)
+
+
+def _backend(model: nn.Module) -> str:
+    """Keras' backend where a module is Keras', or one inside it; empty otherwise."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return "torch" if any(kind.__module__.startswith("keras.") for kind in kinds) else ""
 
 
 def _trained(model: nn.Module) -> tuple[tuple[int, int], ...]:

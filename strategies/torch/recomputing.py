@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.strategies.torch.blocks import blocks, outside
+from trainwright.strategies.torch.blocks import blocks, outside, parts
 
 
 def recompute(model: nn.Module, divided: Iterable[str] = ()) -> None:
@@ -41,7 +41,7 @@ def _recomputed(model: nn.Module, divided: Iterable[str]) -> list[nn.Module]:
 
 
 def _children(model: nn.Module) -> list[nn.Module]:
-    return [child for child in model.children() if next(child.parameters(), None) is not None]
+    return [child for child in parts(model) if next(child.parameters(), None) is not None]
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

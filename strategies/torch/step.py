@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainwright.core.data import Feed, StepReport, fold
 from trainwright.core.errors import JobError
-from trainwright.strategies.failures import non_finite, shown
+from trainwright.strategies.failures import non_finite, shown, spoiled
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective, Share
@@ -231,8 +231,7 @@ def check_finite(runner: Runner, totals: Totals, feed: Feed) -> None:
             rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
             samples = share.batch.samples[rows].tolist()
             where = f"{runner.where}, data rank {share.data_rank}"
-            raise non_finite(
-                f"the loss became {totals.loss} in step {feed.step + 1}, in samples {shown(samples)}", where, samples
-            )
+            what = f"the loss became {totals.loss} in step {feed.step + 1}, in samples {shown(samples)}"
+            raise non_finite(what, where, samples, cause=spoiled(share.batch, rows))
     what = f"the loss became {totals.loss} in step {feed.step + 1}, on another data rank"
     raise non_finite(what, runner.where, elsewhere=True)

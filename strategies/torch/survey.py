@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class Surveyor:
     def _calls(self, inputs: Sequence[Tensor]) -> list[Call]:
         """Outermost calls that lie in one section, and those with which one begins."""
         names = {module: name for name, module in self._model.named_modules()}
+        heard = [name.split(".") for module, name in names.items() if module._forward_hooks]
         events = _Events()
         handles = [
             handle
@@ -72,7 +73,7 @@ class Surveyor:
             for handle in handles:
                 handle.remove()
         begins = self._begins(events, names)
-        outer = list(_outer(events.spans, begins))
+        outer = list(_outer(events.spans, begins, {".".join(path[:end]) for path in heard for end in range(len(path))}))
         kept = {name for name, _, whole in outer if whole} | {name for name, begin, _ in outer if begin in begins}
         return [
             Call(name=name, section=sum(each <= begin for each in begins), whole=whole, begins=begin in begins)
@@ -277,12 +278,19 @@ def _recomputed() -> bool:
     return frame is not None
 
 
-def _outer(spans: Sequence[tuple[str, int, int]], begins: Sequence[int]) -> Iterator[tuple[str, int, bool]]:
-    """Calls that are not inside one which lies in a section: name, begin, and whether it lies in one itself."""
+def _outer(
+    spans: Sequence[tuple[str, int, int]], begins: Sequence[int], opened: Set[str]
+) -> Iterator[tuple[str, int, bool]]:
+    """Calls that are not inside one which lies in a section: name, begin, and whether it lies in one itself.
+
+    Args:
+        opened: modules that have others inside with hooks of the user's, which may keep what these give: they count as
+            if they lay in no section, so that it can be followed.
+    """
     until = 0
     for name, begin, end in spans:
         if begin > until:
-            whole = not any(begin < each < end for each in begins)
+            whole = name not in opened and not any(begin < each < end for each in begins)
             yield name, begin, whole
             until = end if whole else until
 

@@ -35,7 +35,7 @@ from trainwright.predictions import (
     table_of,
     usual_rows,
 )
-from trainwright.predictor import Predictor, PredictOrder, PredictorProcess, Stored, lone_model
+from trainwright.predictor import Predictor, PredictOrder, PredictorProcess, Stored, Weights, lone_model
 from trainwright.rowmeter import Meter
 from trainwright.store import open_store
 from trainwright.travel import pack
@@ -116,6 +116,7 @@ def test_a_manifest_is_read_back_and_agrees_wherever_the_data_lies() -> None:
         ({"columns": ()}, "columns: ('logits',) -> ()"),
         ({"keep": ("id", "y")}, "keep: ('id',) -> ('id', 'y')"),
         ({"range_rows": 20}, "range_rows: 10 -> 20"),
+        ({"form": "fp16"}, "form:  -> fp16"),
         ({"job": {**JOB, "model": "net [87654321]"}}, "model: net [12345678] -> net [87654321]"),
     ],
 )
@@ -222,8 +223,10 @@ def order_of(folder: Path, data: tw.datasets.Dataset, **changes: Any) -> Predict
     job = tw.Job(name="n", model=Net, optimizer=adam, loss=loss, inputs="x", train=data, batch_size=4)
     fields: dict[str, Any] = {
         "job": pack(job), "plan": plan(engine="trainwright.strategies.torch.one_device:OneDevice"),
-        "index": data.index(), "runs": store, "outputs": (), "keep": ("id",),
-        "checkpoint": CheckpointRef(step=0, path="checkpoints/00000000-1", manifest_sha256=sums), "batch_size": 4,
+        "index": data.index(), "outputs": (), "keep": ("id",), "batch_size": 4,
+        "weights": Weights(
+            runs=store, run="n", checkpoint=CheckpointRef(step=0, path="checkpoints/00000000-1", manifest_sha256=sums)
+        ),
         "folder": open_store(str(folder / "out")),
     }  # fmt: skip
     return PredictOrder(**{**fields, **changes})
@@ -257,8 +260,9 @@ def test_errors_are_answers_with_rows_and_node(tmp_path: Path) -> None:
     (answer,) = process.compute(Range(start=0, stop=20))
     assert isinstance(answer, JobError) and "no output 'logits'" in answer.what
     assert "rows 0 to 19 on " in answer.where and not list(broken.folder.list())
-    absent = replace(broken, checkpoint=replace(broken.checkpoint, path="checkpoints/00000009-1"))
-    error = process.load(absent)
+    assert broken.weights is not None
+    lost = replace(broken.weights.checkpoint, path="checkpoints/00000009-1")
+    error = process.load(replace(broken, weights=replace(broken.weights, checkpoint=lost)))
     assert isinstance(error, TrainwrightError) and "MANIFEST.json is missing" in error.what
 
 

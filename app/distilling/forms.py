@@ -1,0 +1,138 @@
+"""Forms in which a teacher's outputs are kept: whole, in half precision, or the largest of them and what is left.
+
+Of `topk(k)` are kept the k largest logits of the last axis (half precision), which they are, and the logarithm of the
+probability that all others have together at temperature 1. Read back, the others share it evenly, as logits: so the
+softmax at 1 has the mass of the k and of the rest that it had, and nobody needs to know how it was kept.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.errors import JobError
+
+Array = npt.NDArray[Any]
+
+WHOLE, INDEX, REST, CLASSES = "", "_index", "_rest", "_classes"  # what the columns of one output end on
+_TOPK = re.compile(r"topk\((\d+)\)")
+_SMALL = 1 << 16  # classes that fit two bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How outputs are kept.
+
+    Attributes:
+        bits: of each number, 32 or 16.
+        largest: logits that are kept of the last axis; None for all.
+    """
+
+    bits: int = 16
+    largest: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `fp32`, `fp16` or `topk(8)`. Raises JobError for anything else."""
+        found = _TOPK.fullmatch(text.replace(" ", ""))
+        if found and int(found[1]):
+            return cls(largest=int(found[1]))
+        if text not in ("fp32", "fp16"):
+            raise JobError([f'keep={text!r}: use "fp32", "fp16", or "topk(8)" for the 8 largest logits and the rest'])
+        return cls(bits=int(text.removeprefix("fp")))
+
+    def __str__(self) -> str:
+        return f"fp{self.bits}" if self.largest is None else f"topk({self.largest})"
+
+    @property
+    def layers(self) -> Form:
+        """The form of hidden states, which have no largest ones."""
+        return Form(bits=self.bits)
+
+    def encode(self, name: str, values: Array) -> dict[str, Array]:
+        """Columns that hold an output.
+
+        Args:
+            name: of the columns, with different endings.
+            values: (rows, ...) floats; (rows, ..., classes) where only the largest are kept.
+
+        Raises:
+            JobError: they are no floats, not finite, too large for half precision, or of too few classes.
+        """
+        _check(name, values)
+        if self.largest is None:
+            return {name: _half(name, values) if self.bits == 16 else values.astype(np.float32)}
+        if values.ndim < 2 or values.shape[-1] <= self.largest:
+            raise _wrong(
+                f"{name} has the shape {values.shape[1:]} in each row, and topk({self.largest}) is for the logits of "
+                f'more than {self.largest} classes: use keep="fp16"'
+            )
+        return self._largest(name, values, self.largest)
+
+    def _largest(self, name: str, values: Array, count: int) -> dict[str, Array]:
+        classes = values.shape[-1]
+        index = np.argpartition(values, classes - count, axis=-1)[..., classes - count :]
+        order = np.argsort(-np.take_along_axis(values, index, -1), axis=-1, kind="stable")
+        index = np.take_along_axis(index, order, -1)
+        others = values.astype(np.float64)
+        total = _log_sum(others)
+        np.put_along_axis(others, index, -np.inf, -1)
+        return {
+            name + WHOLE: _half(name, np.take_along_axis(values, index, -1)),
+            name + INDEX: index.astype(np.uint16 if classes <= _SMALL else np.uint32),
+            name + REST: (_log_sum(others) - total).astype(np.float32),
+            name + CLASSES: np.full(len(values), classes, dtype=np.int32),  # a few bytes a file, as it is encoded there
+        }
+
+
+def names_of(form: Form, name: str) -> tuple[str, ...]:
+    """The columns that hold an output."""
+    return (name,) if form.largest is None else (name + WHOLE, name + INDEX, name + REST, name + CLASSES)
+
+
+def decode(form: Form, name: str, columns: dict[str, Array]) -> Array:
+    """An output as it was before `encode`: (rows, ...) float32."""
+    values = columns[name].astype(np.float32)
+    if form.largest is None:
+        return values
+    classes = int(columns[name + CLASSES].max(initial=form.largest + 1))
+    rest = columns[name + REST].astype(np.float64)
+    with np.errstate(divide="ignore"):
+        odds = rest - np.log(-np.expm1(np.minimum(rest, -np.finfo(np.float32).tiny)))
+    share = odds + _log_sum(values.astype(np.float64)) - np.log(classes - form.largest)
+    share = np.minimum(share, values[..., -1])  # rounding may not put them before what was larger
+    whole = np.repeat(share.astype(np.float32)[..., None], classes, axis=-1)
+    np.put_along_axis(whole, columns[name + INDEX].astype(np.int64), values, -1)
+    return whole
+
+
+def _log_sum(values: Array) -> Array:
+    """log(sum(exp(values))) over the last axis; minus infinity where all are."""
+    top = values.max(axis=-1, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(np.exp(values - top).sum(axis=-1)) + top[..., 0])
+
+
+def _check(name: str, values: Array) -> None:
+    if values.dtype.kind != "f":
+        raise _wrong(f"{name} is {values.dtype}: a teacher's outputs are floats; name the one with output=")
+    bad = np.isnan(values) | (values == np.inf)  # minus infinity masks a class
+    if bad.any():
+        raise _wrong(f"{name} is NaN or infinite in {int(bad.any(axis=tuple(range(1, values.ndim))).sum())} rows")
+
+
+def _half(name: str, values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        half = values.astype(np.float16)
+    if np.isposinf(half).any() or (np.isneginf(half) & np.isfinite(values)).any():
+        raise _wrong(f'{name} has values up to {np.abs(values[np.isfinite(values)]).max():g}: use keep="fp32"')
+    return half
+
+
+def _wrong(problem: str) -> JobError:
+    return JobError([f"the teacher's {problem}"])

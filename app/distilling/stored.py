@@ -1,0 +1,139 @@
+"""Soft targets that are computed once and kept: by the pool that predicts, in a folder of the teacher and the data.
+
+    <folder>/<teacher>-<identity>-<data>-<form>/_PREDICTIONS.json and parts, as `tw.predict` writes them
+
+They are predictions in a form of their own: continued where they were stopped, and not computed where they are there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainwright.core.data import Columns
+from trainwright.core.errors import JobError
+from trainwright.datasets.columns import Arrays
+from trainwright.datasets.index import Index, digest
+from trainwright.datasets.sources import Dataset, parquet
+from trainwright.describe import essence
+from trainwright.distilling.forms import Form, decode
+from trainwright.distilling.teachers import Teacher
+from trainwright.predicting import ask, compute
+from trainwright.predictions import SAMPLE
+from trainwright.strategies.teaching import Lesson, log_odds
+from trainwright.subjects import Subject
+
+_OUTPUT, _LAYER = "output", "layer_{}"  # columns of the files; a teacher's own names hold dots and slashes
+_LETTERS = 12  # of a sum, in the name of a folder
+
+
+def stored_targets(
+    teacher: Teacher,
+    data: Dataset,
+    *,
+    folder: str,
+    keep: str = "fp16",
+    workers: int | None = None,
+    batch_size: int | None = None,
+    range_rows: int | None = None,
+    fresh: bool = False,
+    verbose: bool = False,
+) -> Dataset:
+    """What a teacher says of every row of a data set, for `data.beside(...)`; computed where it is not there yet.
+
+    A teacher whose run divided its model over workers is asked in that layout, another one by a pool of workers that
+    each hold all of it. Transforms of the data are as in epoch 0: random ones belong after `beside`.
+
+    Args:
+        teacher: who is asked.
+        data: whose rows; it needs the teacher's inputs alone.
+        folder: that holds those of all teachers and data sets, or `s3://`, `gs://`, `az://`.
+        keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
+        workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
+        batch_size: rows computed at once; by default the teacher's.
+        range_rows: rows of a part, at most; by default by the size of a row of the data. Where whole logits are much
+            larger than the inputs, as of language models, choose it so that those of a part fit a worker's memory.
+        fresh: compute again what is there.
+        verbose: show Ray's own output.
+
+    Returns:
+        A data set with `sample` and the teacher's columns, whole and as float32.
+
+    Raises:
+        RunConflict: the folder holds what another teacher says, or of other data; says what differs.
+        DataError: a part is torn.
+        TrainwrightError: the teacher, the data, the storage or the cluster is not right.
+    """
+    form, subject = Form.parse(keep), teacher.subject(data)
+    filing, index = Filing(lesson=teacher.lesson, form=form), data.index()
+    columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
+    to = f"{folder.rstrip('/')}/{folder_name(teacher, subject, index, form)}"
+    question = ask(subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, fresh=fresh)
+    done = compute(
+        question, workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh, verbose=verbose
+    )  # fmt: skip
+    return parquet(done.uri).map_batches(Whole(columns=teacher.columns, form=form))
+
+
+def folder_name(teacher: Teacher, subject: Subject, index: Index, form: Form) -> str:
+    """Of what a teacher says of a data set: by the sums of its weights and of the data, wherever they lie."""
+    rows = digest([index.hash, essence(subject.facts(index))["train"]])
+    layers = f"-{digest(teacher.layers)[:6]}" if teacher.layers else ""
+    kept = re.sub(r"\W", "", str(form))
+    return f"{teacher.name}-{subject.sha256[:_LETTERS]}-{rows[:_LETTERS]}-{kept}{layers}"
+
+
+@dataclass(kw_only=True)
+class Filing:
+    """Outputs of a teacher's model -> columns of a file. In each process the first outputs are looked at.
+
+    Attributes:
+        lesson: what its columns are made of.
+        form: in which they are kept.
+    """
+
+    lesson: Lesson
+    form: Form
+    _looked: bool = False
+
+    def __call__(self, outputs: Columns) -> Columns:
+        """Raises JobError for what a teacher may not say, or what cannot be kept in this form."""
+        look, self._looked = None if self._looked else np.asarray, True
+        told = self.lesson.told(outputs, log_odds, look)
+        output, *layers = (told[name] for name in self.lesson.columns)
+        columns = self.form.encode(_OUTPUT, output)
+        for number, layer in enumerate(layers):
+            columns |= self.form.layers.encode(_LAYER.format(number), layer)
+        return columns
+
+    def __str__(self) -> str:
+        """What of it changes the files."""
+        words = [str(self.form), *(f"layer {layer}" for layer in self.lesson.layers)]
+        words += [f"output {self.lesson.output}"] if self.lesson.output else []
+        return ", ".join(words + ([self.lesson.probabilities] if self.lesson.probabilities else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Columns of a file -> a teacher's columns, as it gave them.
+
+    Attributes:
+        columns: their names.
+        form: in which they were kept.
+    """
+
+    columns: tuple[str, ...]
+    form: Form
+
+    def __call__(self, columns: Arrays) -> dict[str, Any]:
+        """Raises JobError where the files hold something else."""
+        if _OUTPUT not in columns:
+            raise JobError([f"the files hold {', '.join(columns)}, and no {_OUTPUT!r} of a teacher"])
+        output, *layers = self.columns
+        told = {output: decode(self.form, _OUTPUT, columns)}
+        for number, layer in enumerate(layers):
+            told[layer] = decode(self.form.layers, _LAYER.format(number), columns)
+        return {SAMPLE: columns[SAMPLE], **told}

@@ -1,0 +1,101 @@
+"""What teachers of all frameworks share: what they are given, which output teaches, what may be said. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.errors import JobError, nearest
+
+LOGITS = "logits"  # the output that teaches where there are several and none is named
+_NEAR = 1e-3  # by which a sum of probabilities may be off, as those of half precision are
+LogOdds = Callable[[Any, bool], Any]
+Look = Callable[[Any], npt.NDArray[Any]]
+
+
+def chosen_output(outputs: Mapping[str, Any], name: str = "") -> Any:
+    """The output of this name; where none is given the only one, or the logits. Raises JobError."""
+    wanted = name or (next(iter(outputs)) if len(outputs) == 1 else LOGITS)
+    if wanted not in outputs:
+        problem = nearest(name, outputs) if name else f"name one of them with output=: {', '.join(outputs) or 'none'}"
+        raise JobError([f"the teacher has no output {wanted!r}: {problem}"])
+    return outputs[wanted]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What a teacher is given, and what its columns are made of.
+
+    Attributes:
+        inputs: columns given to the model, after collation.
+        keywords: the model's own name of each; empty where they are positional.
+        output: which of its outputs teaches; empty for the only one, or the logits.
+        layers: names of layers, in the order of their columns; see `tapped`.
+        columns: names of what comes of the output and of each layer.
+        probabilities: the output is no logits, but the probability of one class among all (`softmax`) or of each by
+            itself (`sigmoid`), whose logits are taken; empty where it is logits or values.
+        precision: in which the model computes.
+    """
+
+    inputs: tuple[str, ...]
+    keywords: tuple[str, ...]
+    output: str
+    layers: tuple[str, ...]
+    columns: tuple[str, ...]
+    probabilities: str
+    precision: str
+
+    @property
+    def tapped(self) -> dict[str, str]:
+        """The layer that each further output of the model holds, by the output's name."""
+        return {f"layer:{number}": layer for number, layer in enumerate(self.layers)}
+
+    def told(self, outputs: Mapping[str, Any], log_odds: LogOdds, look: Look | None = None) -> dict[str, Any]:
+        """The teacher's columns for some rows.
+
+        Args:
+            outputs: of the model, those of layers included.
+            log_odds: (probabilities, each by itself) -> logits.
+            look: the output as an array, to be looked at; None leaves that.
+
+        Raises:
+            JobError: there is no such output, or it is no logits, or no probabilities, and the teacher says it is.
+        """
+        layers = [outputs[name] for name in self.tapped]
+        output = chosen_output({name: value for name, value in outputs.items() if name not in self.tapped}, self.output)
+        if look is not None:
+            check(look(output), self.probabilities)
+        if self.probabilities:
+            output = log_odds(output, self.probabilities == "sigmoid")
+        return dict(zip(self.columns, (output, *layers), strict=True))
+
+
+def check(output: npt.NDArray[Any], probabilities: str) -> None:
+    """Raise JobError where what a teacher says of some rows is not what it is said to be."""
+    several = output.ndim > 1 and output.shape[-1] > 1
+    one = several and _fractions(output) and bool((np.abs(output.sum(axis=-1, dtype=np.float64) - 1) <= _NEAR).all())
+    if one and not probabilities:
+        raise JobError(
+            [
+                "the teacher's outputs are probabilities and no logits: from 0 to 1 in each row, and 1 in sum: "
+                "let the model end before its softmax, or give Teacher(probabilities=True), which takes their logarithm"
+            ]
+        )
+    if probabilities and not (one if probabilities == "softmax" else _fractions(output)):
+        wanted = "1 in sum in each row" if probabilities == "softmax" else "from 0 to 1"
+        raise JobError([f"the teacher's outputs are no probabilities, {wanted}: leave probabilities= out for logits"])
+
+
+def log_odds(probabilities: npt.NDArray[Any], each: bool) -> npt.NDArray[Any]:
+    """Logits of probabilities: of one class among all, or of each by itself."""
+    least = np.finfo(probabilities.dtype).tiny
+    logs = np.log(np.maximum(probabilities, least))
+    return np.asarray(logs - np.log(np.maximum(1 - probabilities, least)) if each else logs)
+
+
+def _fractions(output: npt.NDArray[Any]) -> bool:
+    return bool(((output >= 0) & (output <= 1)).all())

@@ -1,0 +1,134 @@
+"""The loss of classes of students: masks, sums, who teaches whom; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from torch import nn
+
+from tests.unit.test_distilling import TWO, torch_hard
+from trainwright.core.data import Terms
+from trainwright.core.distillation import Match, SoftLoss
+from trainwright.core.errors import JobError
+from trainwright.strategies.distilling import Distilled, judged
+
+
+def test_weights_of_tokens_are_those_of_the_hard_loss_or_of_the_mask() -> None:
+    random = np.random.default_rng(6)
+    student, teacher = torch.tensor(random.normal(size=(2, 2, 3, 4)))
+    words, mask = torch.tensor([[0, 1, 2], [3, 0, 0]]), torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    soft = SoftLoss(kind="language_model")
+    labelled = Distilled(
+        soft=soft, hard=lambda outputs, given: Terms(torch_hard(outputs, given[0]), given[1]),
+        targets=("y", "m", "teacher.t"), labels=("y", "m"), teachers=("t",),
+    )  # fmt: skip
+    assert labelled(student, (words, mask, teacher)).weights is mask
+    bare = SoftLoss(kind="language_model", alpha=0.0, mask="m")
+    unlabelled = Distilled(soft=bare, hard=None, targets=("m", "teacher.t"), teachers=("t",))
+    assert unlabelled(student, (mask, teacher)).weights is mask
+
+
+def test_a_class_is_the_sum_of_each_alone_and_students_teach_each_other() -> None:
+    random = np.random.default_rng(7)
+    one, two, teacher = (torch.tensor(each) for each in random.normal(size=(3, 4, 5)))
+    y = torch.tensor([0, 1, 2, 3])
+    soft = SoftLoss(alpha=0.2)
+    fields: dict[str, Any] = {"soft": soft, "hard": torch_hard, "targets": TWO, "labels": ("y",)}
+    pair = Distilled(**fields, teachers=("big",), students=("one", "two"))
+    each = [pair.alone(name)(value, (y, teacher)) for name, value in (("one", one), ("two", two))]
+    assert torch.allclose(pair({"one": one, "two": two}, (y, teacher)), each[0] + each[1], rtol=1e-14)
+
+    def loss(own: Any, *teachers: Any) -> Any:
+        soft_targets = [nn.functional.kl_div((own / 2).log_softmax(-1), (other / 2).softmax(-1), reduction="none")
+                        for other in teachers]  # fmt: skip
+        return 0.2 * torch_hard(own, y) + 0.8 * 4 * sum(term.sum(-1) for term in soft_targets) / len(teachers)
+
+    mutual = Distilled(**fields, teachers=("big",), students=("one", "two"), mutual=True)
+    assert torch.allclose(
+        mutual({"one": one, "two": two}, (y, teacher)), loss(one, teacher, two) + loss(two, teacher, one)
+    )
+    joint = Distilled(**{**fields, "targets": ("y",)}, students=("one", "two"), joint=("two",))
+    assert torch.allclose(joint({"one": one, "two": two}, y), torch_hard(two, y) + loss(one, two))
+
+
+def test_nothing_goes_back_to_a_teacher() -> None:
+    random = np.random.default_rng(8)
+    one, two = (torch.tensor(each, requires_grad=True) for each in random.normal(size=(2, 4, 5)))
+    y = torch.tensor([0, 1, 2, 3])
+    joint = Distilled(
+        soft=SoftLoss(), hard=torch_hard, targets=("y",), labels=("y",), students=("one", "two"), joint=("two",)
+    )
+    joint({"one": one, "two": two}, y).sum().backward()
+    taught = two.grad
+    two.grad = None
+    torch_hard(two, y).sum().backward()
+    assert taught is not None and two.grad is not None and torch.equal(taught, two.grad)
+
+
+def test_metrics_of_each_student() -> None:
+    def right(outputs: Any, targets: Any) -> Any:
+        return outputs.argmax(-1) == targets
+
+    pair = Distilled(
+        soft=SoftLoss(), hard=torch_hard, targets=TWO, labels=("y",), teachers=("big",), students=("one", "two")
+    )
+    found = judged({"accuracy": right}, pair)
+    outputs = {"one": torch.eye(2), "two": torch.eye(2).flip(0)}
+    targets = (torch.tensor([0, 1]), torch.zeros(2, 2))
+    assert {name: metric(outputs, targets).tolist() for name, metric in found.items()} == {
+        "one/accuracy": [True, True], "two/accuracy": [False, False],
+    }  # fmt: skip
+    assert list(judged({"accuracy": right}, pair.alone("one"))) == ["accuracy"]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_all_that_is_wrong_with_a_loss_is_said_at_once() -> None:
+    with pytest.raises(JobError) as caught:
+        Distilled(
+            soft=SoftLoss(matches=(Match(student="s", teacher="t", of="bigg"),), weights={"tiny": 1.0}, mask="m"),
+            hard=None, targets=("y", "teacher.big"), labels=("x",), students=("a b",), teachers=("big",), joint=("c",),
+        )  # fmt: skip
+    text = str(caught.value)
+    for words in (
+        "a student is named 'a b'", "no column 'x'", "no column 'm'", "joint= names 'c'", "weights= names the teacher",
+        "there is no hard loss", "no such teacher: did you mean 'big'?",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kind", "words"),
+    [
+        (((4, 3), (4, 5)), "classification", "teacher 'big' has 5 classes, student 'student' has 3"),
+        (((4, 2, 3), (4, 2, 5)), "language_model", "5 words in the vocabulary"),
+        (((4, 3), (4, 2, 3)), "classification", r"gives \(4, 2, 3\), student 'student' gives \(4, 3\)"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(shapes: Any, kind: Any, words: str) -> None:
+    loss = Distilled(soft=SoftLoss(kind=kind, alpha=0.0), hard=None, targets=("teacher.big",), teachers=("big",))
+    for made in (torch.zeros, tf.zeros):
+        with pytest.raises(JobError, match=words):
+            loss(made(shapes[0]), made(shapes[1]))
+
+
+def test_a_hard_loss_of_another_shape_is_refused() -> None:
+    loss = Distilled(
+        soft=SoftLoss(kind="language_model"), hard=lambda outputs, targets: torch_hard(outputs, targets).mean(1),
+        targets=TWO, labels=("y",), teachers=("big",),
+    )  # fmt: skip
+    with pytest.raises(JobError, match=r"hard loss has shape \(2\).*return one loss for each .*token"):
+        loss(torch.zeros(2, 3, 4), (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 4)))
+
+
+def test_outputs_among_which_none_is_meant_are_refused() -> None:
+    loss = Distilled(soft=SoftLoss(alpha=0.0), hard=None, targets=("teacher.big",), teachers=("big",))
+    one = torch.zeros(2, 3)
+    assert loss({"logits": one, "hidden": one}, one).shape == (2,)
+    with pytest.raises(JobError, match=r"gives outputs first, second: name by SoftLoss\(output="):
+        loss({"first": one, "second": one}, one)
