@@ -227,11 +227,16 @@ class _Rank:
 
     def _feed(self, setup: Setup, step: int, share: int) -> Feed:
         """A share of a step: the epoch's samples in an order by the seed."""
+        rows = order_of(len(self._train["label"]), setup, step)[share :: setup.workers]
         size = SHARE * setup.workers
-        in_epoch = len(self._train["label"]) // size
-        order = _order(len(self._train["label"]), setup.seed, step // in_epoch)
-        rows = order[step % in_epoch * size : (step % in_epoch + 1) * size]
-        return _feed(self._train, rows[share :: setup.workers], step, range(share, share + 1), setup.workers, size)
+        return _feed(self._train, rows, step, range(share, share + 1), setup.workers, size)
+
+
+def order_of(rows: int, setup: Setup, step: int) -> Any:
+    """A step's samples, of so many: each epoch's are in an order by the seed."""
+    size = SHARE * setup.workers
+    in_epoch = rows // size
+    return _order(rows, setup.seed, step // in_epoch)[step % in_epoch * size : (step % in_epoch + 1) * size]
 
 
 @functools.lru_cache(maxsize=4)
