@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from alone import SHARE, Crew, Ended, Setup
+from alone import Crew, Ended, Setup
 from delayed import accuracy_of
 from figures import Figure, compare
 from pairs import Ratio
@@ -20,13 +20,13 @@ from trainwright.datasets.fashion_mnist import fashion_mnist
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "fashion-mnist"
 TRIED = Path(__file__).resolve().parent / "results" / "asynchronous_rates.json"  # written by `tune`
-WORKERS, EPOCHS, SEEDS, PAIRS = 4, 10, 3, 3
+WORKERS, SHARE, EPOCHS, SEEDS, PAIRS = 4, 16, 10, 3, 3
 PIXEL_MEAN, PIXEL_DEVIATION = 0.286, 0.353  # of the training set, from 0 to 1
 IMAGES, HELD_OUT = 60_000, 10_000  # of the training set, and those of them that rates are chosen on
-RATES, TUNED_SEED = (1.5e-3, 3e-3, 6e-3), 99
+RATES, TUNED_SEED = (1e-3, 2e-3, 4e-3), 99
 DELAYS = {"sync": 0, "ssp(1)": 1}  # in steps, of the loops that these are held against
 PAUSE_S, SLOWER, SLOW_STEPS, KEPT = 0.02, 5, 100, 0.9
-_SETUP = Setup(workers=WORKERS, steps=EPOCHS * IMAGES // (SHARE * WORKERS))
+_SETUP = Setup(workers=WORKERS, share=SHARE, steps=EPOCHS * IMAGES // (SHARE * WORKERS))
 WAYS = {
     "sync": _SETUP,
     "ssp(1)": replace(_SETUP, consistency="ssp(1)"),
