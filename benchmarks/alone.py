@@ -22,8 +22,8 @@ from trainwright.core.group import Generation, Group, Peer, Role
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.strategies.torch.parameter_server import ParameterServer
 
-HIDDEN, CLASSES, SHARE = 128, 10, 64
-ANSWER_S, DEADLINE_S = 120.0, 30.0
+HIDDEN, CLASSES = 128, 10
+ANSWER_S, DEADLINE_S = 600.0, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class Setup:
     """One run.
 
     Attributes:
-        workers: each computes units of `SHARE` samples; a step has one for each of them.
+        workers: a step has a unit for each of them.
         steps: of the run.
+        share: samples of a unit.
         rate: the highest learning rate of Adam without momentum: delay brings momentum of its own (Mitliagkas et al.,
             2016). It rises for a tenth of the run and falls to 0, both by a straight line.
         consistency, local_steps, outer: as a plan has them.
@@ -41,6 +42,7 @@ class Setup:
 
     workers: int
     steps: int
+    share: int
     rate: float = 1e-3
     seed: int = 0
     consistency: str = "sync"
@@ -49,10 +51,15 @@ class Setup:
     pauses_s: tuple[float, ...] = ()
 
     @property
+    def batch_size(self) -> int:
+        """Samples of a step."""
+        return self.share * self.workers
+
+    @property
     def plan(self) -> Plan:
         """On one server."""
         return Plan(
-            strategy="benchmark", engine="", mesh=Mesh(data=self.workers), batch_size=SHARE * self.workers,
+            strategy="benchmark", engine="", mesh=Mesh(data=self.workers), batch_size=self.batch_size,
             placement=Placement(cpus=1), topology="independent", servers=1, consistency=self.consistency,
             local_steps=self.local_steps, outer=self.outer,
         )  # fmt: skip
@@ -150,7 +157,7 @@ class Crew:
         staleness = _asked(pipes[:1], [("staleness",)])[0]
         found = _asked(pipes[1:2], [("evaluate",)])[0]
         _asked(pipes, [("leave",)] * len(pipes))
-        samples_s = (len(stamps) - 1) * SHARE * setup.workers / (stamps[-1] - stamps[0])
+        samples_s = (len(stamps) - 1) * setup.batch_size / (stamps[-1] - stamps[0])
         return Ended(
             samples_s=samples_s, accuracy=found, staleness=staleness, steps_s=tuple(np.diff(stamps)),
             between_s=float(np.median(np.concatenate(gaps))),
@@ -227,11 +234,15 @@ class _Rank:
 
     def _feed(self, setup: Setup, step: int, share: int) -> Feed:
         """A share of a step: the epoch's samples in an order by the seed."""
-        size = SHARE * setup.workers
-        in_epoch = len(self._train["label"]) // size
-        order = _order(len(self._train["label"]), setup.seed, step // in_epoch)
-        rows = order[step % in_epoch * size : (step % in_epoch + 1) * size]
-        return _feed(self._train, rows[share :: setup.workers], step, range(share, share + 1), setup.workers, size)
+        rows = order_of(len(self._train["label"]), setup, step)[share :: setup.workers]
+        return _feed(self._train, rows, step, range(share, share + 1), setup.workers, setup.batch_size)
+
+
+def order_of(rows: int, setup: Setup, step: int) -> Any:
+    """A step's samples, of so many: each epoch's are in an order by the seed."""
+    size = setup.batch_size
+    in_epoch = rows // size
+    return _order(rows, setup.seed, step // in_epoch)[step % in_epoch * size : (step % in_epoch + 1) * size]
 
 
 @functools.lru_cache(maxsize=4)

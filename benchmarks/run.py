@@ -29,7 +29,7 @@ DEADLINES_S = {
     "recovery": 900, "tf_recovery": 900, "recovery_4": 900, "recovery_large": 420,
     "parameter_server": 900,
     "data_light": 420, "data_heavy": 420, "data_start": 240, "data_step": 240, "tf_feed": 240,
-    "asynchronous": 600, "simulated": 420, "tf_parameter_server": 600,
+    "asynchronous": 2400, "simulated": 420, "tf_parameter_server": 600,
 }  # fmt: skip
 
 

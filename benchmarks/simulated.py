@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from alone import CLASSES, HIDDEN, SHARE, Crew, Ended, Setup
+from alone import CLASSES, HIDDEN, Crew, Ended, Setup
 from figures import Figure
 from pairs import Ratio
 
@@ -18,7 +18,7 @@ from trainwright.simulation.scenario import Scenario
 from trainwright.simulation.virtual import Simulation
 
 RULES = ("sync", "sync(backup=1)", "ssp(3)", "async")
-WORKERS, STEPS, PAUSE_S, SLOWER, TIMES, NEAR = 4, 60, 0.06, 5, 3, 1.15
+WORKERS, SHARE, STEPS, PAUSE_S, SLOWER, TIMES, NEAR = 4, 64, 60, 0.06, 5, 3, 1.15
 PARAMETERS = 28 * 28 * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES
 BYTES_PER_S, LATENCY_S = 2e9, 1e-4  # of shared memory: of no weight here
 NOTE = (
@@ -47,7 +47,7 @@ class Case:
     def measured(self, crew: Crew) -> Ended:
         """By processes."""
         pauses_s = (*[PAUSE_S] * (WORKERS - 1), self.slower * PAUSE_S)
-        return crew.run(Setup(workers=WORKERS, steps=STEPS, consistency=self.rule, pauses_s=pauses_s))
+        return crew.run(Setup(workers=WORKERS, share=SHARE, steps=STEPS, consistency=self.rule, pauses_s=pauses_s))
 
     def simulated(self, alone: Ended, between_s: float) -> Outcome:
         """By `trainwright simulate`, where a usual worker does a unit as one that was alone did."""
@@ -65,17 +65,23 @@ class Case:
 
 def measure(folder: Path, *, quick: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    data, equal = _data(), (PAUSE_S,) * WORKERS
+    data = _data()
     figures = []
     with Crew(data, data, count=1 + WORKERS) as crew:
-        alone = crew.run(Setup(workers=1, steps=STEPS // 2, pauses_s=equal[:1]))
-        crowd = crew.run(Setup(workers=WORKERS, steps=STEPS // 2, consistency="async", pauses_s=equal))
+        alone = crew.run(_short(1))
+        crowd = crew.run(_short(WORKERS))
         for slower in (1.0, float(SLOWER)):
             for rule in RULES[:: 3 if quick else 1]:
                 case = Case(rule=rule, slower=slower)
                 runs = [case.measured(crew) for _ in range(1 if quick else TIMES)]
                 figures += _figures(case, runs, case.simulated(alone, crowd.between_s))
     return figures
+
+
+def _short(workers: int) -> Setup:
+    """Half as many steps of so many equal workers, which wait for nobody."""
+    pauses_s = (PAUSE_S,) * workers
+    return Setup(workers=workers, share=SHARE, steps=STEPS // 2, consistency="async", pauses_s=pauses_s)
 
 
 def _figures(case: Case, runs: Sequence[Ended], simulated: Outcome) -> list[Figure]:
