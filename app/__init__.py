@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainwright import datasets as datasets
     from trainwright import schedules as schedules
     from trainwright.api import chaos as chaos
+    from trainwright.api import distill as distill
     from trainwright.api import evaluate as evaluate
     from trainwright.api import export as export
     from trainwright.api import fit as fit
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
     from trainwright.core.cluster import Cluster as Cluster
     from trainwright.core.collation import Pad as Pad
     from trainwright.core.data import Terms as Terms
+    from trainwright.core.distillation import Match as Match
+    from trainwright.core.distillation import SoftLoss as SoftLoss
     from trainwright.core.errors import TrainwrightError as TrainwrightError
     from trainwright.core.job import Job as Job
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
     from trainwright.core.profile import transformer_profile as transformer_profile
+    from trainwright.distilling.spec import Distillation as Distillation
+    from trainwright.distilling.teachers import Teacher as Teacher
     from trainwright.run import Run as Run
     from trainwright.strategies.calibration import Calibration as Calibration
     from trainwright.strategies.estimating import estimate as estimate
@@ -40,16 +45,21 @@ __version__ = "0.1.0"
 _HOMES = {
     "Calibration": "trainwright.strategies.calibration",
     "Cluster": "trainwright.core.cluster",
+    "Distillation": "trainwright.distilling.spec",
     "Estimate": "trainwright.core.plan",
     "Job": "trainwright.core.job",
+    "Match": "trainwright.core.distillation",
     "Measurement": "trainwright.strategies.fitting",
     "Pad": "trainwright.core.collation",
     "Plan": "trainwright.core.plan",
     "Run": "trainwright.run",
+    "SoftLoss": "trainwright.core.distillation",
+    "Teacher": "trainwright.distilling.teachers",
     "Terms": "trainwright.core.data",
     "TrainwrightError": "trainwright.core.errors",
     "calibrate": "trainwright.strategies.fitting",
     "chaos": "trainwright.api",
+    "distill": "trainwright.api",
     "estimate": "trainwright.strategies.estimating",
     "evaluate": "trainwright.api",
     "export": "trainwright.api",
@@ -67,17 +77,22 @@ _MODULES = ("datasets", "schedules")
 __all__ = [
     "Calibration",
     "Cluster",
+    "Distillation",
     "Estimate",
     "Job",
+    "Match",
     "Measurement",
     "Pad",
     "Plan",
     "Run",
+    "SoftLoss",
+    "Teacher",
     "Terms",
     "TrainwrightError",
     "calibrate",
     "chaos",
     "datasets",
+    "distill",
     "estimate",
     "evaluate",
     "export",

@@ -1,4 +1,4 @@
-"""What a user calls: plan, fit, start, evaluate, predict, generate, load_model, export, chaos;
+"""What a user calls: plan, fit, start, distill, evaluate, predict, generate, load_model, export, chaos;
 with a Job or its file's path."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.choices import Aim, Price
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
+    from trainwright.distilling.spec import Distillation
     from trainwright.ordeal.verdict import Verdict
     from trainwright.planner import Decision
     from trainwright.predicting import Prediction
@@ -159,6 +160,22 @@ def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: b
             continue
     run.signal = stops.last
     return run
+
+
+def distill(distillation: Distillation, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
+    """Train one student or several on what teachers say: `fit` of the student's job, with the teachers beside its data.
+
+    Offline, what teachers say of all rows is computed first, where it is not kept already. The rest is `fit`, which
+    recovers, reports and resumes alike.
+
+    Raises:
+        JobError: students, teachers and their layers do not go together.
+        RunConflict: the folder of kept targets holds what another teacher said.
+        TrainwrightError: as `fit`.
+    """
+    from trainwright.distilling.composing import composed
+
+    return fit(composed(distillation, verbose=verbose).job, resume=resume, fresh=fresh, verbose=verbose)
 
 
 def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:

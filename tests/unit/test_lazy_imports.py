@@ -11,6 +11,11 @@ import trainwright as tw
 
 HEAVY = ("ray", "torch", "tensorflow", "keras", "pyarrow", "pandas", "matplotlib")
 PUBLIC = {
+    "Distillation",
+    "Match",
+    "SoftLoss",
+    "Teacher",
+    "distill",
     "Calibration",
     "Estimate",
     "Measurement",

@@ -1,0 +1,131 @@
+"""A distillation as a job: what teachers say becomes columns of its data, and its loss one of labels and these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainwright.core.job import Job
+from trainwright.datasets.sources import Dataset
+from trainwright.distilling.spec import STUDENT, Distillation
+from trainwright.distilling.stored import stored_targets
+from trainwright.distilling.teachers import Lecturer, Teacher
+from trainwright.strategies.distilling import Distilled, judged
+from trainwright.strategies.students import Students
+
+Beside = Callable[[Dataset], Dataset]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """What is trained.
+
+    Attributes:
+        job: with the teachers in its data or in its loss.
+        loss: of the students.
+    """
+
+    job: Job
+    loss: Distilled
+
+
+def composed(distillation: Distillation, *, verbose: bool = False) -> Composed:
+    """The job that a distillation comes to; offline, all that teachers have to say is computed where it is missing.
+
+    Raises:
+        JobError: students, teachers and their layers do not go together.
+        TrainwrightError: as `stored_targets` and `Teacher.load`.
+    """
+    job, teachers = distillation.student, taught_layers(distillation)
+    lecturers = {teacher.name: teacher.load() for teacher in teachers}
+    loss = loss_of(distillation, teachers, lecturers)
+    beside = _beside(distillation, teachers, lecturers, verbose)
+    train = beside(job.train)
+    changes: dict[str, Any] = {
+        "train": train,
+        "evaluate": None if job.evaluate is None else beside(job.evaluate),
+        "targets": loss.targets,
+        "loss": loss,
+        "metrics": judged(job.metrics, loss),
+    }
+    return Composed(job=job.replace(**changes, model=_model(distillation, loss, lecturers, train)), loss=loss)
+
+
+def taught_layers(distillation: Distillation) -> tuple[Teacher, ...]:
+    """The teachers, each with the layers of its that are matched."""
+    teachers = distillation.teachers
+    matched = [(match.of or teachers[0].name, match.teacher) for match in distillation.loss.matches if teachers]
+    found = []
+    for teacher in teachers:
+        layers = (*teacher.layers, *(layer for of, layer in matched if of == teacher.name))
+        found.append(teacher.replace(layers=tuple(dict.fromkeys(layers))))
+    return tuple(found)
+
+
+def loss_of(distillation: Distillation, teachers: tuple[Teacher, ...], lecturers: Mapping[str, Lecturer]) -> Distilled:
+    """The students' loss. Raises JobError with all that does not go together."""
+    job, inline = distillation.student, distillation.way == "inline"
+    labels = job.wanted_targets
+    told = [name for teacher in teachers for name in (teacher.wanted if inline else teacher.columns)]
+    return Distilled(
+        soft=distillation.loss,
+        hard=job.loss if labels else None,
+        targets=tuple(dict.fromkeys((*labels, *told))),
+        labels=labels,
+        students=distillation.names,
+        teachers=() if inline else tuple(lecturers),
+        inline=lecturers if inline else {},
+        mutual=distillation.mutual,
+        joint=distillation.joint,
+    )
+
+
+class Speaking:
+    """A teacher in an actor of its own: opened once, asked for one batch after the other."""
+
+    def __init__(self, lecturer: Lecturer) -> None:
+        self._lecturer = lecturer
+
+    def __call__(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The columns, and the teacher's beside them."""
+        return self._lecturer(columns)
+
+
+def _beside(
+    distillation: Distillation, teachers: tuple[Teacher, ...], lecturers: Mapping[str, Lecturer], verbose: bool
+) -> Beside:
+    """What puts the teachers' columns beside those of a data set."""
+
+    def offline(data: Dataset) -> Dataset:
+        told = [
+            stored_targets(teacher, data, folder=distillation.folder, keep=distillation.keep, verbose=verbose)
+            for teacher in teachers
+        ]
+        for each in told:
+            data = data.beside(each)
+        return data
+
+    def online(data: Dataset) -> Dataset:
+        for lecturer in lecturers.values():
+            data = data.map_batches(
+                Speaking, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(lecturer,)
+            )
+        return data
+
+    return {"offline": offline, "online": online, "inline": lambda data: data}[distillation.way]
+
+
+def _model(
+    distillation: Distillation, loss: Distilled, lecturers: Mapping[str, Lecturer], train: Dataset
+) -> Callable[[], Any]:
+    """The model of the class; of one student that gives no more than its outputs, its own."""
+    job = distillation.student
+    if not loss.wrapped:
+        return job.model
+    students = Students(builders={STUDENT: job.model, **distillation.students}, loss=loss)
+    if not loss.soft.matches:
+        return students
+    row = train.row(train.index())
+    told = {name: each for inline in loss.inline for name, each in lecturers[inline].teach(row.columns).items()}
+    return students.fitted({**job.collation(row), **told}, job.arguments, job.keywords)

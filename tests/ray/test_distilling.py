@@ -1,0 +1,144 @@
+"""One call distils, whichever way the teachers' outputs come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import trainwright as tw
+from tests import jobs
+from tests.runs import told
+from trainwright.core import events
+from trainwright.core.errors import JobError
+
+TEACHER_EPOCHS, EPOCHS = 4, 2
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(jobs.WIDTH, 48), nn.Tanh(), nn.Linear(48, jobs.CLASSES))
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(jobs.WIDTH, 4), nn.Tanh(), nn.Linear(4, jobs.CLASSES))
+
+
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.argmax(1) == targets
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def job(folder: Path, name: str, model: Any, **fields: Any) -> tw.Job:
+    data = tw.datasets.table(jobs.data())
+    own = {
+        "model": model, "loss": cross_entropy, "optimizer": adam, "inputs": "x", "targets": "y", "train": data,
+        "evaluate": data, "metrics": {"accuracy": accuracy}, "batch_size": 32, "epochs": EPOCHS, "workers": 2,
+        "strategy": "data_parallel", "storage": str(folder), "spares": 0, "seed": 5,
+    }  # fmt: skip
+    return tw.Job(name=name, **{**own, **fields})
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> tw.Teacher:
+    """A teacher that was trained by a run."""
+    of = job(tmp_path_factory.mktemp("teacher"), "teacher", wide, epochs=TEACHER_EPOCHS)
+    tw.fit(of)
+    return tw.Teacher(name="big", job=of)
+
+
+def distillation(taught: tw.Teacher, folder: Path, way: str, **fields: Any) -> tw.Distillation:
+    soft = fields.pop("loss", tw.SoftLoss(alpha=0.3, temperature=3.0))
+    student = job(folder, f"student-{way}", narrow)
+    return tw.Distillation(student=student, teachers=(taught,), loss=soft, way=way, keep="fp32", **fields)
+
+
+def weights(run: tw.Run) -> dict[str, np.ndarray]:
+    return {name: each.numpy() for name, each in run.load_model().state_dict().items()}
+
+
+def by_hand(taught: tw.Teacher, folder: Path) -> dict[str, np.ndarray]:
+    """A run whose loss says it all."""
+    teacher = tw.load_model(taught.job).eval()
+
+    def loss(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
+        labels, x = targets
+        with torch.no_grad():
+            said = torch.softmax(teacher(x) / 3.0, 1)
+        apart = functional.kl_div(torch.log_softmax(outputs / 3.0, 1), said, reduction="none").sum(1)
+        return 0.3 * cross_entropy(outputs, labels) + 0.7 * 9.0 * apart
+
+    alone = job(folder, "by-hand", narrow, loss=loss, targets=("y", "x"), metrics={}, evaluate=None)
+    return weights(tw.fit(alone))
+
+
+def test_each_way_gives_the_same_student(taught: tw.Teacher, tmp_path: Path) -> None:
+    expected = by_hand(taught, tmp_path)
+    for way in ("offline", "online", "inline"):
+        run = tw.distill(distillation(taught, tmp_path, way))
+        for name, value in weights(run).items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-5, err_msg=f"{way}: {name}")
+        (judged,) = told(tmp_path, f"student-{way}", events.Evaluated)[-1:]
+        assert "accuracy" in judged.metrics  # type: ignore[attr-defined]
+
+
+def test_what_was_stored_is_not_computed_again(taught: tw.Teacher, tmp_path: Path) -> None:
+    tw.distill(distillation(taught, tmp_path, "offline"))
+    parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "targets").rglob("*.parquet")}
+    again = distillation(taught, tmp_path, "offline", loss=tw.SoftLoss(alpha=0.9))
+    run = tw.distill(again, fresh=True)
+    assert parts and run.state == "done"
+    assert parts == {path: path.stat().st_mtime_ns for path in (tmp_path / "targets").rglob("*.parquet")}
+
+
+def test_several_students_on_one_pass_are_each_as_alone(taught: tw.Teacher, tmp_path: Path) -> None:
+    alone = weights(tw.distill(distillation(taught, tmp_path / "alone", "offline")))
+    both = distillation(taught, tmp_path / "both", "offline", students={"other": wide})
+    run = tw.distill(both)
+    held = weights(run)
+    for name, value in alone.items():
+        np.testing.assert_allclose(held[f"students.student.{name}"], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    (judged,) = told(tmp_path / "both", "student-offline", events.Evaluated)[-1:]
+    assert {"student/accuracy", "other/accuracy"} <= judged.metrics.keys()  # type: ignore[attr-defined]
+
+
+def test_layers_that_are_matched_come_beside_in_every_way(taught: tw.Teacher, tmp_path: Path) -> None:
+    """The student's 4 numbers are mapped to the teacher's 48."""
+    soft = tw.SoftLoss(matches=(tw.Match(student="1", teacher="1", weight=2.0),))
+    ways = [weights(tw.distill(distillation(taught, tmp_path, way, loss=soft))) for way in ("offline", "inline")]
+    assert any("bridges" in name for name in ways[0])
+    for name, value in ways[0].items():
+        np.testing.assert_allclose(ways[1][name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"keep": "fp8"}, "keep"),
+        ({"students": {"student": wide}}, "rename it"),
+        ({"way": "online", "cpus": 0}, "cpus=0"),
+        ({"temprature": 2}, "no field of Distillation"),
+    ],
+)
+def test_wrong_fields_are_told(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    student = job(tmp_path, "wrong", narrow)
+    with pytest.raises(JobError, match=why):
+        tw.Distillation(**{"student": student, "teachers": (), "mutual": True, **fields})
+
+
+def test_what_does_not_go_together_is_told_before_anything_is_computed(taught: tw.Teacher, tmp_path: Path) -> None:
+    lone = tw.Distillation(student=job(tmp_path, "lone", narrow))
+    with pytest.raises(JobError, match="has no teacher"):
+        tw.distill(lone)
+    assert not any(tmp_path.iterdir())
