@@ -144,10 +144,13 @@ class Distilled:
                 yield f"Match(of={match.of!r}): there is no such teacher: {nearest(match.of, known)}"
             elif not match.of and len(known) != 1:
                 yield f"Match(student={match.student!r}): say of which teacher: of= one of {', '.join(known) or 'none'}"
-            elif self.teacher_of(match) in self.teachers:
-                column = teacher_column(self.teacher_of(match), match.teacher)
-                if column not in self.targets:
-                    yield f"targets= has no column {column!r}, which Match(student={match.student!r}) needs"
+            elif (teacher := self.teacher_of(match)) in self.told:
+                column = teacher_column(teacher, match.teacher)
+                for_whom = f"which Match(student={match.student!r}) needs"
+                if teacher in self.teachers and column not in self.targets:
+                    yield f"targets= has no column {column!r}, {for_whom}"
+                if teacher in self.inline and column not in self.inline[teacher].columns:
+                    yield f"{teacher!r} does not tell its layer {match.teacher!r}, {for_whom}: give its Teacher layers="
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,8 +55,12 @@ class Inline(Protocol):
     def wanted(self) -> tuple[str, ...]:
         """The target columns that it takes."""
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Its own, which it gives."""
+
     def identity(self) -> str:
-        """Says whether another is the same."""
+        """Says whether another gives the same."""
 
     def module(self) -> Any:
         """The model: {column: tensor} -> its own columns, without gradients, as in evaluation."""

@@ -228,8 +228,8 @@ class Lecturer:
         return self.teacher.wanted
 
     def identity(self) -> str:
-        """Of its weights."""
-        return self.sha256
+        """Of its weights, and of what is made of what they give: whether another says the same."""
+        return repr((self.sha256, self.teacher.lesson))
 
     def module(self) -> Any:
         """For a loss that runs it inside the step: its model in this process, without gradients, in evaluation mode.
@@ -267,7 +267,7 @@ class Lecturer:
         return {name: wide(array) for name, array in joined(told, Range(start=0, stop=rows)).items()}
 
     def _standing(self, columns: Columns) -> _Standing:
-        key = repr((self.sha256, self.teacher.lesson))
+        key = self.identity()
         with _lock:
             if key not in _open:
                 _open[key] = _Standing(self._opened({name: column[:1] for name, column in columns.items()}))

@@ -227,6 +227,7 @@ class Beside:
     make: Callable[[], Any]
     name: str = "big"
     wanted: tuple[str, ...] = ("x",)
+    columns: tuple[str, ...] = ("teacher.big",)
     loads: list[int] = field(default_factory=list)
 
     def identity(self) -> str:

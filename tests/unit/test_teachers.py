@@ -18,7 +18,7 @@ import trainwright as tw
 from tests.conformance import tensorflow_case, torch_case
 from tests.ray.test_predict import columns_of, job, train
 from tests.unit.torch_jobs import Net
-from trainwright.core.distillation import SoftLoss
+from trainwright.core.distillation import Match, SoftLoss
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.distilling import teachers
 from trainwright.distilling.teachers import Lecturer, Teacher
@@ -267,4 +267,9 @@ def test_a_loss_runs_teachers_in_the_step_as_if_their_columns_were_there(framewo
     loss = Distilled(soft=soft, hard=hard, targets=("y", "x"), labels=("y",), inline=inline)
     for each in (loss, cloudpickle.loads(cloudpickle.dumps(loss))):
         np.testing.assert_allclose(np.asarray(each(outputs, (labels, tensor(data["x"])))), expected, atol=1e-5)
-    assert [framework] * 2 == BUILT
+    assert len(BUILT) == 2
+    soft = SoftLoss(matches=(Match(student="first", teacher="inner", of="one"),))
+    with pytest.raises(JobError, match="'one' does not tell its layer 'inner'"):
+        Distilled(soft=soft, hard=hard, targets=("y", "x"), labels=("y",), inline=inline)
+    # The same weights asked for more are another teacher.
+    assert inline["one"].identity() != Teacher(name="one", model=model, inputs="x", layers=("i",)).load().identity()
