@@ -31,7 +31,8 @@ ROWS, WIDTH, CLASSES = 203, 64, 4
 class Kill:
     """A signal to `rank` when it reaches `point` of step `step` (from 0), once in the life of `folder`.
 
-    For `upload`, `step` is that of the checkpoint: the number of steps completed before it.
+    For `upload`, `step` is that of the checkpoint, the number of steps completed before it, or of the first one after
+    that: where a checkpoint is still being written, those that fall due are passed over.
     """
 
     rank: int
@@ -125,10 +126,15 @@ def _arm_upload(kills: list[Kill]) -> None:
     def torn(self: Any, name: str, *pieces: Any) -> None:
         write(self, name, *pieces)
         for kill in kills:
-            if rank() == kill.rank and f"/{kill.step:08d}-" in self._folder:
+            if rank() == kill.rank and step_written(self) >= kill.step:
                 kill.strike()
 
     CheckpointWriter.write = torn
+
+
+def step_written(writer: Any) -> int:
+    """Of the checkpoint that a writer writes."""
+    return int(writer._folder.rpartition("/")[2].partition("-")[0])
 
 
 def keep_pace(storage: str, step: int, every: int = 5, run: str = "faulty") -> None:

@@ -74,16 +74,16 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class Torn:
-    """A model whose server of a rank dies in the middle of its shard, of one checkpoint."""
+    """A model whose server of a rank dies in the middle of its shard, of the first checkpoint from `kill.step` on."""
 
     kill: jobs.Kill
 
     def __call__(self) -> Any:
         """The model, in a process that is armed."""
-        write, mine, folder = CheckpointWriter.write, f"server-{self.kill.rank}-", f"/{self.kill.step:08d}-"
+        write, mine, first = CheckpointWriter.write, f"server-{self.kill.rank}-", self.kill.step
 
         def torn(writer: Any, name: str, *pieces: Any) -> None:
-            struck = mine in name and folder in writer._folder and not self.kill.mark.exists()
+            struck = mine in name and jobs.step_written(writer) >= first and not self.kill.mark.exists()
             write(writer, name, *(piece[: len(piece) // 2] if struck else piece for piece in pieces))
             if struck:
                 self.kill.strike()

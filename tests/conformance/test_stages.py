@@ -28,7 +28,8 @@ from trainwright.strategies.orders import order
 
 WIDE = torch.float64
 SOON_S = 15.0  # half of the group's deadline
-MANY = 400_000
+MANY = 400_000  # floats of a row that are given on
+SOME = 20_000  # bytes: more than all that is sent beside them, and less than a socket holds whatever was read of it
 
 
 class Mark(torch.autograd.Function):
@@ -202,11 +203,11 @@ def test_the_stage_that_failed_has_the_users_traceback(pool: Pool, name: str) ->
 
 
 class Wide(nn.Module):
-    """Gives on more than sockets hold, and stops its process once in a backward, after so many of them."""
+    """Gives on more than sockets hold, and stops its process in the third backward: the first that is no rehearsal."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, stopped: Path) -> None:
         super().__init__()
-        self.lift, self.left = nn.Linear(FEATURES, 1, dtype=WIDE), after
+        self.lift, self.left, self.stopped = nn.Linear(FEATURES, 1, dtype=WIDE), 3, stopped
 
     def forward(self, hidden: Tensor) -> Tensor:
         made = self.lift(hidden)
@@ -214,37 +215,46 @@ class Wide(nn.Module):
 
     def stop(self) -> None:
         self.left -= 1
-        if self.left == -1:
+        if not self.left:
+            self.stopped.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Mean(nn.Module):
-    """Classes of a mean."""
+    """Classes of a mean; its fourth backward, whose gradient is the last, waits until the other stage has stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopped: Path) -> None:
         super().__init__()
-        self.head = nn.Linear(1, CLASSES, dtype=WIDE)
+        self.head, self.left, self.stopped = nn.Linear(1, CLASSES, dtype=WIDE), 4, stopped
 
     def forward(self, hidden: Tensor) -> Tensor:
         answer: Tensor = self.head(hidden.mean(1, keepdim=True))
-        return answer
+        return answer if answer.is_meta else Mark.apply(answer, self.wait)
+
+    def wait(self) -> None:
+        self.left -= 1
+        deadline = time.monotonic() + SOON_S
+        while not self.left and not (self.stopped.exists() and _stopped(int(self.stopped.read_text() or os.getpid()))):
+            assert time.monotonic() < deadline, "the other stage does not stop"
+            time.sleep(0.02)
 
 
-def wide() -> nn.Module:
-    return nn.Sequential(Wide(2), Mean())  # two micro-batches are rehearsed
+def wide(stopped: Path) -> nn.Module:
+    return nn.Sequential(Wide(stopped), Mean(stopped))
 
 
 @pytest.mark.parametrize("dies", ["receiver", "sender"])
-def test_an_end_within_a_message_is_told_at_once(pool: Pool, dies: str) -> None:
+def test_an_end_within_a_message_is_told_at_once(pool: Pool, dies: str, tmp_path: Path) -> None:
     """Gloo itself tells neither who was writing nor who was reading."""
     layout = plan(2, schedule="gpipe", cuts=("1",), accumulation=2)
-    world = World(pool, "torch", layout, spec(wide, loss=torch_case.cross_entropy))
+    build = functools.partial(wide, tmp_path / "stopped")
+    world = World(pool, "torch", layout, spec(build, loss=torch_case.cross_entropy))
     try:
         world.start(_feeds(layout))
         for number, rank in enumerate(world.ranks):
             rank.send("train", [_feeds(layout)[number]])
         deadline = time.monotonic() + SOON_S
-        while not _stopped(world.pids[0]) or _unread(world.pids[0]) < MANY:  # of the last gradient
+        while not _stopped(world.pids[0]) or _unread(world.pids[0]) < SOME:  # of the last gradient
             assert time.monotonic() < deadline, "nothing is on its way"
             time.sleep(0.02)
         victim = 0 if dies == "receiver" else 1

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 import trainwright as tw
+from tests import jobs
 from tests.exactly_once import strike
 from tests.runs import final_state, told
 from trainwright.core import events
@@ -25,7 +26,8 @@ from trainwright.strategies.reference.optimizers import Sgd
 from trainwright.strategies.reference.state import from_bytes, merge
 
 ROWS, WIDTH, CLASSES, BATCH, EPOCHS, RATE = 192, 8, 4, 24, 3, 0.01
-STEPS = EPOCHS * ROWS // BATCH
+EVERY = ROWS // BATCH  # steps of an epoch, after each of which a checkpoint is due
+STEPS = EPOCHS * EVERY
 
 
 class Counting(Mlp):
@@ -73,7 +75,7 @@ def job(folder: Path, *, worker: int = 0, server: int = 0, number: int = signal.
 
     Args:
         worker: forward passes after which a worker is struck; 0 for never.
-        server: step that a server is struck in; 0 for never.
+        server: step that a server is struck in, once there is a checkpoint; 0 for never.
     """
     mark = str(folder.parent / "mark")
     random = np.random.default_rng(5)
@@ -85,6 +87,7 @@ def job(folder: Path, *, worker: int = 0, server: int = 0, number: int = signal.
 
     def rate(step: int, total: int) -> float:
         if server and step == server and Counting.passes == 0:
+            jobs.keep_pace(str(folder), EVERY, EVERY, "apart")
             strike(Path(mark), number)
         return 1.0
 
