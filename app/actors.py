@@ -230,8 +230,8 @@ class KeeperProcess:
         """The run goes on without these copies."""
         self._orphanage.end()
 
-    def seal(self, kept: KeptState) -> None:
-        """This state is whole: remember it for a driver to come."""
+    def seal(self, kept: KeptState | None) -> None:
+        """This state is whole: remember it for a driver to come; None: forget the one before."""
         self._sealed = kept
 
     def sealed(self) -> KeptState | None:

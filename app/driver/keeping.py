@@ -83,6 +83,16 @@ def forget(turn: Turn, workers: frozenset[int]) -> None:
         _answered(turn, workers)
 
 
+def forget_from(turn: Turn, step: int) -> None:
+    """No copy that holds this step is to be used, by this driver or one after it."""
+    kept, keeping = turn.state.kept, turn.state.keeping
+    if kept is not None and kept.step >= step:
+        turn.change(kept=None)
+        turn.want(m.Seal(kept=None))
+    if keeping is not None and keeping.step >= step:
+        turn.change(keeping=replace(keeping, spoiled=True))
+
+
 def refused(turn: Turn, event: m.Raised) -> None:
     """A node has no room for a copy: keep no more, and say so."""
     turn.change(keepers=(), keep_off=True)

@@ -85,6 +85,7 @@ def arm(turn: Turn) -> None:
 def time_is_short(turn: Turn) -> None:
     """No upload is waited for any longer. While steps run, the next look at `may_go` pauses them."""
     if turn.state.phase is Phase.WAITING and not turn.state.ending:
+        turn.change(considered=turn.state.step)  # the writers of this one are busy still, and there is no time
         abandon(turn, "there was no more time for it before a worker had to go")
 
 

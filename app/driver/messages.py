@@ -352,9 +352,9 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """Have the keepers remember that this state is whole, for a driver after us."""
+    """Have the keepers remember that this state is whole, for a driver after us; None: that none is to be used."""
 
-    kept: KeptState
+    kept: KeptState | None
 
 
 @dataclass(frozen=True, kw_only=True)

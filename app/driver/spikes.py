@@ -12,6 +12,7 @@ from statistics import median
 
 from trainwright.core.errors import LossSpike
 from trainwright.core.events import Failed, Noted
+from trainwright.driver import keeping
 from trainwright.driver import messages as m
 from trainwright.driver.ending import close
 from trainwright.driver.staffing import pause
@@ -58,7 +59,7 @@ def _spiked(turn: Turn, step: int, what: str) -> None:
     elif len(state.passing) >= settings.spike_limit:
         close(turn, "failed", LossSpike(f"{what}; {len(state.passing)} batches were passed by before", remedy=_REMEDY))
     else:
-        kept = state.kept if state.kept and state.kept.step < step else None
-        turn.change(spiked=step, kept=kept, passing=(*state.passing, m.Passed(step=step, why=what)))
+        keeping.forget_from(turn, step)
+        turn.change(spiked=step, passing=(*state.passing, m.Passed(step=step, why=what)))
         turn.emit(Noted(text=f"{what}: going back to before it; its batch is passed by"))
         pause(turn)

@@ -20,7 +20,7 @@ class Memory:
     def __init__(self, labour: Labour) -> None:
         self._labour = labour
         self.kept: dict[tuple[int, str], tuple[int, int]] = {}  # by version and piece
-        self.sealed: dict[int, m.KeptState] = {}  # by driver
+        self.sealed: dict[int, m.KeptState | None] = {}  # by driver
         self.full = self.lost = False
 
     def keep(self, process: Process, call: m.Call) -> None:

@@ -49,6 +49,10 @@ def _report_coverage(pairs: Counter[tuple[str, str]]) -> None:
     assert share >= COVERED
 
 
+def test_an_upload_given_up_at_the_end_of_a_notice_is_not_begun_again() -> None:
+    assert simulate(draw(1054955)).outcomes == ["done"]
+
+
 @pytest.mark.parametrize(("seed", "workers"), [(1, 100), (2, 200), (3, 300), (4, 500), (5, 1000), (6, 1000), (9, 1000)])
 def test_large_worlds(seed: int, workers: int) -> None:
     outcome = simulate(draw(seed, workers))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from tests.unit.story import HEAD, Story
+from tests.unit.story import FILES, HEAD, Story
 from trainwright.core import events
 from trainwright.core.errors import LossSpike
 from trainwright.core.group import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.spikes import LEAST, usual_loss
-from trainwright.driver.state import Phase
+from trainwright.driver.state import Keeping, Phase
 
 
 def story(**settings: object) -> Story:
@@ -68,6 +69,15 @@ def test_one_from_after_it_is_forgotten() -> None:
     told = news(story(), 24, *[1.0] * LEAST)
     told.state = told.state.__class__(**{**vars(told.state), "kept": m.KeptState(version=9, step=25, files=())})
     assert news(told, 26, 50.0, 1.0).state.kept is None
+    assert told.all(m.Seal)[-1].kept is None, "by a driver to come as well"
+
+
+def test_one_from_after_it_that_is_on_its_way_will_not_count() -> None:
+    told = news(story(), 24, *[1.0] * LEAST)
+    copying = Keeping(version=9, step=25, owing=frozenset({0, 1}), size_bytes=8, blocked_s=0.1, started_s=told.now_s)
+    told.state = replace(told.state, keeping=copying)
+    news(told, 26, 50.0, 1.0).returns("keep", FILES)
+    assert told.state.keeping is None and told.state.kept is None and not told.all(m.Seal)
 
 
 def test_without_leave_to_go_back_the_run_ends_with_the_figures() -> None:
