@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
     from trainwright.core.profile import transformer_profile as transformer_profile
+    from trainwright.distilling.runs import DistilledRun as DistilledRun
+    from trainwright.distilling.runs import students as students
     from trainwright.distilling.spec import Distillation as Distillation
     from trainwright.distilling.teachers import Teacher as Teacher
     from trainwright.run import Run as Run
@@ -45,6 +47,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Calibration": "trainwright.strategies.calibration",
     "Cluster": "trainwright.core.cluster",
+    "DistilledRun": "trainwright.distilling.runs",
     "Distillation": "trainwright.distilling.spec",
     "Estimate": "trainwright.core.plan",
     "Job": "trainwright.core.job",
@@ -70,6 +73,7 @@ _HOMES = {
     "predict": "trainwright.api",
     "rank": "trainwright.strategies.ranking",
     "start": "trainwright.api",
+    "students": "trainwright.distilling.runs",
     "transformer_profile": "trainwright.core.profile",
 }
 _MODULES = ("datasets", "schedules")
@@ -78,6 +82,7 @@ __all__ = [
     "Calibration",
     "Cluster",
     "Distillation",
+    "DistilledRun",
     "Estimate",
     "Job",
     "Match",
@@ -104,6 +109,7 @@ __all__ = [
     "rank",
     "schedules",
     "start",
+    "students",
     "transformer_profile",
 ]
 

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from trainwright.choices import Aim, Price
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
-    from trainwright.distilling.spec import Distillation
+    from trainwright.distilling.runs import DistilledRun
+    from trainwright.distilling.spec import Distillation, Recipe
     from trainwright.ordeal.verdict import Verdict
     from trainwright.planner import Decision
     from trainwright.predicting import Prediction
     from trainwright.prepare import Prepared
-    from trainwright.run import Run
+    from trainwright.run import Drives, Run
     from trainwright.whatif import WhatIf
 
 
@@ -103,26 +104,32 @@ def start(
     Raises:
         TrainwrightError: the job, its data, its storage or the cluster is not right; nothing was started.
     """
+    from trainwright.run import Run
+
+    job = _job(job)
+    return Run(job, *_ready(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
+
+
+def _ready(job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False) -> tuple[Drives, Decision]:
+    """What drives a job's run, heard by all who tell of it, and its plan. Raises as `start`."""
     from trainwright.discover import connect
     from trainwright.prepare import decide_plan, prepare
     from trainwright.progress import Progress
     from trainwright.report import ReportListener
-    from trainwright.run import Run
     from trainwright.session import Session
     from trainwright.tensorboard import TensorBoard
 
-    job = _job(job)
     own = _opens(job) and connect(verbose)
     prepared = prepare(job, resume=resume, fresh=fresh)
     own = connect(verbose) or own
     decision = decide_plan(prepared)
     if detached:
-        return _start_detached(job, prepared, decision, own, resume=resume, fresh=fresh)
+        return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
     session = Session(prepared, decision, fresh=fresh)
     session.listen(Progress(decision, verbose=verbose))
     session.listen(TensorBoard(prepared.store, job.name))
     session.listen(ReportListener(prepared.store, job.name))
-    return Run(job, session, decision)
+    return session, decision
 
 
 def _opens(job: Job) -> bool:
@@ -130,17 +137,16 @@ def _opens(job: Job) -> bool:
     return any(data is not None and data.stateful for data in (job.train, job.evaluate))
 
 
-def _start_detached(job: Job, prepared: Prepared, decision: Decision, own: bool, **options: bool) -> Run:
+def _detached(job: Job, prepared: Prepared, own: bool, **options: bool) -> Drives:
     from trainwright.core.errors import ResourceError
     from trainwright.detached import RemoteSession
-    from trainwright.run import Run
 
     if own:
         raise ResourceError(
             "a detached driver needs a cluster that outlives this process",
             remedy="set RAY_ADDRESS to that of a running cluster, or leave detached out",
         )
-    return Run(job, RemoteSession(prepared, job, **options), decision)
+    return RemoteSession(prepared, job, **options)
 
 
 def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
@@ -152,21 +158,39 @@ def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: b
     Raises:
         TrainwrightError: the run could not start, or failed; the first failing rank's own error.
     """
+    run = start(job, resume=resume, fresh=fresh, verbose=verbose)
+    _await(run)
+    return run
+
+
+def _await(run: Run) -> None:
+    """Until a run has ended; signals stop it. Raises as `Run.wait`."""
     from trainwright.signals import stopping
 
-    run = start(job, resume=resume, fresh=fresh, verbose=verbose)
     with stopping(run) as stops:
         while not run.wait(timeout_s=0.5):  # a join without a timeout would not let signals through
             continue
     run.signal = stops.last
-    return run
 
 
-def distill(distillation: Distillation, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
+@overload
+def distill(
+    distillation: Distillation, *, resume: bool = False, fresh: bool = False, verbose: bool = False
+) -> DistilledRun: ...
+
+
+@overload
+def distill(distillation: Recipe, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Any: ...
+
+
+def distill(distillation: Any, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Any:
     """Train one student or several on what teachers say: `fit` of the student's job, with the teachers beside its data.
 
     Offline, what teachers say of all rows is computed first, where it is not kept already. The rest is `fit`, which
     recovers, reports and resumes alike.
+
+    Args:
+        distillation: or a recipe that is made of several, whose own `distill` is called.
 
     Raises:
         JobError: students, teachers and their layers do not go together.
@@ -174,8 +198,15 @@ def distill(distillation: Distillation, *, resume: bool = False, fresh: bool = F
         TrainwrightError: as `fit`.
     """
     from trainwright.distilling.composing import composed
+    from trainwright.distilling.runs import DistilledRun
+    from trainwright.distilling.spec import Distillation
 
-    return fit(composed(distillation, verbose=verbose).job, resume=resume, fresh=fresh, verbose=verbose)
+    if not isinstance(distillation, Distillation):
+        return distillation.distill(resume=resume, fresh=fresh, verbose=verbose)
+    job = composed(distillation, verbose=verbose).job
+    run = DistilledRun(distillation, job, *_ready(job, resume=resume, fresh=fresh, verbose=verbose))
+    _await(run)
+    return run
 
 
 def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:

@@ -35,6 +35,8 @@ Overrides = Annotated[
 ]
 Strategy = Annotated[str | None, typer.Option(help="Pin a strategy.")]
 Workers = Annotated[int | None, typer.Option(help="Pin the number of workers.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Begin the run of this name again.")]
 Storage = Annotated[str, typer.Option(help="Where the runs are: a folder or a URI.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -47,8 +49,8 @@ def fit(
     overrides: Overrides = None,
     strategy: Strategy = None,
     workers: Workers = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin the run of this name again.")] = False,
+    resume: Resume = False,
+    fresh: Fresh = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Drive the run from the cluster and return at once.")
     ] = False,
@@ -66,6 +68,34 @@ def fit(
     if run.state == "stopped":
         raise typer.Exit(128 + (run.signal or signal.SIGINT))
     _tell_where(run, file, overrides or [])
+
+
+@app.command()
+def distill(
+    file: Annotated[str, typer.Argument(metavar="FILE.py", help="Python with a Distillation, or a recipe, in it.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of it, of the student's job, of the loss."),
+    ] = None,
+    strategy: Strategy = None,
+    workers: Workers = None,
+    resume: Resume = False,
+    fresh: Fresh = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train students on what teachers say, and judge them beside these. The same command resumes what was stopped."""
+    from trainwright import api
+    from trainwright.distilling.runs import DistilledRun
+    from trainwright.jobfile import load_distillation
+
+    found = load_distillation(file, _pinned(overrides, strategy, workers))
+    done: Any = api.distill(found, resume=resume, fresh=fresh, verbose=verbose)
+    if getattr(done, "state", "done") == "stopped":
+        raise typer.Exit(128 + (done.signal or signal.SIGINT))
+    if isinstance(done, DistilledRun):
+        _tell_students(done, file, overrides or [])
+    else:
+        print(done)
 
 
 @app.command()
@@ -104,21 +134,19 @@ def plan(
     from dataclasses import asdict
 
     from trainwright import api
+    from trainwright.jobfile import load
     from trainwright.options import wishes_of, write_page
     from trainwright.planfile import write_plan
 
     given = {
         "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
     }  # fmt: skip
-    answer: Any = api.plan(_job(file, overrides, strategy, workers), **wishes_of(cluster, given, out))
+    answer: Any = api.plan(load(file, _pinned(overrides, strategy, workers)), **wishes_of(cluster, given, out))
     if out:
         write_plan(out, answer)
     if html:
         write_page(answer, html)
-    if as_json:
-        _print_json(asdict(answer))
-    else:
-        print(answer)
+    _print_json(asdict(answer)) if as_json else print(answer)
 
 
 @app.command()
@@ -267,9 +295,14 @@ def _die(error: TrainwrightError, code: int) -> None:
 def _job(file: str, overrides: list[str] | None, strategy: str | None, workers: int | None) -> Any:
     from trainwright.jobfile import load_job
 
+    return load_job(file, _pinned(overrides, strategy, workers))
+
+
+def _pinned(overrides: list[str] | None, strategy: str | None, workers: int | None) -> list[str]:
+    """All overrides."""
     pinned = [f"strategy={strategy}"] if strategy is not None else []
     pinned += [f"workers={workers}"] if workers is not None else []
-    return load_job(file, [*(overrides or []), *pinned])
+    return [*(overrides or []), *pinned]
 
 
 def _show(view: Any, as_json: bool) -> None:
@@ -290,14 +323,27 @@ def _tell_where(run: Any, file: str, overrides: list[str]) -> None:
     from trainwright.use import how_to_load
 
     again = "".join(f" --set {shlex.quote(item)}" for item in overrides)
-    folder = run.folder
-    metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
     lines = [
-        f"result       {metrics or 'no evaluation set'}",
-        f"report       {run.report}",
-        f"checkpoints  {folder}/checkpoints",
-        f"tensorboard  {folder}/tensorboard",
+        *_told(run),
         f"model        {how_to_load(file, overrides)}",
         f"evaluate     trainwright evaluate {shlex.quote(file)}{again}",
     ]
     print("\n".join(lines))
+
+
+def _tell_students(run: Any, file: str, overrides: list[str]) -> None:
+    """The same of a distillation."""
+    from trainwright.distilling.runs import how_to_load
+
+    lines = [*_told(run), f"model        {how_to_load(file, overrides)}"]
+    print("\n".join(lines))
+
+
+def _told(run: Any) -> list[str]:
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
+    return [
+        f"result       {metrics or 'no evaluation set'}",
+        f"report       {run.report}",
+        f"checkpoints  {run.folder}/checkpoints",
+        f"tensorboard  {run.folder}/tensorboard",
+    ]

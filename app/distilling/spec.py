@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,13 @@ from trainwright.distilling.teachers import Teacher
 
 Way = Literal["offline", "online", "inline"]
 STUDENT = "student"  # what the job's own model is called, where it has company
+
+
+class Recipe(Protocol):
+    """What is made of several distillations."""
+
+    def distill(self, *, resume: bool, fresh: bool, verbose: bool) -> Any:
+        """Carry it out, as `tw.distill` does."""
 
 
 class Distillation(Fields):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from torch import nn
 from torch.nn import functional
 
@@ -110,7 +111,18 @@ def test_several_students_on_one_pass_are_each_as_alone(taught: tw.Teacher, tmp_
     for name, value in alone.items():
         np.testing.assert_allclose(held[f"students.student.{name}"], value, rtol=1e-5, atol=1e-5, err_msg=name)
     (judged,) = told(tmp_path / "both", "student-offline", events.Evaluated)[-1:]
-    assert {"student/accuracy", "other/accuracy"} <= judged.metrics.keys()  # type: ignore[attr-defined]
+    metrics: Any = judged.metrics  # type: ignore[attr-defined]
+    for name, student in run.students.items():
+        assert metrics[f"{name}/accuracy"] == pytest.approx(student.evaluate(here=True)["accuracy"], abs=1e-12)
+    other = {name.removeprefix("students.other."): value for name, value in held.items() if ".other." in name}
+    assert {name: value.tolist() for name, value in run.students["other"].load_model().state_dict().items()} == {
+        name: value.tolist() for name, value in other.items()
+    }
+    again = tw.students(both)["student"]
+    assert again.export(str(tmp_path / "small.safetensors")).endswith("small.safetensors")
+    assert load_file(tmp_path / "small.safetensors").keys() == alone.keys()
+    said = again.predict(to=str(tmp_path / "said"), workers=1).dataset()
+    assert said.read(said.index(), range(jobs.ROWS))["output"].shape == (jobs.ROWS, jobs.CLASSES)
 
 
 def test_layers_that_are_matched_come_beside_in_every_way(taught: tw.Teacher, tmp_path: Path) -> None:

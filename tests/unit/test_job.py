@@ -11,7 +11,7 @@ import pytest
 
 import trainwright as tw
 from trainwright.core.errors import JobError, UserCodeError
-from trainwright.jobfile import load_job
+from trainwright.jobfile import load, load_distillation, load_job
 
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0]})
 
@@ -130,6 +130,40 @@ def test_what_is_wrong_with_a_function_of_a_job_file(tmp_path: Path) -> None:
         load_job(str(needs))
     with pytest.raises(JobError, match="returned NoneType"):
         load_job(str(none))
+
+
+DISTILLED = """
+import trainwright as tw
+other = tw.Job(name="teacher", model=dict, optimizer=list, loss=max, inputs="x", batch_size=1,
+               train=tw.datasets.table({"x": [[1.0]]}))
+def distillation(wide: int = 1) -> tw.Distillation:
+    student = other.replace(name="s", batch_size=wide, targets="y")
+    return tw.Distillation(student=student, teachers=(tw.Teacher(name="t", job=other),))
+"""
+
+
+def test_overrides_of_a_distillation_reach_the_students_job_and_the_loss(tmp_path: Path) -> None:
+    file = tmp_path / "distilled.py"
+    file.write_text(DISTILLED)
+    given = ["wide=2", "keep=fp32", "temperature=4", "alpha=0.1", "student.targets=z", "epochs=3", "name=2024"]
+    found = load_distillation(str(file), given)
+    student = found.student
+    assert (found.keep, found.loss.temperature, found.loss.alpha) == ("fp32", 4, 0.1)
+    assert (student.batch_size, student.targets, student.epochs, student.name) == (2, "z", 3, "2024")
+    assert type(load(str(file))) is type(found) and load_job(str(file)).name == "teacher"
+    with pytest.raises(JobError) as caught:
+        load_distillation(str(file), ["temprature=2", "loss.epochs=1", "keep"])
+    assert all(text in str(caught.value) for text in ("'temperature'", "loss.epochs", "field=value"))
+    with pytest.raises(JobError, match="temperature="):
+        load_distillation(str(file), ["temperature=-1"])
+
+
+def test_a_file_without_a_distillation_is_a_job_file(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(FILE.format(name="job"))
+    assert load(str(file), ["epochs=7"]).epochs == 7
+    with pytest.raises(JobError, match="one distillation is needed; write `distillation ="):
+        load_distillation(str(file))
 
 
 TYPED = """

@@ -11,7 +11,9 @@ import trainwright as tw
 
 HEAVY = ("ray", "torch", "tensorflow", "keras", "pyarrow", "pandas", "matplotlib")
 PUBLIC = {
+    "DistilledRun",
     "Distillation",
+    "students",
     "Match",
     "SoftLoss",
     "Teacher",

@@ -1,0 +1,99 @@
+"""A run of a distillation: a run, and each of its students alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from trainwright import predicting, use
+from trainwright.core.job import Job
+from trainwright.distilling.composing import composed
+from trainwright.distilling.spec import STUDENT, Distillation
+from trainwright.run import Drives, Run
+from trainwright.strategies.students import Students
+
+if TYPE_CHECKING:
+    from trainwright.datasets import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Student:
+    """One student of a run, alone.
+
+    Attributes:
+        name: of it.
+        job: as if it had been trained without teachers and without company, with the checkpoints of the run that it
+            was trained in: for `tw.generate`, `tw.Teacher(job=...)` and all else that takes a job.
+    """
+
+    name: str
+    job: Job
+
+    def load_model(self, *, step: int | None = None) -> Any:
+        """See `tw.load_model`."""
+        return use.load_model(self.job, step)
+
+    def export(self, path: str, *, step: int | None = None) -> str:
+        """See `tw.export`."""
+        return use.export(self.job, path, step)
+
+    def evaluate(self, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
+        """Its own loss and metrics, with no word of the teachers; see `tw.evaluate`."""
+        return use.evaluate(self.job, step, here=here, verbose=verbose)
+
+    def predict(
+        self, data: Dataset | str | None = None, *, to: str, keep: Iterable[str] = (), **options: Any
+    ) -> predicting.Prediction:
+        """See `tw.predict`."""
+        return predicting.predict(self.job, data, to=to, keep=keep, **options)
+
+
+class DistilledRun(Run):
+    """A run of `tw.distill`.
+
+    Attributes:
+        distillation: what was asked for.
+    """
+
+    def __init__(self, distillation: Distillation, job: Job, session: Drives, decision: Any) -> None:
+        self.distillation = distillation
+        super().__init__(job, session, decision)
+
+    @cached_property
+    def students(self) -> dict[str, Student]:
+        """Each of them alone, by name; `student` is the one of the job's own model."""
+        return students_of(self.distillation, self.job)
+
+
+def students(distillation: Distillation) -> dict[str, Student]:
+    """The students of a distillation that was carried out before, by name. Nothing is trained.
+
+    Raises:
+        TrainwrightError: as `composing.composed`, where they were trained as one model.
+    """
+    soft = distillation.loss
+    lone = len(distillation.names) == 1 and not soft.matches and soft.combine != "learned"
+    return students_of(distillation, distillation.student if lone else composed(distillation).job)
+
+
+def how_to_load(file: str, overrides: list[str]) -> str:
+    """The Python that loads a student of a file's distillation."""
+    given = f"{file!r}, {overrides!r}" if overrides else f"{file!r}"
+    return (
+        "import trainwright as tw; from trainwright.jobfile import load_distillation; "
+        f"model = tw.students(load_distillation({given}))[{STUDENT!r}].load_model()"
+    )
+
+
+def students_of(distillation: Distillation, job: Job) -> dict[str, Student]:
+    """The students of a distillation, each with its own job.
+
+    Args:
+        distillation: says who they are.
+        job: that it came to: see `composing.composed`.
+    """
+    model = job.model
+    models = {name: model.alone(name) if isinstance(model, Students) else model for name in distillation.names}
+    return {name: Student(name=name, job=distillation.student.replace(model=each)) for name, each in models.items()}
