@@ -87,7 +87,7 @@ class Feeding:
 
             recipes = [recipe_of(data, index, columns=job.columns, **order) for data, index, order in heavy.values()]
             with by_value():
-                fetchers = start_feeders(recipes, cpus=cpus, gpus=gpus)
+                fetchers = start_feeders(recipes, cpus=cpus, gpus=gpus, hang_s=job.hang_deadline_s or math.inf)
             self._fetchers = dict(zip(heavy, fetchers, strict=True))
 
     @property
@@ -108,6 +108,13 @@ class Feeding:
                 if self._steps > _SETTLED and math.isfinite(wait_s):
                     self._counted += 1
                     self._step_s, self._wait_s = self._step_s + step_s, self._wait_s + wait_s
+
+    def news(self) -> list[str]:
+        """Lines for people that were not told yet; waits for nothing."""
+        told = [self.verdict()]
+        for fetcher in list(self._fetchers.values())[:1]:  # all are of one
+            told += fetcher.news()
+        return [line for line in told if line]
 
     def verdict(self) -> str:
         """That steps wait for Ray Data, for which stage, and what helps; empty where they do not, or it was said."""

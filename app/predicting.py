@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright import words
 from trainwright.core.cluster import Cluster
-from trainwright.core.errors import DataError, JobError, StorageError
+from trainwright.core.errors import DataError, JobError, PlanError, StorageError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.index import Index
@@ -125,6 +125,7 @@ def ask(
     form: Form | None = None,
     index: Index | None = None,
     range_rows: int | None = None,
+    row_bytes: int = 0,
     fresh: bool = False,
 ) -> Question:
     """Everything that can be wrong and known before a cluster is needed.
@@ -137,6 +138,7 @@ def ask(
         form: in which outputs are written; its text is compared.
         index: of the data set, where it is known.
         range_rows: rows of a part, at most; by default as they are there, or by the size of a row.
+        row_bytes: of what is written for a row, where that may be much.
         fresh: compute again what the folder holds.
 
     Raises:
@@ -150,7 +152,7 @@ def ask(
     stored = None if fresh else folder.find(MANIFEST)
     old = Manifest.decode(stored, folder.uri_of(MANIFEST)) if stored is not None else None
     asked = _manifest(subject, index, columns=columns, keep=keep, form="" if form is None else str(form))
-    asked = replace(asked, range_rows=range_rows or (old.range_rows if old else usual_rows(index)))
+    asked = replace(asked, range_rows=range_rows or (old.range_rows if old else usual_rows(index, row_bytes)))
     if old is not None:
         old.check(asked, folder.uri)
     ranges = cut(index, asked.range_rows)
@@ -190,16 +192,18 @@ def compute(
         rows = batch_size or min(job.batch_size, _BATCH_ROWS)
         trained = None if workers or question.subject.weights is None else trained_plan(job)
         divided = trained if trained is not None and replica_of(trained).workers > 1 else None
-        if divided is not None:
-            _check_divided(question.subject, divided)
         connect(verbose)
-        plan, size = (plan_here(divided, job), 0) if divided else plan_pool(question, discover(), workers)
+        torn = divided is not None and _torn(question.subject, divided)
+        if divided is None or torn:
+            plan, size = _plan_whole(question, discover(), workers, divided)
+        else:
+            plan, size = plan_here(divided, job), 0
         begin(question, fresh)
         with Meter(question.index.rows, question.index.rows - sum(part.rows for part in question.waiting)) as meter:
-            if divided:
-                _compute_together(question, _order(question, job, plan, rows), meter)
-            else:
+            if size:
                 _compute(question, _order(question, question.subject.lone or job, plan, rows), size, meter)
+            else:
+                _compute_together(question, _order(question, job, plan, rows), meter)
     return _finished(question)
 
 
@@ -270,11 +274,23 @@ def _check_parts(question: Question) -> None:
         raise
 
 
-def _check_divided(subject: Subject, plan: Plan) -> None:
-    """Raise JobError where what is asked for cannot be had in this layout."""
-    if subject.undivided and max(plan.mesh.tensor, plan.mesh.pipeline) > 1:
-        problem = f"{subject.undivided}, and the run was trained as {plan.name}: give workers= (--workers)"
-        raise JobError([f"{problem}, which predicts with the whole model on each"], where=subject.job.name)
+def _torn(subject: Subject, plan: Plan) -> bool:
+    """Whether what is asked for cannot be had in this layout."""
+    return bool(subject.undivided) and max(plan.mesh.tensor, plan.mesh.pipeline) > 1
+
+
+def _plan_whole(question: Question, cluster: Cluster, workers: int | None, torn: Plan | None) -> tuple[Plan, int]:
+    """As `plan_pool`, also in the place of a layout that tears what is asked for: JobError where nothing else fits."""
+    try:
+        return plan_pool(question, cluster, workers)
+    except PlanError as error:
+        if torn is None:
+            raise
+        problem = f"{question.subject.undivided}, which the layout of the run, {torn.name}, has on no worker whole"
+        raise JobError(
+            [f"{problem}, and the whole model fits on none: {error.what} ({error.where})"],
+            where=question.subject.job.name,
+        ) from error
 
 
 def _waiting(ranges: tuple[Range, ...], folder: Store, *, known: bool, fresh: bool) -> tuple[Range, ...]:

@@ -59,11 +59,16 @@ class Range:
         return f"rows {self.start:,} to {self.stop - 1:,}"
 
 
-def usual_rows(index: Index) -> int:
-    """Rows of a range where none are given: by the index alone, so that a later call cuts in the same way."""
+def usual_rows(index: Index, row_bytes: int = 0) -> int:
+    """Rows of a range where none are given: by nothing that changes, so that a later call cuts in the same way.
+
+    Args:
+        index: of the data set.
+        row_bytes: of what is written for a row, where that may be much; a worker holds those of a range.
+    """
     least, most = _RANGE_ROWS
-    fitting = min(_RANGE_BYTES // max(index.row_bytes, 1), most, -(-index.rows // _FEW_RANGES))
-    return max(fitting, least)
+    fitting = min(_RANGE_BYTES // max(index.row_bytes, row_bytes, 1), most, -(-index.rows // _FEW_RANGES))
+    return max(fitting, min(least, max(_RANGE_BYTES // max(row_bytes, 1), 1)))
 
 
 def cut(index: Index, rows: int) -> tuple[Range, ...]:

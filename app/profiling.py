@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from trainwright.core.errors import JobError, UserCodeError
@@ -31,22 +32,22 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
         JobError: `model()` returned something that no engine knows.
     """
     sample = job.collation(dataset.row(index, job.columns))
-    model = _build(job)
+    model = built(job.model)
     profile: ModelProfile = profiler_of(model).profile_model(
         model, sample, job.arguments, keywords=job.keywords, step=job.step
     )
     return profile
 
 
-def _build(job: Job) -> Any:
-    """The model, without memory where the user's code can do that."""
+def built(build: Callable[[], Any]) -> Any:
+    """The model, without memory where the user's code can do that. Raises UserCodeError where that raises."""
     try:
         with _without_memory():
-            return job.model()
+            return build()
     except Exception as error:
         _log.info("model() is built with memory: without, it raised %s: %s", type(error).__name__, error)
     try:
-        return job.model()
+        return build()
     except Exception as error:
         raise UserCodeError(f"model() raised {type(error).__name__}: {error}", where="model") from error
 

@@ -106,8 +106,8 @@ class Session:
                     self._journal.flush_soon()  # so that nothing is measured again
             if isinstance(event, m.Committed):
                 self._journal.flush_soon()  # what was told of the checkpoint included
-            if slow := self._feeding.verdict():
-                self._journal.write(events.Noted(text=slow))
+            for text in self._feeding.news():
+                self._journal.write(events.Noted(text=text))
             event = self._world.next()
             if isinstance(event, m.Acquired):
                 self._open_journal(event)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 import time
 import traceback
@@ -115,17 +116,20 @@ class Feeders:
     Args:
         recipes: pickled, one for each data set; they are known by their number here.
         free: CPUs and GPUs that Ray Data may use.
+        piece_s: an actor may take for a piece, see `Pool`.
     """
 
-    def __init__(self, recipes: Sequence[bytes], free: Mapping[str, float]) -> None:
+    def __init__(self, recipes: Sequence[bytes], free: Mapping[str, float], piece_s: float = math.inf) -> None:
         made: list[Recipe] = [cloudpickle.loads(recipe) for recipe in recipes]
         stored = [ray.put(recipe) for recipe in recipes]
         sizes, left = deal(made, free)
         steps, self._pools = pooled(made), list[Pool]()
+        self._notes, self._noted = list[str](), asyncio.Event()
         shared: dict[tuple[int, int], Pool] = {}
         for size, slots in zip(sizes, groups(made).values(), strict=True):
             source, stage = slots[0]
-            pool = Pool(step=steps[slots[0]], recipe=stored[source], stage=stage, size=size)
+            step, recipe = steps[slots[0]], stored[source]
+            pool = Pool(step=step, recipe=recipe, stage=stage, size=size, most_s=piece_s, note=self._note)
             self._pools.append(pool)
             shared.update(dict.fromkeys(slots, pool))
         self.feeders = [
@@ -152,10 +156,20 @@ class Feeders:
         """What each stage of a data set has done so far."""
         return self.feeders[source].stages()
 
+    async def news(self) -> list[str]:
+        """Wait for what is to be told to people."""
+        await self._noted.wait()
+        notes, self._notes, self._noted = self._notes, [], asyncio.Event()
+        return notes
+
     async def close(self) -> None:
         """End the actors of all pools, each after the `close` of what it holds."""
         for pool in self._pools:
             await pool.close()
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        self._noted.set()
 
 
 class Feeder:

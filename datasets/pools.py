@@ -1,8 +1,9 @@
 """Pools of actors for heavy transforms that are slow to open, such as a model: each actor opens its own once.
 
 They belong to the feeder and outlive what Ray Data executes: a pipeline that begins elsewhere, another number of data
-ranks, the next evaluation. Data sets with the same class and arguments share a pool. An actor that dies is replaced,
-and the pieces that it had are computed again; nobody has seen anything of them.
+ranks, the next evaluation. Data sets with the same class and arguments share a pool. An actor that dies, or is silent
+for many times as long as a piece took so far, is replaced, and the pieces that it had are computed again; nobody has
+seen anything of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +22,7 @@ import pyarrow as pa
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from trainwright.core.errors import DataError, ResourceError, TrainwrightError, UserCodeError
+from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError
 from trainwright.datasets.pipeline import Piece, Recipe, advance, opened, spent
 from trainwright.datasets.stateful import Stateful
 from trainwright.datasets.transforms import BatchMap, name_of
@@ -26,6 +30,8 @@ from trainwright.datasets.transforms import BatchMap, name_of
 DEATHS = 3  # in a row, while opening or with one piece, before it is the user's code that is to blame
 _FLIGHT = 2  # pieces that an actor is given at a time, so that it need not wait for the next one
 _CLOSE_S = 5.0  # for the user's `close`
+_PATIENCE, _LEAST_S = 10.0, 15.0  # times the longest piece so far; a machine may stand still for seconds
+_LOOK_S = 1.0  # between two looks at whether an actor is silent
 
 Slot = tuple[int, int]  # number of a data set, number of a stage
 
@@ -36,13 +42,13 @@ class Holder:
     def __init__(self) -> None:
         self._function: Any = None
 
-    def open(self, recipe: Sequence[Any], stage: int) -> TrainwrightError | None:
-        """Open the heavy transform of a stage; the error that ended it."""
+    def open(self, recipe: Sequence[Any], stage: int) -> TrainwrightError | str:
+        """Open the heavy transform of a stage; where that is, or the error that ended it."""
         try:
             self._function = opened(recipe[0], stage)
         except TrainwrightError as error:
             return error
-        return None
+        return f"{socket.gethostname()}, pid {os.getpid()}"
 
     def compute(
         self, recipe: Sequence[Any], block: pa.Table, row: int, stage: int
@@ -77,6 +83,45 @@ class _Work:
 
 
 @dataclass(kw_only=True, eq=False)
+class _Flight:
+    """What an actor has been given, in order, of which it computes the first.
+
+    Attributes:
+        works: these.
+        begun_s: when it could begin with the first.
+        silent_s: since then, as far as this process ran itself: one that stood still has heard nobody.
+    """
+
+    works: list[_Work] = field(default_factory=list)
+    begun_s: float = 0.0
+    silent_s: float = 0.0
+
+    def add(self, work: _Work) -> None:
+        """One more."""
+        if not self.works:
+            self._next()
+        self.works.append(work)
+
+    def done(self, work: _Work) -> float:
+        """One less; the seconds that it took."""
+        taken_s = time.monotonic() - self.begun_s
+        self.works.remove(work)
+        self._next()
+        return taken_s
+
+    async def silent(self, limit_s: Callable[[], float]) -> float:
+        """Wait until nothing was heard for so long."""
+        while not self.works or self.silent_s < limit_s():
+            before_s = time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+            self.silent_s += min(time.monotonic() - before_s, 2 * _LOOK_S)
+        return limit_s()
+
+    def _next(self) -> None:
+        self.begun_s, self.silent_s = time.monotonic(), 0.0
+
+
+@dataclass(kw_only=True, eq=False)
 class Pool:
     """Actors for one heavy transform. Used within one event loop.
 
@@ -85,18 +130,23 @@ class Pool:
         recipe: reference of a pickled recipe with it.
         stage: its number there.
         size: actors.
+        most_s: an actor may take for a piece; the first ones all of it, others in proportion to what one took so far.
+        note: told of actors that are replaced.
     """
 
     step: BatchMap
     recipe: Any
     stage: int
     size: int
+    most_s: float
+    note: Callable[[str], object]
     _queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, _Work]] = field(default_factory=asyncio.PriorityQueue)
     _numbers: Any = field(default_factory=itertools.count)
     _seats: list[asyncio.Task[None]] = field(default_factory=list)
     _actors: list[Any] = field(default_factory=list)
     _open: int = 0
     _deaths: int = 0
+    _longest_s: float = 0.0
     _failed: TrainwrightError | None = None
 
     @property
@@ -108,6 +158,10 @@ class Pool:
     def opening(self) -> int:
         """Actors that are not open yet."""
         return self.size - self._open
+
+    def limit_s(self) -> float:
+        """Seconds with one piece that are a hang."""
+        return min(max(_PATIENCE * self._longest_s, _LEAST_S), self.most_s) if self._longest_s else self.most_s
 
     def open(self) -> None:
         """Start the actors, unless that was done."""
@@ -159,10 +213,10 @@ class Pool:
             actor = kind.remote()
             self._actors.append(actor)
             try:
-                if await self._opened(actor):
+                if where := await self._opened(actor):
                     self._open += 1
                     try:
-                        await self._serve(actor)
+                        await self._serve(actor, where)
                     finally:
                         self._open -= 1
             except Exception as error:  # nobody else would hear of it
@@ -170,48 +224,53 @@ class Pool:
             self._actors.remove(actor)
             ray.kill(actor)
 
-    async def _opened(self, actor: Any) -> bool:
-        """Whether the actor has opened what it is for; counts those that die of it."""
+    async def _opened(self, actor: Any) -> str:
+        """Where the actor has opened what it is for; empty where it has not. Counts those that die of it."""
         try:
-            error = await actor.open.remote([self.recipe], self.stage)
+            answer: TrainwrightError | str = await actor.open.remote([self.recipe], self.stage)
         except RayActorError as death:
             self._deaths += 1
             if self._deaths >= DEATHS:
-                self._fail(_deadly(self.name, "while it was opened", death))
-            return False
-        if error is not None:
-            self._fail(error)
-            return False
+                self._fail(_deadly(self.name, "died", "while it was opened", str(death)))
+            return ""
+        if isinstance(answer, TrainwrightError):
+            self._fail(answer)
+            return ""
         self._deaths = 0
-        return True
+        return answer
 
-    async def _serve(self, actor: Any) -> None:
-        """Give an actor pieces until it dies; those that it had are put back."""
-        flight: list[_Work] = []
-        takers = [asyncio.create_task(self._take(actor, flight)) for _ in range(_FLIGHT)]
+    async def _serve(self, actor: Any, where: str) -> None:
+        """Give an actor pieces until it dies or is silent for too long; those that it had are put back."""
+        flight = _Flight()
+        tasks = [asyncio.create_task(self._take(actor, flight)) for _ in range(_FLIGHT)]
+        tasks.append(asyncio.create_task(self._watch(flight)))
         try:
-            await asyncio.wait(takers, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            for taker in takers:
-                taker.cancel()
-            ended = await asyncio.gather(*takers, return_exceptions=True)
-        death = next(error for error in ended if isinstance(error, Exception))
-        if not isinstance(death, RayActorError):
-            raise death
-        for number, work in enumerate(flight):
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        end = next(error for error in ended if isinstance(error, Exception))
+        if not isinstance(end, RayActorError | HangError):
+            raise end
+        how, why = ("hung", end.what) if isinstance(end, HangError) else ("died", "")
+        again = f", and what it had ({len(flight.works)} pieces) begins again" if flight.works else ""
+        self.note(f"an actor of {self.name} {how} ({where}){why and f': {why}'}; it is replaced{again}")
+        for number, work in enumerate(flight.works):
             work.deaths += number == 0  # the others waited for this one
             if work.deaths < DEATHS:
                 self._put(work)
             else:
-                work.done.set_exception(_deadly(self.name, f"each time it was given this batch ({_rows(work)})", death))
+                when = f"each time it was given this batch ({_rows(work)})"
+                work.done.set_exception(_deadly(self.name, how, when, why or str(end)))
 
-    async def _take(self, actor: Any, flight: list[_Work]) -> None:
+    async def _take(self, actor: Any, flight: _Flight) -> None:
         while True:
             _, _, work = await self._queue.get()
             if not work.wanted():
                 work.done.set_result(None)
                 continue
-            flight.append(work)
+            flight.add(work)
             try:
                 block, taken = actor.compute.options(num_returns=2).remote(*work.arguments)
                 made = block, await taken
@@ -221,7 +280,13 @@ class Pool:
                 work.done.set_exception(error)
             else:
                 work.done.set_result(made)
-            flight.remove(work)
+            self._longest_s = max(self._longest_s, flight.done(work))
+
+    async def _watch(self, flight: _Flight) -> None:
+        """Raises HangError once an actor is silent for too long."""
+        limit_s = await flight.silent(self.limit_s)
+        usual = f", and none took more than {self._longest_s:.2g} s before" if self._longest_s else ""
+        raise HangError(f"nothing came of {_rows(flight.works[0])} within {limit_s:g} s{usual}")
 
     def _fail(self, error: TrainwrightError) -> None:
         """No actor can be opened: tell all who wait, and those who come."""
@@ -298,12 +363,12 @@ def _rows(work: _Work) -> str:
     return f"rows {part} of data rank {rank} at step {step}"
 
 
-def _deadly(name: str, when: str, death: Exception) -> UserCodeError:
+def _deadly(name: str, how: str, when: str, detail: str) -> UserCodeError:
     return UserCodeError(
-        f"the process of the transform {name} died {DEATHS} times {when}",
+        f"the process of the transform {name} {how} {DEATHS} times {when}",
         where="Ray Data",
-        remedy="look for too little memory, of the machine or the accelerator, or a crash in native code",
-        detail=str(death),
+        remedy="look for too little memory, of the machine or the accelerator, or a crash or deadlock in native code",
+        detail=detail,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ import cloudpickle
 import numpy as np
 import ray
 from ray.exceptions import (
+    ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
     ObjectLostError,
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
 
 _CHUNK_ROWS = 1024  # of the global batch, in one chunk
 _RETRY_S = 1.0
+_GONE_S = 5.0  # for a feeder that Ray does not start again, as when its driver is dead
 _SLACK_S = 30.0  # a consumer waits this much longer than the feeder, which knows more about the reason
 _CLOSE_S = 10.0
+_OF_DEADLINE = 0.5  # an actor may take for a piece, so that there is time for another one to open and compute it
 _SAMPLE_S = 600.0  # to open what transforms hold, and compute a row
 _SAMPLES: dict[tuple[Any, ...], Arrays] = {}  # of this process
 
@@ -53,6 +57,7 @@ class RayFetcher:
         self._feeder, self._source = feeder, source
         self._schedule, self._length, self._deadline_s = schedule, length, deadline_s
         self._asked: dict[tuple[int, int, int], Any] = {}
+        self._news: Any = None
 
     def fetch(self, step: int, rank: int, total: int) -> tuple[range, Arrays]:
         """Columns of the share that data rank `rank` of `total` has of the chunk that holds `step`, and that chunk.
@@ -80,6 +85,8 @@ class RayFetcher:
                         remedy="install what its functions import on every node",
                         detail=str(error),
                     ) from error
+                if isinstance(error, ActorDiedError):
+                    until = min(until, time.monotonic() + _GONE_S)
                 if time.monotonic() > until:
                     raise HangError(f"the feeder is gone: {error}", remedy="run the same command again") from error
                 time.sleep(_RETRY_S)
@@ -92,6 +99,17 @@ class RayFetcher:
         with suppress(RayError):
             found: list[Stage] = ray.get(self._feeder.stages.remote(self._source), timeout=_CLOSE_S)
             return found
+        return []
+
+    def news(self) -> list[str]:
+        """What the feeder of all data sets had to tell since the last call, such as of actors that it replaced."""
+        self._news = self._news or self._feeder.news.remote()
+        if not ray.wait([self._news], timeout=0)[0]:
+            return []
+        asked, self._news = self._news, None
+        with suppress(RayError):  # a feeder that is gone is told of by those who wait for data
+            told: list[str] = ray.get(asked)
+            return told
         return []
 
     def close(self) -> None:
@@ -160,7 +178,12 @@ def recipe_of(
 
 
 def start_feeders(
-    recipes: Sequence[Recipe], *, cpus: float, gpus: float = 0.0, deadline_s: float = 300.0
+    recipes: Sequence[Recipe],
+    *,
+    cpus: float,
+    gpus: float = 0.0,
+    deadline_s: float = 300.0,
+    hang_s: float = math.inf,
 ) -> list[RayFetcher]:
     """Start the feeder of a run's heavy data sets; the driver's part. Give the fetchers to every `Stream` of the run.
 
@@ -169,6 +192,7 @@ def start_feeders(
         cpus: that Ray Data may use; the workers must have left them free.
         gpus: the same.
         deadline_s: for a consumer to wait for one share.
+        hang_s: without a step, after which somebody takes the consumers for hung.
 
     Raises:
         ResourceError: the transforms ask for more than Ray Data has.
@@ -179,7 +203,8 @@ def start_feeders(
     free = {"CPU": cpus, "GPU": gpus}
     deal(recipes, free)
     kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Feeders)
-    feeder = kind.remote([cloudpickle.dumps(recipe) for recipe in recipes], free)
+    piece_s = _OF_DEADLINE * min(deadline_s, hang_s)
+    feeder = kind.remote([cloudpickle.dumps(recipe) for recipe in recipes], free, piece_s)
     feeder.open.remote()
     return [
         RayFetcher(feeder, number, recipe.schedule, recipe.length, deadline_s) for number, recipe in enumerate(recipes)

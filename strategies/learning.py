@@ -9,7 +9,7 @@ from trainwright.core.data import Terms
 from trainwright.core.distillation import TEACHERS, Match, matched, of_layer, teacher_column
 from trainwright.core.errors import JobError
 from trainwright.strategies.divergences import Tensors, divergence, surprise, union
-from trainwright.strategies.likeness import Shape, fits, shown
+from trainwright.strategies.likeness import Shape, fits, shown, unlike
 from trainwright.strategies.matching import distance
 
 if TYPE_CHECKING:
@@ -197,18 +197,9 @@ class Learning:
 
     def _alike(self, own: Any, said: Any, student: str, teacher: str) -> None:
         """Raise JobError for other classes, labels, words or shapes."""
-        mine, theirs = self._ops.shape(own), self._ops.shape(said)
-        if fits(mine, theirs):
-            return
-        what = {"classification": "classes", "multi_label": "labels", "language_model": "words in the vocabulary"}
-        kind = self._soft.kind
-        if kind in what and len(mine) == len(theirs) and fits(mine[:-1], theirs[:-1]):
-            problem = f"teacher {teacher!r} has {theirs[-1]} {what[kind]}, student {student!r} has {mine[-1]}"
-            remedy = "distil between models of the same outputs in the same order"
-        else:
-            problem = f"teacher {teacher!r} gives {shown(theirs)}, student {student!r} gives {shown(mine)}"
-            remedy = "give both one shape, or name by SoftLoss(output=...) which output is compared"
-        raise JobError([f"{problem}: {remedy}"])
+        problem = unlike(self._soft.kind, self._ops.shape(own), self._ops.shape(said), student, teacher)
+        if problem:
+            raise JobError([problem])
 
 
 def _of_next(hard: Shape, soft: Shape) -> bool:

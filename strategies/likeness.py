@@ -126,6 +126,27 @@ def fits(one: Shape, other: Shape) -> bool:
     return len(one) == len(other) and all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
 
 
+def unlike(kind: str, own: Shape, said: Shape, student: str, teacher: str) -> str:
+    """Why the outputs of a student and a teacher cannot be compared: other classes, labels, words or shapes.
+
+    Args:
+        kind: as `SoftLoss` has it.
+        own, said: shapes of their outputs.
+        student, teacher: names.
+
+    Returns:
+        Empty where they can.
+    """
+    if fits(own, said):
+        return ""
+    what = {"classification": "classes", "multi_label": "labels", "language_model": "words in the vocabulary"}
+    if kind in what and len(own) == len(said) and fits(own[:-1], said[:-1]):
+        problem = f"teacher {teacher!r} has {said[-1]} {what[kind]}, student {student!r} has {own[-1]}"
+        return f"{problem}: distil between models of the same outputs in the same order"
+    problem = f"teacher {teacher!r} gives {shown(said)}, student {student!r} gives {shown(own)}"
+    return f"{problem}: give both one shape, or name by SoftLoss(output=...) which output is compared"
+
+
 def shown(shape: Shape) -> str:
     """For an error."""
     return "(" + ", ".join("?" if size is None else str(size) for size in shape) + ")"

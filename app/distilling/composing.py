@@ -8,7 +8,8 @@ from typing import Any
 
 from trainwright.core.job import Job
 from trainwright.datasets.sources import Dataset
-from trainwright.distilling.spec import STUDENT, Distillation
+from trainwright.distilling.fitting import check
+from trainwright.distilling.spec import Distillation
 from trainwright.distilling.stored import stored_targets
 from trainwright.distilling.teachers import Lecturer, Teacher
 from trainwright.strategies.distilling import Distilled, judged
@@ -40,6 +41,7 @@ def composed(distillation: Distillation, *, verbose: bool = False) -> Composed:
     job, teachers = distillation.student, taught_layers(distillation)
     lecturers = {teacher.name: teacher.load() for teacher in teachers}
     loss = loss_of(distillation, teachers, lecturers)
+    check(distillation, loss, teachers, lecturers)
     beside = _beside(distillation, teachers, lecturers, verbose)
     train = beside(job.train)
     changes: dict[str, Any] = {
@@ -123,7 +125,7 @@ def _model(
     job = distillation.student
     if not loss.wrapped:
         return job.model
-    students = Students(builders={STUDENT: job.model, **distillation.students}, loss=loss)
+    students = Students(builders=distillation.builders, loss=loss)
     if not loss.soft.matches:
         return students
     row = train.row(train.index())

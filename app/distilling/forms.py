@@ -7,7 +7,9 @@ softmax at 1 has the mass of the k and of the rest that it had, and nobody needs
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -52,6 +54,12 @@ class Form:
     def layers(self) -> Form:
         """The form of hidden states, which have no largest ones."""
         return Form(bits=self.bits)
+
+    def row_bytes(self, shape: Sequence[int | None]) -> int:
+        """What an output takes of a row; sizes after that of the rows count, those that are not known as 1."""
+        *others, last = [size or 1 for size in shape[1:]] or [1]
+        each = self.bits // 8 * last if self.largest is None else self.largest * (2 + (2 if last <= _SMALL else 4)) + 4
+        return math.prod(others) * each
 
     def encode(self, name: str, values: Array) -> dict[str, Array]:
         """Columns that hold an output.

@@ -74,6 +74,11 @@ class Distillation(Fields):
         return (STUDENT, *self.students)
 
     @property
+    def builders(self) -> dict[str, Callable[[], Any]]:
+        """() -> model of each student, by name."""
+        return {STUDENT: self.student.model, **self.students}
+
+    @property
     def folder(self) -> str:
         """Where offline targets are kept."""
         return self.targets or f"{self.student.storage.rstrip('/')}/targets"

@@ -20,6 +20,7 @@ from trainwright.datasets.index import Index, digest
 from trainwright.datasets.sources import Dataset, parquet
 from trainwright.describe import essence
 from trainwright.distilling.forms import Form, decode
+from trainwright.distilling.outlines import compared, outline
 from trainwright.distilling.teachers import Teacher
 from trainwright.predicting import ask, compute
 from trainwright.predictions import SAMPLE
@@ -54,8 +55,7 @@ def stored_targets(
         keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
         batch_size: rows computed at once; by default the teacher's.
-        range_rows: rows of a part, at most; by default by the size of a row of the data. Where whole logits are much
-            larger than the inputs, as of language models, choose it so that those of a part fit a worker's memory.
+        range_rows: rows of a part, at most; by default by the size of a row of the data, and of what is kept of it.
         fresh: compute again what is there.
         verbose: show Ray's own output.
 
@@ -70,12 +70,25 @@ def stored_targets(
     form, subject = Form.parse(keep), teacher.subject(data)
     filing, index = Filing(lesson=teacher.lesson, form=form), data.index()
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
+    row_bytes = said_bytes(teacher, data, index, form)
     to = f"{folder.rstrip('/')}/{folder_name(teacher, subject, index, form)}"
-    question = ask(subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, fresh=fresh)
+    question = ask(
+        subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
+        fresh=fresh,
+    )  # fmt: skip
     done = compute(
         question, workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh, verbose=verbose
     )  # fmt: skip
     return parquet(done.uri).map_batches(Whole(columns=teacher.columns, form=form))
+
+
+def said_bytes(teacher: Teacher, data: Dataset, index: Index, form: Form) -> int:
+    """What is kept of a row, about; 0 where that is not known."""
+    tapped = teacher.lesson.tapped
+    shapes = outline(teacher.asked(data), index, tapped).shapes
+    said = compared({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
+    layers = sum(form.layers.row_bytes(shapes[name]) for name in tapped if name in shapes)
+    return layers + (form.row_bytes(said) if said else 0)
 
 
 def folder_name(teacher: Teacher, subject: Subject, index: Index, form: Form) -> str:

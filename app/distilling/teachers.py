@@ -159,6 +159,10 @@ class Teacher(Fields):
         """It, bound to a data set whose rows it is to be asked about. Raises as `load`."""
         return self.bound(data, self.load())
 
+    def asked(self, data: Dataset) -> Job:
+        """The job that has its model read a data set, with whatever weights."""
+        return self._bound(data)
+
     def bound(self, data: Dataset, lecturer: Lecturer) -> Subject:
         """The same with the weights of a lecturer of its."""
         job, layers, weights = self._bound(data), self.lesson.tapped, lecturer.weights

@@ -51,9 +51,11 @@ class _TensorFlow:
         return applied(function, outputs, targets)
 
     def answers(self, teacher: Inline, columns: Mapping[str, tf.Tensor], like: tf.Tensor) -> Mapping[str, tf.Tensor]:
-        """The model is loaded once a process, outside of the graph and the strategy that call it."""
+        """The model is loaded once a process, outside of the graph and the strategy; another's of its name goes."""
         key = (teacher.name, teacher.identity())
         if key not in _loaded:
+            for old in [old for old in _loaded if old[0] == teacher.name]:
+                del _loaded[old]
             _loaded[key] = _apart(teacher.module)
         return {name: tf.stop_gradient(value) for name, value in _loaded[key](columns).items()}
 

@@ -55,7 +55,10 @@ class StudentClass(keras.Model):  # type: ignore[misc]
         self.weighing = None
         if wanted.teachers:
             kind = next(iter(models.values())).trainable_variables[0].dtype
-            self.weighing = self.add_weight(shape=(wanted.teachers,), initializer="zeros", dtype=kind, name="weighing")
+            kind = kind if kind == "float64" else "float32"  # half precision would not hear of small steps
+            self.weighing = self.add_weight(
+                shape=(wanted.teachers,), initializer="zeros", dtype=kind, autocast=False, name="weighing"
+            )
         self.only = wanted.only
         self.built = True
 

@@ -10,12 +10,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainwright.core.data import Columns
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.failures import first_line
 from trainwright.strategies.teaching import Lesson
 from trainwright.strategies.tensorflow.evaluation import flat
 from trainwright.strategies.tensorflow.objective import call_model
 from trainwright.strategies.tensorflow.taps import heard, layer_of
+
+FRAMEWORK, LOOKS = "Keras", False  # its steps are traced
 
 
 def still(parameters: Iterable[Any]) -> keras.optimizers.Optimizer:
@@ -82,6 +85,21 @@ class Tapped(keras.Model):  # type: ignore[misc]
 def tap(model: keras.Model, layers: Mapping[str, str]) -> keras.Model:
     """The model, or where layers of it are to be told one around it. Raises as `Tapped`."""
     return Tapped(model, layers) if layers else model
+
+
+def shapes(
+    model: keras.Model, sample: Columns, inputs: tuple[str, ...], keywords: tuple[str, ...]
+) -> dict[str, tuple[int | None, ...]]:
+    """Shapes of what a model gives for some rows, by name; that of the rows is None.
+
+    Args:
+        sample: columns of a row or a few, collated.
+        inputs, keywords: as a job's `arguments` and `keywords`.
+    """
+    given: Any = [tf.convert_to_tensor(sample[name]) for name in inputs]
+    given = dict(zip(keywords, given, strict=True)) if keywords else given
+    found = call_model(model, given, training=False)
+    return {name: (None, *value.shape[1:]) for name, value in flat("", found) if tf.is_tensor(value)}
 
 
 class Inside:

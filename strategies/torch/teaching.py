@@ -14,12 +14,16 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from trainwright.core.data import Columns
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.teaching import Lesson, Look
+from trainwright.strategies.torch import batches
 from trainwright.strategies.torch.evaluation import flat
 from trainwright.strategies.torch.replica import AUTOCAST
 from trainwright.strategies.torch.replica import random_kept as kept
 from trainwright.strategies.torch.taps import Taps
+
+FRAMEWORK, LOOKS = "torch", True
 
 
 def still(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -80,6 +84,22 @@ def tap(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
         model.register_forward_pre_hook(partial(_begin, taps))
         model.register_forward_hook(partial(_tell, taps, layers))
     return model
+
+
+def shapes(
+    model: nn.Module, sample: Columns, inputs: tuple[str, ...], keywords: tuple[str, ...]
+) -> dict[str, tuple[int | None, ...]]:
+    """Shapes of what a model gives for some rows, by name; that of the rows is None. It is left without data.
+
+    Args:
+        sample: columns of a row or a few, collated.
+        inputs, keywords: as a job's `arguments` and `keywords`.
+    """
+    given = [each.to("meta") for each in batches.tensors(sample, inputs, torch.device("cpu")).values()]
+    model = model.to("meta").eval()
+    with torch.no_grad():
+        found = model(**dict(zip(keywords, given, strict=True))) if keywords else model(*given)
+    return {name: (None, *value.shape[1:]) for name, value in flat("", found) if isinstance(value, Tensor)}
 
 
 class Inside(nn.Module):

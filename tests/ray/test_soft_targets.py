@@ -18,7 +18,7 @@ from tests.ray.test_predict import RANGE, ROWS, Strike, columns_of, job, table, 
 from tests.ray.test_trained import trained
 from tests.unit.torch_jobs import Net, feed, one_device
 from trainwright.core.data import Batch
-from trainwright.core.errors import DataError, JobError, RunConflict
+from trainwright.core.errors import DataError, JobError, PlanError, RunConflict
 from trainwright.distilling.forms import Form, decode
 from trainwright.distilling.stored import stored_targets
 from trainwright.distilling.teachers import Teacher
@@ -175,11 +175,22 @@ def test_a_divided_teacher_is_asked_in_its_layout_with_its_layers(
     np.testing.assert_allclose(found["teacher.big/middle"], hidden, atol=1e-3)
 
 
-def test_a_layer_that_a_layout_would_tear_is_refused(tmp_path: Path) -> None:
-    chosen, _ = trained(tmp_path, "pipeline")
+def test_a_layer_that_a_layout_would_tear_is_told_by_whole_copies_where_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, model = trained(tmp_path, "pipeline")
     teacher = Teacher(name="big", job=chosen, layers=("middle",))
-    with pytest.raises(JobError, match=r"hidden states of Teacher\('big'\) are asked for, and the run was trained as"):
-        stored_targets(teacher, chosen.train, folder=str(tmp_path / "soft"))
+    found = read(stored_targets(teacher, chosen.train, folder=str(tmp_path / "soft"), keep="fp32"))
+    with torch.no_grad():
+        hidden = model.middle(model.first(torch.from_numpy(read(chosen.train)["x"]))).numpy()
+    np.testing.assert_allclose(found["teacher.big/middle"], hidden, atol=1e-5)
+
+    def none(*_: Any) -> Any:
+        raise PlanError("no plan can run this job", where="one_device: 80 GiB are needed")
+
+    monkeypatch.setattr("trainwright.predicting.plan_pool", none)
+    with pytest.raises(JobError, match=r"hidden states of Teacher\('big'\) are asked for, which the layout .* whole"):
+        stored_targets(teacher, chosen.train, folder=str(tmp_path / "other"))
 
 
 def test_the_newest_checkpoint_has_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ def test_the_usual_range_is_bounded_by_memory_and_leaves_work_for_many() -> None
     assert usual_rows(index_of([1_000_000], row_bytes=8)) == 15_625
     assert usual_rows(index_of([10_000_000], row_bytes=8)) == 65_536
     assert usual_rows(index_of([100])) == 256
+    logits = 256 * 50_000 * 2  # of a row of a language model
+    assert usual_rows(index_of([1_000_000], row_bytes=512), logits) == (64 << 20) // logits == 2
+    assert usual_rows(index_of([1_000_000], row_bytes=512), 1 << 40) == 1
+    assert usual_rows(index_of([1_000_000], row_bytes=8), 40) == 15_625
 
 
 def test_what_is_missing_is_what_has_no_part() -> None:

@@ -50,6 +50,15 @@ def test_the_largest_logits_stay_and_the_rest_keeps_its_mass(logits: Any, data: 
     assert (now <= was * 1.0001 + 1e-12).all() and (now * rounding * 1.0001 + 1e-12 >= was).all()
 
 
+@pytest.mark.parametrize("keep", ["fp32", "fp16", "topk(2)"])
+@pytest.mark.parametrize("shape", [(7, 5), (7, 3, 5), (7, 3, 70_000)])
+def test_what_is_kept_of_a_row_is_known_before(keep: str, shape: tuple[int, ...]) -> None:
+    form = Form.parse(keep)
+    kept = form.encode("output", np.zeros(shape, np.float32))
+    kept.pop("output_classes", None)  # the same in all rows
+    assert form.row_bytes((None, *shape[1:])) == sum(each.nbytes for each in kept.values()) / shape[0]
+
+
 @pytest.mark.parametrize("keep", ["fp32", "fp16"])
 def test_whole_outputs_come_back(keep: str) -> None:
     values = np.random.default_rng(0).normal(size=(5, 2, 3)) * 20

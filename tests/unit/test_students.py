@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,7 @@ from trainwright.core.data import Batch, Feed
 from trainwright.core.distillation import Match, SoftLoss
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.strategies.distilling import Distilled, judged
+from trainwright.strategies.divergences import tensors_of
 from trainwright.strategies.students import Students, lone
 from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.profile import profile_model
@@ -273,3 +275,42 @@ def test_keras_students_without_variables_are_refused() -> None:
     loss = distilled(hard=keras_loss)
     with pytest.raises(JobError, match="'wide' has no variables yet"):
         Students(builders={"wide": late, "narrow": late}, loss=loss)()
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"), [("float16", "float32"), ("mixed_float16", "float32"), ("float64", "float64")]
+)
+def test_learned_weights_of_keras_are_not_rounded_to_half_precision(policy: str, kind: str) -> None:
+    def small() -> keras.Model:
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, dtype=policy)])
+
+    soft = SoftLoss(alpha=0.3, combine="learned")
+    loss = Distilled(
+        soft=soft, hard=keras_loss, targets=("y", "teacher.a", "teacher.b"), labels=("y",), teachers=("a", "b")
+    )
+    model = Students(builders={"student": small}, loss=loss)()
+    said = model(tf.zeros((5, 4), policy.removeprefix("mixed_")))["teachers"]
+    assert model.weighing.dtype == kind and said.dtype == kind and said.shape == (5, 2)
+
+
+@dataclass(frozen=True)
+class Again:
+    """A teacher in the step, with whatever weights."""
+
+    weights: str
+    name: str = "again"
+
+    def identity(self) -> str:
+        return self.weights
+
+    def module(self) -> Any:
+        return nn.Identity()
+
+
+@pytest.mark.parametrize("like", [torch.zeros(1), tf.zeros(1)], ids=["torch", "keras"])
+def test_a_teacher_in_the_step_makes_room_for_the_next_of_its_name(like: Any) -> None:
+    ops = tensors_of(like)
+    held = importlib.import_module(type(ops).__module__)._loaded
+    for weights in ("old", "new"):
+        ops.answers(Again(weights), {}, like)
+    assert [key[1] for key in held if key[0] == "again"] == ["new"]
