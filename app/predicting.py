@@ -33,7 +33,7 @@ from trainwright.rowmeter import Meter
 from trainwright.store import Store, open_store
 from trainwright.strategies.question import place
 from trainwright.subjects import Subject, of_run
-from trainwright.trained import plan_here, replica_of, trained_plan
+from trainwright.trained import plan_on, replica_of, trained_plan
 from trainwright.travel import pack
 
 ATTEMPTS = 3  # workers that may be lost with one range
@@ -190,14 +190,8 @@ def compute(
     if question.waiting:
         job = question.subject.job
         rows = batch_size or min(job.batch_size, _BATCH_ROWS)
-        trained = None if workers or question.subject.weights is None else trained_plan(job)
-        divided = trained if trained is not None and replica_of(trained).workers > 1 else None
         connect(verbose)
-        torn = divided is not None and _torn(question.subject, divided)
-        if divided is None or torn:
-            plan, size = _plan_whole(question, discover(), workers, divided)
-        else:
-            plan, size = plan_here(divided, job), 0
+        plan, size = layout(question, discover(), workers)
         begin(question, fresh)
         with Meter(question.index.rows, question.index.rows - sum(part.rows for part in question.waiting)) as meter:
             if size:
@@ -205,6 +199,33 @@ def compute(
             else:
                 _compute_together(question, _order(question, job, plan, rows), meter)
     return _finished(question)
+
+
+def layout(question: Question, cluster: Cluster, workers: int | None = None) -> tuple[Plan, int]:
+    """The plan of each worker of a pool, and how many there are; or one that several run the model in together, and 0.
+
+    Together they run what a run trained in a layout that divides the model, what `plan=` of a model without a run
+    divides, and what no worker can hold whole, as the planner divides it.
+
+    Raises:
+        ResourceError, PlanError, UserCodeError, JobError: as `plan_pool`.
+    """
+    subject = question.subject
+    job, divided = subject.job, None if workers else _divided(question, cluster)
+    if divided is not None and not _torn(subject, divided):
+        return plan_on(cluster, divided, job), 0
+    try:
+        return plan_pool(question, cluster, workers)
+    except PlanError as error:
+        divided = divided or (None if workers else _chosen(question, cluster))
+        if divided is None:
+            raise
+        if not _torn(subject, divided):
+            return divided, 0
+        problem = f"{subject.undivided}, which the layout {divided.name} has on no worker whole"
+        raise JobError(
+            [f"{problem}, and the whole model fits on none: {error.what} ({error.where})"], where=job.name
+        ) from error
 
 
 def plan_pool(question: Question, cluster: Cluster, workers: int | None) -> tuple[Plan, int]:
@@ -279,18 +300,24 @@ def _torn(subject: Subject, plan: Plan) -> bool:
     return bool(subject.undivided) and max(plan.mesh.tensor, plan.mesh.pipeline) > 1
 
 
-def _plan_whole(question: Question, cluster: Cluster, workers: int | None, torn: Plan | None) -> tuple[Plan, int]:
-    """As `plan_pool`, also in the place of a layout that tears what is asked for: JobError where nothing else fits."""
+def _divided(question: Question, cluster: Cluster) -> Plan | None:
+    """The layout of the run, or the one that is pinned, where several workers hold the model together."""
+    subject = question.subject
+    pinned = subject.job.plan if subject.weights is None else None
+    found = trained_plan(subject.job) if subject.weights else _chosen(question, cluster) if pinned else None
+    return found if found is not None and replica_of(found).workers > 1 else None
+
+
+def _chosen(question: Question, cluster: Cluster) -> Plan | None:
+    """What the planner has the whole cluster do with the model; None where nothing fits, or none divides it."""
+    job = question.subject.job.replace(model=question.subject.outline)
     try:
-        return plan_pool(question, cluster, workers)
-    except PlanError as error:
-        if torn is None:
+        plan = choose(profile_job(job, job.train, question.index), cluster, job).chosen
+    except PlanError:
+        if question.subject.weights is None and job.plan:
             raise
-        problem = f"{question.subject.undivided}, which the layout of the run, {torn.name}, has on no worker whole"
-        raise JobError(
-            [f"{problem}, and the whole model fits on none: {error.what} ({error.where})"],
-            where=question.subject.job.name,
-        ) from error
+        return None
+    return plan if replica_of(plan).workers > 1 else None
 
 
 def _waiting(ranges: tuple[Range, ...], folder: Store, *, known: bool, fresh: bool) -> tuple[Range, ...]:
@@ -334,15 +361,14 @@ def _compute(question: Question, order: PredictOrder, size: int, meter: Meter) -
 
 
 def _compute_together(question: Question, order: PredictOrder, meter: Meter) -> None:
-    """Read what is missing here, have the ranks of the trained layout predict it, and store it."""
+    """Read what is missing here, have the ranks of a layout predict it, and store it."""
     from trainwright.ranks import Ranks
 
-    schema, subject = _schema(question), question.subject
-    assert subject.weights is not None, "only a run was trained in a layout"
+    schema, subject, weights = _schema(question), question.subject, question.subject.weights
+    store, checkpoint = (weights.runs, weights.checkpoint) if weights else (question.folder, None)
     with Ranks(
-        subject.job, order.plan, subject.weights.runs, subject.weights.checkpoint, train=question.index,
-        outputs=order.outputs, note=meter.note,
-    ) as ranks:  # fmt: skip
+        subject.job, order.plan, store, checkpoint, train=question.index, outputs=order.outputs, note=meter.note
+    ) as ranks:
         predictor = Predictor(order, lambda batch: ranks.predict(batch.columns))
         for part in question.waiting:
             for answer in predictor.compute(part):

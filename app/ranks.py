@@ -48,7 +48,7 @@ def say(text: str) -> None:
 
 
 class Ranks:
-    """A checkpoint's model on workers of the cluster. One thread; calls block. Use it in a `with`.
+    """A model on workers of the cluster that hold it together. One thread; calls block. Use it in a `with`.
 
     Where a worker is lost or hangs, all are placed anew and do again what was asked of them, as often as the job's
     `failures=` allows in a row.
@@ -56,8 +56,8 @@ class Ranks:
     Args:
         job: whose `train` is a data set with rows as the model is given them.
         plan: that fits the cluster.
-        store: with the run.
-        checkpoint: whose weights are used.
+        store: with the run, or where the work is done for a model that has none.
+        checkpoint: whose weights are used; None where model() brings them.
         train: index of `job.train`.
         evaluate: index of `job.evaluate`, to evaluate on.
         outputs: of the model that are wanted; empty for all.
@@ -69,7 +69,7 @@ class Ranks:
         job: Job,
         plan: Plan,
         store: Store,
-        checkpoint: CheckpointRef,
+        checkpoint: CheckpointRef | None,
         *,
         train: Index,
         evaluate: Index | None = None,
@@ -90,9 +90,10 @@ class Ranks:
         self._number = self._failures = 0
         self._hang_s = job.hang_deadline_s or HANG_S
         self._closed = threading.Event()
-        divided = plan.mesh.size > plan.mesh.data
-        how = f"in the layout that it was trained in: {plan.name}" if divided else "each with the whole model"
-        self._note(f"{job.name} at step {checkpoint.step:,} on {words.count(plan.workers, 'worker')}, {how}")
+        where = "" if checkpoint is None else " that it was trained in"
+        how = f"in the layout{where}: {plan.name}" if plan.mesh.size > plan.mesh.data else "each with the whole model"
+        who = job.name if checkpoint is None else f"{job.name} at step {checkpoint.step:,}"
+        self._note(f"{who} on {words.count(plan.workers, 'worker')}, {how}")
 
     def __enter__(self) -> Ranks:
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
@@ -171,7 +172,8 @@ class Ranks:
             "threads": self._plan.placement.threads, "deadline_s": max(CALL_DEADLINE_S, self._hang_s),
         }  # fmt: skip
         self._ask("form", [Group(rank=rank, slot=rank, **about) for rank in range(size)])
-        self._ask("load", [self._checkpoint] * size)
+        if self._checkpoint is not None:
+            self._ask("load", [self._checkpoint] * size)
 
     def _place(self) -> None:
         """A process for each rank, where the plan wants it to be."""

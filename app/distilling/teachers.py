@@ -53,6 +53,8 @@ class Teacher(Fields):
         layers: whose hidden states are told too, named as in `Match`; of a tuple it is the first item.
         probabilities: its output ends in a softmax, or in `sigmoid` of each label, whose logits are taken.
         batch_size: rows that it is given at once.
+        plan: how workers hold a model together that no run trained, as a job's, such as `pp=2`; by default each holds
+            all of it where it fits, and what does not is divided as the planner finds best. A run's layout is its own.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Teacher(Fields):
     layers: Names = ()
     probabilities: Literal[False, True, "sigmoid"] = False
     batch_size: Annotated[int, Field(ge=1)] = 256
+    plan: str | None = None
 
     @field_validator("weights")
     @classmethod
@@ -81,6 +84,8 @@ class Teacher(Fields):
             problems.append("give job= (of a trained run), or model= with inputs=, and not both")
         of_run = [name for name in _OF_JOB if name in self.model_fields_set] if self.job is not None else []
         problems += [f"{name}= is the job's: leave it out" for name in of_run]
+        if self.job is not None and self.plan is not None:
+            problems.append("plan= is for model=: a run is asked in the layout that it was trained in")
         if self.job is not None and not self.job.inputs:
             problems.append("job= has no inputs=: name the columns given to the model")
         if self.job is not None and self.weights is not None:
@@ -188,7 +193,7 @@ class Teacher(Fields):
         return Job(
             name=f"teacher-{self.name}", model=self.model, train=data, loss=no_loss, optimizer=still,
             inputs=self.inputs, pad=self.pad, collate=self.collate, precision=self.precision,
-            batch_size=self.batch_size, inexact=("batch_norm",),
+            batch_size=self.batch_size, inexact=("batch_norm",), plan=self.plan,
         )  # fmt: skip
 
     def taught(self, lecturer: Lecturer, layers: Mapping[str, str]) -> Taught:

@@ -193,6 +193,23 @@ def test_a_layer_that_a_layout_would_tear_is_told_by_whole_copies_where_they_fit
         stored_targets(teacher, chosen.train, folder=str(tmp_path / "other"))
 
 
+def wide() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def test_a_model_without_a_run_is_divided_as_it_is_told_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In two stages on two workers, an odd number of rows; it says what it says in one process."""
+    data = tw.datasets.table({"x": table(31)["x"]})
+    teacher = Teacher(name="t", model=wide, inputs="x", batch_size=6, plan="pp=2")
+    found = read(stored_targets(teacher, data, folder=str(tmp_path / "soft"), keep="fp32", range_rows=20))
+    assert "teacher-t on 2 workers, in the layout: " in capsys.readouterr().err
+    with torch.no_grad():
+        np.testing.assert_allclose(found["teacher.t"], wide()(torch.from_numpy(read(data)["x"])).numpy(), atol=1e-6)
+
+
 def test_the_newest_checkpoint_has_a_folder_of_its_own(tmp_path: Path) -> None:
     chosen = job(tmp_path)
     train(chosen, 3, columns_of)
