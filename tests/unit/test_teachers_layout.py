@@ -54,5 +54,5 @@ def test_a_model_that_no_accelerator_holds_is_divided_by_the_planner(tmp_path: P
 def test_its_layers_need_it_whole(tmp_path: Path) -> None:
     asked = question(tmp_path, tw.Teacher(name="t", model=large, inputs="x", batch_size=16))
     torn = replace(asked, subject=replace(asked.subject, undivided="hidden states are asked for"))
-    with pytest.raises(JobError, match="hidden states are asked for, which the layout .* has on no worker whole"):
+    with pytest.raises(JobError, match=r"hidden states are asked for, which the layout .* has on no worker whole"):
         layout(torn, Cluster.parse("2x4xT4"))
