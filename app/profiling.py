@@ -6,12 +6,15 @@ import contextlib
 import importlib
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.job import Job
 from trainwright.core.profile import ModelProfile
 from trainwright.datasets.sources import Dataset, Index
+from trainwright.strategies.distilling import Distilled
 
 _log = logging.getLogger(__name__)
 
@@ -24,29 +27,31 @@ _FRAMEWORKS = {
 
 
 def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
-    """Profile the job's model on one sample of a data set.
+    """Profile the job's model, and those that run in its loss, on one sample of a data set.
 
     Raises:
         UserCodeError: `model()` raised.
         JobError: `model()` returned something that no engine knows.
     """
     sample = job.collation(dataset.row(index, job.columns))
-    model = _build(job)
+    model = built(job.model)
     profile: ModelProfile = profiler_of(model).profile_model(
         model, sample, job.arguments, keywords=job.keywords, step=job.step
     )
+    if isinstance(job.loss, Distilled):
+        profile = replace(profile, guests=tuple(each.profile(sample) for each in job.loss.inline.values()))
     return profile
 
 
-def _build(job: Job) -> Any:
-    """The model, without memory where the user's code can do that."""
+def built(build: Callable[[], Any]) -> Any:
+    """What `model()` gives, without memory where the user's code can do that. Raises UserCodeError."""
     try:
         with _without_memory():
-            return job.model()
+            return build()
     except Exception as error:
         _log.info("model() is built with memory: without, it raised %s: %s", type(error).__name__, error)
     try:
-        return job.model()
+        return build()
     except Exception as error:
         raise UserCodeError(f"model() raised {type(error).__name__}: {error}", where="model") from error
 

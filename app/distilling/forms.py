@@ -53,6 +53,12 @@ class Form:
         """The form of hidden states, which have no largest ones."""
         return Form(bits=self.bits)
 
+    def row_bytes(self, numbers: float) -> float:
+        """Of a row of so many logits."""
+        if self.largest is None:
+            return numbers * self.bits / 8
+        return min(numbers, self.largest) * (2 + 2) + 4
+
     def encode(self, name: str, values: Array) -> dict[str, Array]:
         """Columns that hold an output.
 
