@@ -18,7 +18,7 @@ from trainwright.core.job import Job
 from trainwright.datasets.transforms import Counters
 from trainwright.distilling.asking import Speaker, Voice, here, latencies
 from trainwright.distilling.composing import taught_layers
-from trainwright.distilling.spec import STUDENT, Distillation
+from trainwright.distilling.spec import Distillation
 from trainwright.distilling.stored import stored_targets
 from trainwright.distilling.tallies import Accord, Picture, Residue, Tally, Units, labelled, together, units_of
 from trainwright.distilling.teachers import Teacher
@@ -63,7 +63,7 @@ def judge(
     if job.evaluate is None:
         raise JobError(["evaluate= is missing: students are judged on an evaluation set"])
     job.evaluate.need_rows_by_number("judging students")
-    builders = {STUDENT: job.model, **distillation.students}
+    builders = distillation.builders
     teachers = taught_layers(distillation) if distillation.way == "offline" else distillation.teachers
     speakers = [
         Speaker.of(Teacher(name=name, job=each, output=loss.soft.output), job.evaluate, build=builders[name])

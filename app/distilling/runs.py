@@ -14,6 +14,7 @@ from trainwright import predicting, use
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Judged, Noted
 from trainwright.core.job import Job
+from trainwright.distilling.choosing import settled
 from trainwright.distilling.composing import composed
 from trainwright.distilling.judging import judge
 from trainwright.distilling.spec import STUDENT, Distillation
@@ -122,7 +123,7 @@ def students(distillation: Distillation) -> dict[str, Student]:
     """
     soft = distillation.loss
     lone = len(distillation.names) == 1 and not soft.matches and soft.combine != "learned"
-    return students_of(distillation, distillation.student if lone else composed(distillation).job)
+    return students_of(distillation, distillation.student if lone else composed(settled(distillation)).job)
 
 
 def how_to_load(file: str, overrides: list[str]) -> str:
