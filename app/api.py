@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from trainwright.ordeal.verdict import Verdict
     from trainwright.planner import Decision
     from trainwright.predicting import Prediction
-    from trainwright.prepare import Prepared
-    from trainwright.run import Drives, Run
+    from trainwright.run import Run
     from trainwright.whatif import WhatIf
 
 
@@ -73,13 +72,13 @@ def plan(
     """
     from trainwright.discover import connect
     from trainwright.distilling.spec import Distillation
-    from trainwright.prepare import decide_plan, prepare, profile_of
+    from trainwright.prepare import decide_plan, opens, prepare, profile_of
     from trainwright.whatif import what_if
 
     if isinstance(job, Distillation):
         return _weighed(job, cluster)
     job = _job(job)
-    if cluster is None and _opens(job):
+    if cluster is None and opens(job):
         connect()
     prepared = prepare(job, resume=True)
     if cluster is not None:
@@ -125,48 +124,10 @@ def start(
         TrainwrightError: the job, its data, its storage or the cluster is not right; nothing was started.
     """
     from trainwright.run import Run
+    from trainwright.starting import ready
 
     job = _job(job)
-    return Run(job, *_ready(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
-
-
-def _ready(job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False) -> tuple[Drives, Decision]:
-    """What drives a job's run, heard by all who tell of it, and its plan. Raises as `start`."""
-    from trainwright.discover import connect
-    from trainwright.prepare import decide_plan, prepare
-    from trainwright.progress import Progress
-    from trainwright.report import ReportListener
-    from trainwright.session import Session
-    from trainwright.tensorboard import TensorBoard
-
-    own = _opens(job) and connect(verbose)
-    prepared = prepare(job, resume=resume, fresh=fresh)
-    own = connect(verbose) or own
-    decision = decide_plan(prepared)
-    if detached:
-        return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
-    session = Session(prepared, decision, fresh=fresh)
-    session.listen(Progress(decision, verbose=verbose))
-    session.listen(TensorBoard(prepared.store, job.name))
-    session.listen(ReportListener(prepared.store, job.name))
-    return session, decision
-
-
-def _opens(job: Job) -> bool:
-    """Whether a look at a row opens what is slow to open, such as a model, which a process of the cluster's does."""
-    return any(data is not None and data.stateful for data in (job.train, job.evaluate))
-
-
-def _detached(job: Job, prepared: Prepared, own: bool, **options: bool) -> Drives:
-    from trainwright.core.errors import ResourceError
-    from trainwright.detached import RemoteSession
-
-    if own:
-        raise ResourceError(
-            "a detached driver needs a cluster that outlives this process",
-            remedy="set RAY_ADDRESS to that of a running cluster, or leave detached out",
-        )
-    return RemoteSession(prepared, job, **options)
+    return Run(job, *ready(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
 
 
 def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
@@ -178,19 +139,11 @@ def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: b
     Raises:
         TrainwrightError: the run could not start, or failed; the first failing rank's own error.
     """
+    from trainwright.starting import awaited
+
     run = start(job, resume=resume, fresh=fresh, verbose=verbose)
-    _await(run)
+    awaited(run)
     return run
-
-
-def _await(run: Run) -> None:
-    """Until a run has ended; signals stop it. Raises as `Run.wait`."""
-    from trainwright.signals import stopping
-
-    with stopping(run) as stops:
-        while not run.wait(timeout_s=0.5):  # a join without a timeout would not let signals through
-            continue
-    run.signal = stops.last
 
 
 @overload
@@ -222,20 +175,12 @@ def distill(
         RunConflict: the folder of kept targets holds what another teacher said.
         TrainwrightError: as `fit`.
     """
-    from trainwright.distilling.choosing import settled
-    from trainwright.distilling.composing import composed
-    from trainwright.distilling.runs import DistilledRun, judged
     from trainwright.distilling.spec import Distillation
+    from trainwright.distilling.training import train
 
     if not isinstance(distillation, Distillation):
         return distillation.distill(resume=resume, fresh=fresh, verbose=verbose)
-    chosen = settled(distillation, resume=resume, fresh=fresh, verbose=verbose)
-    job = composed(chosen, verbose=verbose).job
-    run = DistilledRun(chosen, job, *_ready(job, resume=resume, fresh=fresh, verbose=verbose))
-    _await(run)
-    if judge:
-        judged(run, verbose=verbose)
-    return run
+    return train(distillation, resume=resume, fresh=fresh, verbose=verbose, judge=judge)
 
 
 def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from trainwright import words
-from trainwright.core.cluster import Cluster
-from trainwright.core.errors import DataError, JobError, PlanError, StorageError
+from trainwright.core.errors import DataError, JobError, StorageError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.index import Index
 from trainwright.datasets.sources import Dataset, parquet
-from trainwright.planner import choose, usable
+from trainwright.holding import layout
 from trainwright.predictions import (
     MANIFEST,
     Manifest,
@@ -28,12 +27,9 @@ from trainwright.predictions import (
     usual_rows,
 )
 from trainwright.predictor import Form, Predictor, PredictOrder, Stored
-from trainwright.profiling import profile_job
 from trainwright.rowmeter import Meter
 from trainwright.store import Store, open_store
-from trainwright.strategies.question import place
 from trainwright.subjects import Subject, of_run
-from trainwright.trained import plan_on, replica_of, trained_plan
 from trainwright.travel import pack
 
 ATTEMPTS = 3  # workers that may be lost with one range
@@ -206,7 +202,7 @@ def compute(
         job = question.subject.job
         rows = batch_size or min(job.batch_size, _BATCH_ROWS)
         connect(verbose)
-        plan, size = layout(question, discover(), workers)
+        plan, size = layout(question.subject, question.index, len(question.waiting), discover(), workers)
         begin(question, fresh)
         done = question.index.rows - sum(part.rows for part in question.waiting)
         with meter or Meter(question.index.rows, done) as told:
@@ -215,48 +211,6 @@ def compute(
             else:
                 _compute_together(question, _order(question, job, plan, rows), told)
     return _finished(question)
-
-
-def layout(question: Question, cluster: Cluster, workers: int | None = None) -> tuple[Plan, int]:
-    """The plan of each worker of a pool, and how many there are; or one that several run the model in together, and 0.
-
-    Together they run what a run trained in a layout that divides the model, what `plan=` of a model without a run
-    divides, and what no worker can hold whole, as the planner divides it.
-
-    Raises:
-        ResourceError, PlanError, UserCodeError, JobError: as `plan_pool`.
-    """
-    subject = question.subject
-    job, divided = subject.job, None if workers else _divided(question, cluster)
-    if divided is not None and not _torn(subject, divided):
-        return plan_on(cluster, divided, job), 0
-    try:
-        return plan_pool(question, cluster, workers)
-    except PlanError as error:
-        divided = divided or (None if workers else _chosen(question, cluster))
-        if divided is None:
-            raise
-        if not _torn(subject, divided):
-            return divided, 0
-        problem = f"{subject.undivided}, which the layout {divided.name} has on no worker whole"
-        raise JobError(
-            [f"{problem}, and the whole model fits on none: {error.what} ({error.where})"], where=job.name
-        ) from error
-
-
-def plan_pool(question: Question, cluster: Cluster, workers: int | None) -> tuple[Plan, int]:
-    """The plan of each worker, and how many there are: one for each accelerator or CPU slot, or as asked.
-
-    Raises:
-        ResourceError: more is asked for than the cluster has.
-        PlanError, UserCodeError, JobError: the model cannot be run.
-    """
-    job = question.subject.job
-    room = usable(cluster, job.replace(workers=workers) if workers else job)
-    size = min(workers or room.slots, len(question.waiting))
-    alone = job.alone(model=question.subject.outline)
-    plan = choose(profile_job(alone, alone.train, question.index), cluster, alone).chosen
-    return replace(plan, placement=place(room, size)), size
 
 
 def begin(question: Question, fresh: bool) -> None:
@@ -309,31 +263,6 @@ def _check_parts(question: Question) -> None:
     except DataError as error:
         error.remedy = "delete this file: the same call computes it again, and nothing else"
         raise
-
-
-def _torn(subject: Subject, plan: Plan) -> bool:
-    """Whether what is asked for cannot be had in this layout."""
-    return bool(subject.undivided) and max(plan.mesh.tensor, plan.mesh.pipeline) > 1
-
-
-def _divided(question: Question, cluster: Cluster) -> Plan | None:
-    """The layout of the run, or the one that is pinned, where several workers hold the model together."""
-    subject = question.subject
-    pinned = subject.job.plan if subject.weights is None else None
-    found = trained_plan(subject.job) if subject.weights else _chosen(question, cluster) if pinned else None
-    return found if found is not None and replica_of(found).workers > 1 else None
-
-
-def _chosen(question: Question, cluster: Cluster) -> Plan | None:
-    """What the planner has the whole cluster do with the model; None where nothing fits, or none divides it."""
-    job = question.subject.job.replace(model=question.subject.outline)
-    try:
-        plan = choose(profile_job(job, job.train, question.index), cluster, job).chosen
-    except PlanError:
-        if question.subject.weights is None and job.plan:
-            raise
-        return None
-    return plan if replica_of(plan).workers > 1 else None
 
 
 def _waiting(ranges: tuple[Range, ...], folder: Store, *, known: bool, fresh: bool) -> tuple[Range, ...]:

@@ -101,6 +101,11 @@ def _measured(prepared: Prepared) -> str:
     return name
 
 
+def opens(job: Job) -> bool:
+    """Whether a look at a row opens what is slow to open, such as a model, which a process of the cluster's does."""
+    return any(data is not None and data.stateful for data in (job.train, job.evaluate))
+
+
 def profile_of(prepared: Prepared) -> ModelProfile:
     """What the job's model costs."""
     return profile_job(prepared.job, prepared.job.train, prepared.train)

@@ -131,6 +131,13 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
         visiting = held * (gradient + (2 * parameter if plan.zero == 3 else 0.0))
         gradients, update = np.zeros_like(held), np.zeros_like(held)  # in the host's memory
     cast = _cast(profile, mesh.tensor) * width * (NUMBER_BYTES.get(own, 4) > width)
+    if not profile.trains:
+        none, shared = np.zeros_like(held), degree if plan.zero == 3 else 1
+        gathered_whole = parameter * held * (shared > 1)
+        return LayerMemory(
+            states=parameter * held / shared, gradients=none, update=none, kept=none,
+            working=rows * width * (kept + working) + gathered_whole + cast, flight=in_flight(plan, micro_batches),
+        )  # fmt: skip
     again = plan.recompute == "full"
     return LayerMemory(
         states=each * held,

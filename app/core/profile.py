@@ -69,6 +69,7 @@ class ModelProfile:
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
         guests: models that run in the loss, forward alone and untrained, such as teachers; their inputs are the
             targets, so that no layout divides them.
+        trains: whether it does; a model that predicts has neither gradients nor an optimizer, and keeps no activations.
     """
 
     framework: str
@@ -82,6 +83,7 @@ class ModelProfile:
     trained: tuple[tuple[int, int], ...] = ()
     untraced: str = ""
     guests: tuple[ModelProfile, ...] = ()
+    trains: bool = True
 
     def __hash__(self) -> int:
         return self._hash

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from trainwright import words
 from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.job import Job
 from trainwright.datasets.schedule import steps_per_epoch
 from trainwright.distilling.rehearsing import Rehearsed, rehearsals
 from trainwright.distilling.spec import WAYS, Distillation, Way
@@ -82,31 +83,35 @@ class Weighed:
         return ways_html(self)
 
 
-def settled(
-    distillation: Distillation, *, resume: bool = False, fresh: bool = False, verbose: bool = False
-) -> Distillation:
+def settled(distillation: Distillation, *, fresh: bool = False, verbose: bool = False) -> Distillation:
     """The distillation with a way: its own, that of the run which goes on, or the quickest, of which a line is said.
 
     Raises:
         JobError: no way can be; says why none.
         TrainwrightError: as `weigh`.
     """
+    if distillation.way != "auto":
+        return distillation
     job = distillation.student
-    store = open_store(job.storage)
-    path, begun = _KEPT.format(job.name), not fresh and RunLog(store, job.name).head() is not None
-    past = store.find(path) if begun and distillation.way == "auto" else None
+    past = open_store(job.storage).find(_KEPT.format(job.name)) if _begun(job, fresh) else None
     if past is not None:
         return distillation.replace(way=json.loads(past)["way"])
-    if distillation.way == "auto":
-        way: Way = "inline"  # without teachers nobody is asked
-        if distillation.teachers:
-            found = weigh(distillation, verbose=verbose)
-            way = found.chosen
-            _say(found.line)
-        distillation = distillation.replace(way=way)
-    if resume or not begun:
-        store.put(path, json.dumps({"way": distillation.way}).encode())
-    return distillation
+    if not distillation.teachers:
+        return distillation.replace(way="inline")  # nobody is asked
+    found = weigh(distillation, verbose=verbose)
+    _say(found.line)
+    return distillation.replace(way=found.chosen)
+
+
+def remember(distillation: Distillation, *, resume: bool = False, fresh: bool = False) -> None:
+    """Keep the way of a run that begins, for those who go on with it."""
+    job = distillation.student
+    if resume or not _begun(job, fresh):
+        open_store(job.storage).put(_KEPT.format(job.name), json.dumps({"way": distillation.way}).encode())
+
+
+def _begun(job: Job, fresh: bool) -> bool:
+    return not fresh and RunLog(open_store(job.storage), job.name).head() is not None
 
 
 def weigh(distillation: Distillation, *, always: bool = False, verbose: bool = False) -> Weighed:

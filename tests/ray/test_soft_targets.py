@@ -188,7 +188,7 @@ def test_a_layer_that_a_layout_would_tear_is_told_by_whole_copies_where_they_fit
     def none(*_: Any) -> Any:
         raise PlanError("no plan can run this job", where="one_device: 80 GiB are needed")
 
-    monkeypatch.setattr("trainwright.predicting.plan_pool", none)
+    monkeypatch.setattr("trainwright.holding.plan_pool", none)
     with pytest.raises(JobError, match=r"hidden states of Teacher\('big'\) are asked for, which the layout .* whole"):
         stored_targets(teacher, chosen.train, folder=str(tmp_path / "other"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +11,13 @@ from torch import nn
 import trainwright as tw
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError
+from trainwright.core.plan import Plan
 from trainwright.distilling.teachers import Lecturer
-from trainwright.predicting import Question, ask, layout
+from trainwright.holding import layout
+from trainwright.subjects import Subject
 
 WIDTH, LAYERS = 30_000, 8  # 29 GB in all: never built but on paper
+DATA = tw.datasets.table({"x": np.zeros((64, WIDTH), np.float32)})
 
 
 def large() -> nn.Module:
@@ -26,33 +28,39 @@ def small() -> nn.Module:
     return nn.Linear(WIDTH, 10)
 
 
-def question(folder: Path, teacher: tw.Teacher) -> Question:
-    """As before the first part is computed."""
-    data = tw.datasets.table({"x": np.zeros((64, WIDTH), np.float32)})
-    subject = teacher.bound(data, Lecturer(teacher=teacher, sha256="0" * 64))
+def subject(teacher: tw.Teacher) -> Subject:
+    """It, bound to a data set, before anything is computed."""
+    bound = teacher.bound(DATA, Lecturer(teacher=teacher, sha256="0" * 64))
     assert teacher.model is not None
-    return ask(replace(subject, outline=teacher.model), to=str(folder))
+    return replace(bound, outline=teacher.model)
 
 
-def test_a_model_that_fits_is_whole_on_each_worker(tmp_path: Path) -> None:
-    asked = question(tmp_path, tw.Teacher(name="t", model=small, inputs="x", batch_size=16))
-    plan, size = layout(asked, Cluster.parse("2x4xT4"))
-    assert plan.mesh.size == 1 and size == len(asked.waiting)
+def held(asked: Subject, cluster: str, workers: int | None = None) -> tuple[Plan, int]:
+    return layout(asked, DATA.index(), 3, Cluster.parse(cluster), workers)
 
 
-def test_a_model_that_no_accelerator_holds_is_divided_by_the_planner(tmp_path: Path) -> None:
-    asked = question(tmp_path, tw.Teacher(name="t", model=large, inputs="x", batch_size=16))
-    plan, size = layout(asked, Cluster.parse("2x4xT4"))
+def test_a_model_that_fits_is_whole_on_each_worker() -> None:
+    plan, size = held(subject(tw.Teacher(name="t", model=small, inputs="x", batch_size=16)), "2x4xT4")
+    assert plan.mesh.size == 1 and size == 3
+
+
+def test_a_model_that_no_accelerator_holds_is_divided_by_the_planner() -> None:
+    asked = subject(tw.Teacher(name="t", model=large, inputs="x", batch_size=16))
+    plan, size = held(asked, "2x4xT4")
     assert size == 0 and plan.mesh.size > plan.mesh.data
     assert plan.estimate is not None and max(plan.estimate.stage_memory_bytes) < plan.estimate.device_memory_bytes
     with pytest.raises(PlanError, match="no plan"):
-        layout(asked, Cluster.parse("1x1xT4"))
+        held(asked, "1x1xT4")
     with pytest.raises(PlanError, match="no plan"):
-        layout(asked, Cluster.parse("2x4xT4"), workers=2)
+        held(asked, "2x4xT4", workers=2)
 
 
-def test_its_layers_need_it_whole(tmp_path: Path) -> None:
-    asked = question(tmp_path, tw.Teacher(name="t", model=large, inputs="x", batch_size=16))
-    torn = replace(asked, subject=replace(asked.subject, undivided="hidden states are asked for"))
+def test_what_is_not_trained_needs_room_for_its_weights_alone() -> None:
+    plan, size = held(subject(tw.Teacher(name="t", model=large, inputs="x", batch_size=16)), "1x2xA100-40GB")
+    assert plan.mesh.size == 1 and size == 2
+
+
+def test_its_layers_need_it_whole() -> None:
+    asked = subject(tw.Teacher(name="t", model=large, inputs="x", batch_size=16))
     with pytest.raises(JobError, match=r"hidden states are asked for, which the layout .* has on no worker whole"):
-        layout(torn, Cluster.parse("2x4xT4"))
+        held(replace(asked, undivided="hidden states are asked for"), "2x4xT4")

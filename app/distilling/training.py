@@ -1,0 +1,21 @@
+"""A distillation is carried out: a way is chosen, the job composed and trained, and the students are judged."""
+
+from __future__ import annotations
+
+from trainwright.distilling.choosing import remember, settled
+from trainwright.distilling.composing import composed
+from trainwright.distilling.runs import DistilledRun, judged
+from trainwright.distilling.spec import Distillation
+from trainwright.starting import awaited, ready
+
+
+def train(distillation: Distillation, *, resume: bool, fresh: bool, verbose: bool, judge: bool) -> DistilledRun:
+    """See `tw.distill`."""
+    chosen = settled(distillation, fresh=fresh, verbose=verbose)
+    job = composed(chosen, verbose=verbose).job
+    remember(chosen, resume=resume, fresh=fresh)
+    run = DistilledRun(chosen, job, *ready(job, resume=resume, fresh=fresh, verbose=verbose))
+    awaited(run)
+    if judge:
+        judged(run, verbose=verbose)
+    return run
