@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.choices import Aim, Price
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
+    from trainwright.distilling.choosing import Weighed
     from trainwright.distilling.runs import DistilledRun
     from trainwright.distilling.spec import Distillation, Recipe
     from trainwright.ordeal.verdict import Verdict
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 @overload
 def plan(job: Job | str) -> Decision: ...
+
+
+@overload
+def plan(job: Distillation) -> Weighed: ...
 
 
 @overload
@@ -43,7 +48,7 @@ def plan(
 
 
 def plan(
-    job: Job | str,
+    job: Job | Distillation | str,
     *,
     cluster: Cluster | str | None = None,
     aim: Aim = "fastest",
@@ -51,8 +56,10 @@ def plan(
     mtbf_hours: float | None = None,
     critical_batch: float | None = None,
     batch_sizes: Sequence[int] = (),
-) -> Decision | WhatIf:
+) -> Decision | WhatIf | Weighed:
     """The plan for this job, and the rejected ones, with reasons.
+
+    Of a distillation, what each way to ask the teachers would take on the connected cluster, tried on some rows.
 
     Args:
         cluster: one that need not be there, such as `128x8xH100-80GB`: what would be best on it or on a part of it,
@@ -65,9 +72,13 @@ def plan(
         batch_sizes: to compare beside the job's own; need `critical_batch`.
     """
     from trainwright.discover import connect
+    from trainwright.distilling.choosing import weigh
+    from trainwright.distilling.spec import Distillation
     from trainwright.prepare import decide_plan, prepare, profile_of
     from trainwright.whatif import what_if
 
+    if isinstance(job, Distillation):
+        return weigh(job, cluster, always=True)
     job = _job(job)
     if cluster is None and _opens(job):
         connect()
@@ -186,8 +197,8 @@ def distill(distillation: Recipe, *, resume: bool = False, fresh: bool = False, 
 def distill(distillation: Any, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Any:
     """Train one student or several on what teachers say: `fit` of the student's job, with the teachers beside its data.
 
-    Offline, what teachers say of all rows is computed first, where it is not kept already. The rest is `fit`, which
-    recovers, reports and resumes alike.
+    The way that teachers are asked is chosen where `way=` says none, and told in a line. Offline, what they say of all
+    rows is computed first, where it is not kept. The rest is `fit`, which recovers, reports and resumes alike.
 
     Args:
         distillation: or a recipe that is made of several, whose own `distill` is called.
@@ -197,14 +208,16 @@ def distill(distillation: Any, *, resume: bool = False, fresh: bool = False, ver
         RunConflict: the folder of kept targets holds what another teacher said.
         TrainwrightError: as `fit`.
     """
+    from trainwright.distilling.choosing import settled
     from trainwright.distilling.composing import composed
     from trainwright.distilling.runs import DistilledRun
     from trainwright.distilling.spec import Distillation
 
     if not isinstance(distillation, Distillation):
         return distillation.distill(resume=resume, fresh=fresh, verbose=verbose)
-    job = composed(distillation, verbose=verbose).job
-    run = DistilledRun(distillation, job, *_ready(job, resume=resume, fresh=fresh, verbose=verbose))
+    chosen = settled(distillation, resume=resume, fresh=fresh, verbose=verbose)
+    job = composed(chosen, verbose=verbose).job
+    run = DistilledRun(chosen, job, *_ready(job, resume=resume, fresh=fresh, verbose=verbose))
     _await(run)
     return run
 

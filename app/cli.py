@@ -130,7 +130,7 @@ def plan(
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a page, with pictures.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the chosen plan and the rejected ones, with reasons. Starts no worker."""
+    """Show the chosen plan and the rejected ones, with reasons. Of a distillation the ways are tried first."""
     from dataclasses import asdict
 
     from trainwright import api

@@ -27,13 +27,14 @@ def without_data(cluster: Cluster, job: Job) -> tuple[Cluster, tuple[str, ...]]:
     Raises:
         ResourceError: they leave too few for the workers.
     """
-    wanted = {name: need for name, need in _wanted(job).items() if need}
+    wanted = [(name, need) for name, need in _wanted(job) if need]
     if not wanted or cluster.accelerator != "GPU" or job.accelerator == "cpu":
         return cluster, ()
-    taken, there = math.ceil(sum(wanted.values()) - 1e-6), cluster.accelerators
+    names = ", ".join(dict.fromkeys(name for name, _ in wanted))
+    taken, there = math.ceil(sum(need for _, need in wanted) - 1e-6), cluster.accelerators
     if there - taken < (job.workers or 1):
         raise ResourceError(
-            f"the transforms {', '.join(wanted)} ask for {words.count(taken, 'GPU')} and the workers for "
+            f"the transforms {names} ask for {words.count(taken, 'GPU')} and the workers for "
             f"{job.workers or 'at least 1'}; the cluster has {there}",
             where="map_batches",
             remedy="set fewer workers, give the transforms cpus= or a fraction of a GPU, or compute what they add once "
@@ -43,22 +44,24 @@ def without_data(cluster: Cluster, job: Job) -> tuple[Cluster, tuple[str, ...]]:
     for number, node in reversed(list(enumerate(nodes))):
         here = min(left, node.accelerators)
         nodes[number], left = replace(node, accelerators=node.accelerators - here), left - here
-    kept = f"{words.count(taken, 'GPU')} {'is' if taken == 1 else 'are'} kept for {', '.join(wanted)}"
+    kept = f"{words.count(taken, 'GPU')} {'is' if taken == 1 else 'are'} kept for {names}"
     return replace(cluster, nodes=tuple(nodes)), (kept,)
 
 
-def _wanted(job: Job) -> dict[str, float]:
-    """GPUs by transform: of each class, and the most that a function asks for."""
-    wanted: dict[str, float] = {}
+def _wanted(job: Job) -> list[tuple[str, float]]:
+    """Transforms with the GPUs that they ask for: each class with its arguments, and the most that a function does."""
+    classes: dict[Any, tuple[str, float]] = {}
     functions: dict[str, float] = {}
     for dataset in (job.train, job.evaluate):
         for step in dataset.transforms if dataset is not None else ():
             if step.heavy:
-                found = wanted if step.stateful else functions
                 name = name_of(step.function)
-                found[name] = max(found.get(name, 0.0), step.gpus)
+                if step.stateful:
+                    classes[step.function.key, step.cpus, step.gpus] = name, step.gpus
+                else:
+                    functions[name] = max(functions.get(name, 0.0), step.gpus)
     most = max(functions, key=functions.__getitem__, default="")
-    return {**wanted, most: functions[most]} if most else wanted
+    return [*classes.values(), *([(most, functions[most])] if most else [])]
 
 
 class Feeding:

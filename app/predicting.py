@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 from trainwright import words
 from trainwright.core.cluster import Cluster
@@ -68,6 +68,20 @@ class Prediction:
     def __str__(self) -> str:
         done = f"{words.count(self.parts, 'part')}, {self.computed:,} of them computed now"
         return f"{words.count(self.rows, 'row')} in {self.uri} ({done}), {self.run} at step {self.step:,}"
+
+
+class Told(Protocol):
+    """Is told how far a prediction has come, while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def add(self, rows: int) -> None:
+        """Rows were computed, or, where negative, lost again."""
+
+    def note(self, text: str) -> None:
+        """What is worth a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +191,7 @@ def compute(
     batch_size: int | None = None,
     fresh: bool = False,
     verbose: bool = False,
+    meter: Told | None = None,
 ) -> Prediction:
     """Compute what is missing: on a pool of workers, or in the layout of the run where that divides the model.
 
@@ -199,11 +214,12 @@ def compute(
         else:
             plan, size = plan_here(divided, job), 0
         begin(question, fresh)
-        with Meter(question.index.rows, question.index.rows - sum(part.rows for part in question.waiting)) as meter:
+        done = question.index.rows - sum(part.rows for part in question.waiting)
+        with meter or Meter(question.index.rows, done) as told:
             if size:
-                _compute(question, _order(question, question.subject.lone or job, plan, rows), size, meter)
+                _compute(question, _order(question, question.subject.lone or job, plan, rows), size, told)
             else:
-                _compute_together(question, _order(question, job, plan, rows), meter)
+                _compute_together(question, _order(question, job, plan, rows), told)
     return _finished(question)
 
 
@@ -316,7 +332,7 @@ def _order(question: Question, job: Job, plan: Plan, batch_size: int) -> Predict
     )
 
 
-def _compute(question: Question, order: PredictOrder, size: int, meter: Meter) -> None:
+def _compute(question: Question, order: PredictOrder, size: int, meter: Told) -> None:
     """Let a pool of workers, each with the whole model, compute what is missing."""
     from trainwright.pool import Patience, Pool
 
@@ -333,7 +349,7 @@ def _compute(question: Question, order: PredictOrder, size: int, meter: Meter) -
     ).run()
 
 
-def _compute_together(question: Question, order: PredictOrder, meter: Meter) -> None:
+def _compute_together(question: Question, order: PredictOrder, meter: Told) -> None:
     """Read what is missing here, have the ranks of the trained layout predict it, and store it."""
     from trainwright.ranks import Ranks
 

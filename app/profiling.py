@@ -7,12 +7,14 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.job import Job
 from trainwright.core.profile import ModelProfile
 from trainwright.datasets.sources import Dataset, Index
+from trainwright.strategies.distilling import Distilled
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ _FRAMEWORKS = {
 
 
 def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
-    """Profile the job's model on one sample of a data set.
+    """Profile the job's model, and those that run in its loss, on one sample of a data set.
 
     Raises:
         UserCodeError: `model()` raised.
@@ -36,11 +38,13 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
     profile: ModelProfile = profiler_of(model).profile_model(
         model, sample, job.arguments, keywords=job.keywords, step=job.step
     )
+    if isinstance(job.loss, Distilled):
+        profile = replace(profile, guests=tuple(each.profile(sample) for each in job.loss.inline.values()))
     return profile
 
 
 def built(build: Callable[[], Any]) -> Any:
-    """The model, without memory where the user's code can do that. Raises UserCodeError where that raises."""
+    """What `model()` gives, without memory where the user's code can do that. Raises UserCodeError."""
     try:
         with _without_memory():
             return build()

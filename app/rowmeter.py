@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from typing import Self
 
 from trainwright import words
 
@@ -31,7 +32,7 @@ class Meter:
             self._bar = Progress(*columns, console=self._console, expand=True, transient=True)
             self._task = self._bar.add_task(self._text(), total=total, completed=done)
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -134,7 +134,7 @@ def _planned(file: str) -> dict[str, Any]:
     decision = api.plan(load_job(file))
     plan = decision.chosen
     assert plan.estimate is not None, "a chosen plan has one"
-    computed = ("compute", "recompute", "other")
+    computed = ("compute", "recompute", "teachers", "other")
     return {
         "workers": plan.workers,
         "parameter_bytes": float(4 * decision.profile.parameters),

@@ -33,7 +33,7 @@ class LightStream:
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
         """One stream over all epochs."""
-        yield from _epochs(self.stream(count), count)
+        yield from epochs_of(self.stream(count), count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,13 @@ class HeavyStream:
         """One feeder over all epochs."""
         stream, fetcher = self.stream(count)
         try:
-            yield from _epochs(stream, count)
+            yield from epochs_of(stream, count)
         finally:
             fetcher.close()
 
 
-def _epochs(stream: Stream, count: int) -> Iterator[Iterator[int]]:
+def epochs_of(stream: Stream, count: int) -> Iterator[Iterator[int]]:
+    """Rows of each batch, epoch by epoch."""
     with stream.feeds() as feeds:
         for _ in range(count):
             yield (rows_of(feed) for feed in islice(feeds, stream.steps_per_epoch))

@@ -26,7 +26,7 @@ PREEMPTED_S = 36_000.0  # of a node, between two times that it is taken back: as
 RESTART_S = 150.0  # that all lose when ranks that step together lose one and get it back: assumed
 COPIED = 2.0  # usual units' time, in which others have done a slow one's
 TOLD = 1.005  # and less is nothing
-_COMPUTED = ("compute", "recompute", "other")
+_COMPUTED = ("compute", "recompute", "teachers", "other")
 
 
 def uneven(work: Work, found: Mapping[str, float]) -> dict[str, float]:

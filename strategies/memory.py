@@ -16,6 +16,7 @@ import numpy as np
 from trainwright.core.asynchrony import Consistency, Wire
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
+from trainwright.core.sections import loss_stage
 from trainwright.strategies.calibration import Vector
 from trainwright.strategies.staging import by_stage
 from trainwright.strategies.work import NUMBER_BYTES, Indices, counted, even, gathered, stored
@@ -42,7 +43,8 @@ def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: s
 def stage_memory(
     profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str, apart: bool = True
 ) -> tuple[int, ...]:
-    """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with.
+    """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with;
+    with the loss, the models that run in it.
 
     Args:
         apart: whether devices have memory of their own; the state of a CPU stays where it is when it is offloaded.
@@ -50,10 +52,15 @@ def stage_memory(
     plan = plan if apart else replace(plan, offload=False)
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     if plan.mesh.pipeline == 1:
-        held = layers.of_whole(gathered(profile).order, gradients_stay=_gradients_stay(plan, batch_size))
-        return (int(held) + (0 if apart else outbox_bytes(profile, plan)),)
+        whole = layers.of_whole(gathered(profile).order, gradients_stay=_gradients_stay(plan, batch_size))
+        beside = guest_bytes(profile, plan, batch_size=batch_size) + (0 if apart else outbox_bytes(profile, plan))
+        return (int(whole) + beside,)
     counts = counted(profile, plan.stages or even(profile, plan.sections))
-    return tuple(int(each) for each in layers.of_stages(counts, plan.schedule, plan.mesh.pipeline))
+    held = layers.of_stages(counts, plan.schedule, plan.mesh.pipeline)
+    held[loss_stage(plan.schedule, stages=plan.mesh.pipeline, chunks=plan.chunks)] += guest_bytes(
+        profile, plan, batch_size=batch_size
+    )
+    return tuple(int(each) for each in held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +159,12 @@ def _cast(profile: ModelProfile, tensor: int) -> Vector:
     """Parameters of each distinct layer of which autocast makes a copy for each forward: those of products."""
     layers = gathered(profile)
     return layers.held(2) / layers.over(tensor) * (layers.flops > 0)
+
+
+def guest_bytes(profile: ModelProfile, plan: Plan, *, batch_size: int) -> int:
+    """Of one device that computes the loss, for the models in it: their parameters, and what a layer works with."""
+    _, rows = plan.micro_batches(batch_size)
+    return int(sum(guest.parameter_bytes + 4 * rows * guest.working_numbers for guest in profile.guests))
 
 
 def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:

@@ -16,7 +16,7 @@ from trainwright.strategies.apart import Rates, alone, exposed, uneven
 from trainwright.strategies.calibration import DEFAULT, Vector
 from trainwright.strategies.machine import Group
 from trainwright.strategies.orders import HALVED
-from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Work
+from trainwright.strategies.work import BACKWARD, LAUNCHES_BACK, Guest, Work
 
 SOFT = 4.0  # how sharply the longer of two overlapping times wins
 PCIE_BYTES_PER_S = 1.2e10  # of a device to its host, one direction: assumed
@@ -34,7 +34,9 @@ def terms(work: Work, rates: Rates) -> dict[str, float]:
         "recompute": work.by_stage(work.counts @ again),
         "tensor_parallel": work.by_stage(work.counts @ ((2 + work.regathered) * reduced)),
     }
-    whole = spent["compute"] + spent["recompute"] + spent["tensor_parallel"]
+    if work.guests:
+        spent["teachers"] = work.by_stage(_taught(work, rates))
+    whole = np.sum([*spent.values()], axis=0)
     slowest, count = int(np.argmax(whole)), work.micro_batches
     found = {name: float(each[slowest]) * count for name, each in spent.items()}
     bubble = _bubble(work) * float(whole.sum() - whole[slowest])
@@ -100,7 +102,8 @@ def pieces(work: Work, rates: Rates) -> Pieces:
     forward, backward = _compute(work, rates)
     reduced = _tensor(work, rates)
     again = work.counts @ (work.again * (forward + reduced))
-    ahead, back = work.counts @ (forward + reduced), work.counts @ (backward + (1 + work.regathered) * reduced)
+    ahead = work.counts @ (forward + reduced) + _taught(work, rates)
+    back = work.counts @ (backward + (1 + work.regathered) * reduced)
     whole = float(work.by_stage(ahead + back + again).max())
     return Pieces(
         forward=ahead,
@@ -131,11 +134,25 @@ def send_seconds(work: Work, sent_bytes: Vector) -> Vector:
 
 def _compute(work: Work, rates: Rates) -> tuple[Vector, Vector]:
     """Forward and backward of each distinct layer."""
-    weights = work.weights_s / rates["traffic"]
-    product = _longer(work.flops_s / rates["matmul"], weights * (work.flops_s > 0)) + work.matmuls * rates["matmul_s"]
-    device = product + (work.traffic_s + work.scores_s * rates["scores"]) / rates["traffic"]
-    told = work.launches * rates["launch_s"]
+    device, told, weights = _asked(work, rates)
     return _longer(device, told), _longer(BACKWARD * device + work.passes * weights, LAUNCHES_BACK * told)
+
+
+def _taught(work: Work, rates: Rates) -> Vector:
+    """Forward of the models in the loss, for one micro-batch: in the last section."""
+    found = np.zeros(len(work.counts))
+    for guest in work.guests:
+        device, told, _ = _asked(guest, rates)
+        found[-1] += float(guest.counts @ _longer(device, told))
+    return found
+
+
+def _asked(of: Work | Guest, rates: Rates) -> tuple[Vector, Vector, Vector]:
+    """What forward takes the device, what it takes to tell it, and one pass over the parameters."""
+    weights = of.weights_s / rates["traffic"]
+    product = _longer(of.flops_s / rates["matmul"], weights * (of.flops_s > 0)) + of.matmuls * rates["matmul_s"]
+    device = product + (of.traffic_s + of.scores_s * rates["scores"]) / rates["traffic"]
+    return device, of.launches * rates["launch_s"], weights
 
 
 def _longer(one: Vector, other: Vector) -> Vector:

@@ -37,6 +37,19 @@ NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guest:
+    """A model that runs forward in the loss, on each rank whole. Vectors as in `Work`; `counts` are of its layers."""
+
+    counts: Vector
+    flops_s: Vector
+    matmuls: Vector
+    weights_s: Vector
+    traffic_s: Vector
+    scores_s: Vector
+    launches: Vector
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """One step. Vectors are by distinct layer, of one micro-batch on one rank, forward.
 
@@ -73,6 +86,7 @@ class Work:
         local_steps: that they take by themselves.
         tensor, data, shard: who reduces with whom.
         remote: whether the next stage is on another node.
+        guests: models that run in the loss.
         shape: see `Shape`.
         kind: of work that can be compared.
     """
@@ -110,6 +124,7 @@ class Work:
     data: Group
     shard: Group
     remote: bool
+    guests: tuple[Guest, ...]
     shape: tuple[float, ...]
     kind: str
 
@@ -211,8 +226,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     mesh = plan.mesh
     micro_batches, rows = plan.micro_batches(batch_size)
     check(profile, machine, plan, batch_size)
-    layers = gathered(profile)
-    sizes = plan.stages or even(profile, plan.sections)
+    layers, sizes = gathered(profile), plan.stages or even(profile, plan.sections)
     counts = counted(profile, sizes)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
     own, memory = NUMBER_BYTES.get(stored(profile, precision), 4), machine.device.memory_bytes_per_s
@@ -249,6 +263,7 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         data=group(machine, mesh.data, mesh.size // mesh.data),
         shard=group(machine, mesh.shard, mesh.tensor),
         remote=leaves_node(machine, mesh),
+        guests=tuple(_guest(guest, machine.device, precision, rows) for guest in profile.guests),
         shape=_shape(profile, mesh, rows, micro_batches),
         kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}{' offload' * offload}",
     )
@@ -273,6 +288,12 @@ def _of_layers(
         "reduced_bytes": rows * width * layers.reductions * layers.output_numbers,
         "reductions": layers.reductions,
     }
+
+
+def _guest(profile: ModelProfile, device: Accelerator, precision: str, rows: int) -> Guest:
+    found = _of_layers(profile, device, precision, 1, rows)
+    own = {item.name: found[item.name] for item in fields(Guest) if item.name != "counts"}
+    return Guest(counts=counted(profile, (len(profile.layers),))[0], **own)
 
 
 @lru_cache(maxsize=256)

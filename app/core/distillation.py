@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from trainwright.core.errors import JobError
 from trainwright.core.fields import Fields
+from trainwright.core.profile import ModelProfile
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _TEACHER = "teacher."
@@ -64,6 +65,9 @@ class Inline(Protocol):
 
     def module(self) -> Any:
         """The model: {column: tensor} -> its own columns, without gradients, as in evaluation."""
+
+    def profile(self, sample: Mapping[str, Any]) -> ModelProfile:
+        """What it costs, given columns of a row."""
 
 
 class Match(Fields):

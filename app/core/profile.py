@@ -67,6 +67,8 @@ class ModelProfile:
         recounted: a buffer of the state inside of what recompute=full computes again; empty where there is none.
         trained: rows (of the first dimension) and bytes of each parameter that is trained; empty where not known.
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
+        guests: models that run in the loss, forward alone and untrained, such as teachers; their inputs are the
+            targets, so that no layout divides them.
     """
 
     framework: str
@@ -79,6 +81,7 @@ class ModelProfile:
     recounted: str = ""
     trained: tuple[tuple[int, int], ...] = ()
     untraced: str = ""
+    guests: tuple[ModelProfile, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -101,6 +104,11 @@ class ModelProfile:
     def flops(self) -> float:
         """Floating-point operations of one forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)
+
+    @property
+    def working_numbers(self) -> float:
+        """The most that a layer holds of one sample in a forward pass that nothing is kept of."""
+        return max(layer.kept_numbers + layer.output_numbers + layer.scores_numbers for layer in self.layers)
 
 
 def folded(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:

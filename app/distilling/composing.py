@@ -32,7 +32,9 @@ class Composed:
 
 
 def composed(distillation: Distillation, *, verbose: bool = False) -> Composed:
-    """The job that a distillation comes to; offline, all that teachers have to say is computed where it is missing.
+    """The job that a distillation comes to, its way settled (`choosing.settled`).
+
+    Offline, all that teachers have to say is computed where it is missing.
 
     Raises:
         JobError: students, teachers and their layers do not go together.
@@ -108,25 +110,37 @@ def _beside(
             data = data.beside(each)
         return data
 
-    def online(data: Dataset) -> Dataset:
-        for lecturer in lecturers.values():
-            data = data.map_batches(
-                Speaking, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(lecturer,)
-            )
-        return data
+    ways: Mapping[str, Beside] = {
+        "offline": offline,
+        "online": lambda data: online(data, distillation, lecturers),
+        "inline": lambda data: data,
+    }
+    return ways[distillation.way]
 
-    return {"offline": offline, "online": online, "inline": lambda data: data}[distillation.way]
+
+def online(data: Dataset, distillation: Distillation, lecturers: Mapping[str, Lecturer]) -> Dataset:
+    """A data set with what teachers in actors of their own say of its rows."""
+    for lecturer in lecturers.values():
+        data = data.map_batches(
+            Speaking, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(lecturer,)
+        )
+    return data
+
+
+def builder_of(distillation: Distillation, loss: Distilled) -> Callable[[], Any]:
+    """The model of the class, without bridges; of one student that gives no more than its outputs, its own."""
+    job = distillation.student
+    if not loss.wrapped:
+        return job.model
+    return Students(builders=distillation.builders, loss=loss)
 
 
 def _model(
     distillation: Distillation, loss: Distilled, lecturers: Mapping[str, Lecturer], train: Dataset
 ) -> Callable[[], Any]:
-    """The model of the class; of one student that gives no more than its outputs, its own."""
-    job = distillation.student
-    if not loss.wrapped:
-        return job.model
-    students = Students(builders=distillation.builders, loss=loss)
-    if not loss.soft.matches:
+    """The model of the class, with the bridges that its matches need."""
+    job, students = distillation.student, builder_of(distillation, loss)
+    if not isinstance(students, Students) or not loss.soft.matches:
         return students
     row = train.row(train.index())
     told = {name: each for inline in loss.inline for name, each in lecturers[inline].teach(row.columns).items()}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright import predicting, use
 from trainwright.core.job import Job
+from trainwright.distilling.choosing import settled
 from trainwright.distilling.composing import composed
 from trainwright.distilling.spec import STUDENT, Distillation
 from trainwright.run import Drives, Run
@@ -75,7 +76,7 @@ def students(distillation: Distillation) -> dict[str, Student]:
     """
     soft = distillation.loss
     lone = len(distillation.names) == 1 and not soft.matches and soft.combine != "learned"
-    return students_of(distillation, distillation.student if lone else composed(distillation).job)
+    return students_of(distillation, distillation.student if lone else composed(settled(distillation)).job)
 
 
 def how_to_load(file: str, overrides: list[str]) -> str:

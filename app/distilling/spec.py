@@ -15,6 +15,7 @@ from trainwright.distilling.forms import Form
 from trainwright.distilling.teachers import Teacher
 
 Way = Literal["offline", "online", "inline"]
+WAYS: tuple[Way, ...] = ("offline", "inline", "online")  # of those as quick the first is taken
 STUDENT = "student"  # what the job's own model is called, where it has company
 
 
@@ -39,6 +40,7 @@ class Distillation(Fields):
         joint: students that are trained by the hard loss alone, and teach the others.
         way: where the teachers run. `offline`: what they say of all rows is computed first and kept for later runs;
             `online`: in actors of their own, some batches ahead of the steps; `inline`: in the student's own step.
+            `auto` takes the quickest for the whole run, measured where that is long; `tw.plan` shows the three.
         keep: how that is kept offline: `fp16`, `fp32`, or `topk(8)`: the 8 largest logits, and the mass of the rest.
         targets: folder where it is kept; by default `targets` in the job's storage.
         cpus: of each actor of a teacher, online.
@@ -51,7 +53,7 @@ class Distillation(Fields):
     students: Mapping[str, Callable[[], Any]] = Field(default_factory=dict)
     mutual: bool = False
     joint: tuple[str, ...] = ()
-    way: Way = "offline"
+    way: Way | Literal["auto"] = "auto"
     keep: str = "fp16"
     targets: str | None = None
     cpus: Annotated[float, Field(ge=0)] = 1.0

@@ -22,7 +22,7 @@ from trainwright.describe import essence
 from trainwright.distilling.forms import Form, decode
 from trainwright.distilling.outlines import compared, outline
 from trainwright.distilling.teachers import Teacher
-from trainwright.predicting import ask, compute
+from trainwright.predicting import Question, Told, ask, compute
 from trainwright.predictions import SAMPLE
 from trainwright.strategies.teaching import Lesson, log_odds
 from trainwright.subjects import Subject
@@ -42,6 +42,7 @@ def stored_targets(
     range_rows: int | None = None,
     fresh: bool = False,
     verbose: bool = False,
+    meter: Told | None = None,
 ) -> Dataset:
     """What a teacher says of every row of a data set, for `data.beside(...)`; computed where it is not there yet.
 
@@ -58,6 +59,7 @@ def stored_targets(
         range_rows: rows of a part, at most; by default by the size of a row of the data, and of what is kept of it.
         fresh: compute again what is there.
         verbose: show Ray's own output.
+        meter: is told how far it has come; by default it is shown on stderr.
 
     Returns:
         A data set with `sample` and the teacher's columns, whole and as float32.
@@ -67,19 +69,27 @@ def stored_targets(
         DataError: a part is torn.
         TrainwrightError: the teacher, the data, the storage or the cluster is not right.
     """
+    question = asked(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
+    done = compute(
+        question, workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh, verbose=verbose,
+        meter=meter,
+    )  # fmt: skip
+    return parquet(done.uri).map_batches(Whole(columns=teacher.columns, form=Form.parse(keep)))
+
+
+def asked(
+    teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None, fresh: bool = False
+) -> Question:
+    """What `stored_targets` asks of the teacher, and what of it is not there yet. Raises as that."""
     form, subject = Form.parse(keep), teacher.subject(data)
     filing, index = Filing(lesson=teacher.lesson, form=form), data.index()
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
     row_bytes = said_bytes(teacher, data, index, form)
     to = f"{folder.rstrip('/')}/{folder_name(teacher, subject, index, form)}"
-    question = ask(
+    return ask(
         subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
         fresh=fresh,
     )  # fmt: skip
-    done = compute(
-        question, workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh, verbose=verbose
-    )  # fmt: skip
-    return parquet(done.uri).map_batches(Whole(columns=teacher.columns, form=form))
 
 
 def said_bytes(teacher: Teacher, data: Dataset, index: Index, form: Form) -> int:

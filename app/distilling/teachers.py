@@ -19,6 +19,7 @@ from trainwright.core.distillation import named, teacher_column
 from trainwright.core.errors import JobError
 from trainwright.core.fields import Fields
 from trainwright.core.job import Job, Names
+from trainwright.core.profile import ModelProfile
 from trainwright.datasets.columns import Arrays
 from trainwright.datasets.finding import absolute
 from trainwright.datasets.sources import Dataset
@@ -27,7 +28,7 @@ from trainwright.distilling.taught import Taught, local, random_kept, still, tea
 from trainwright.planner import choose
 from trainwright.predictions import Range, joined
 from trainwright.predictor import Outputs, Weights, standing
-from trainwright.profiling import profile_job
+from trainwright.profiling import built, profile_job, profiler_of
 from trainwright.strategies.teaching import Lesson, log_odds
 from trainwright.subjects import Subject, no_loss, serving
 from trainwright.use import find_checkpoint
@@ -248,6 +249,20 @@ class Lecturer:
         with random_kept():
             model = self.teacher.taught(self, {})()
             return teaching_of(model).inside(model, self.teacher.lesson)
+
+    def profile(self, sample: Columns) -> ModelProfile:
+        """What its model costs, given columns of a row that have `wanted`. Raises UserCodeError, JobError."""
+        missing = [name for name in self.wanted if name not in sample]
+        if missing:
+            problem = f"{self.teacher!r} is given {', '.join(missing)}, which the student's step has not"
+            raise JobError([f'{problem}: add it to what the job\'s collate= gives, or use way="offline" or "online"'])
+        build = self.teacher.model if self.teacher.job is None else self.teacher.job.model
+        assert build is not None, "it has a job or a model"
+        with random_kept():
+            model = built(build)
+        keywords = self.teacher.lesson.keywords
+        profile: ModelProfile = profiler_of(model).profile_model(model, sample, self.wanted, keywords=keywords)
+        return profile
 
     def __call__(self, columns: Columns) -> Arrays:
         """The columns and the teacher's beside them, as `map_batches` wants them. Raises as `teach`."""

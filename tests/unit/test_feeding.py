@@ -45,6 +45,8 @@ def test_gpus_are_kept_for_the_transforms_that_ask_for_them() -> None:
     assert without_data(cluster, job(accelerator="cpu")) == (cluster, ())
     plain = table({"x": np.arange(3)}).map_batches(judge, cpus=1)
     assert without_data(cluster, job(train=plain, evaluate=None)) == (cluster, ())
+    two = plain.map_batches(Teacher, gpus=1).map_batches(Teacher, gpus=1, fn_constructor_args=(2,))
+    assert without_data(cluster, job(train=two, evaluate=two))[1] == ("2 GPUs are kept for Teacher",), "one each"
     with pytest.raises(ResourceError, match="ask for 2 GPUs and the workers for 7; the cluster has 8"):
         without_data(cluster, job(workers=7))
 
