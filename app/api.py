@@ -57,9 +57,7 @@ def plan(
     critical_batch: float | None = None,
     batch_sizes: Sequence[int] = (),
 ) -> Decision | WhatIf | Weighed:
-    """The plan for this job, and the rejected ones, with reasons.
-
-    Of a distillation, what each way to ask the teachers would take on the connected cluster, tried on some rows.
+    """The plan for this job, and the rejected ones, with reasons; of a distillation, the ways tried on some rows.
 
     Args:
         cluster: one that need not be there, such as `128x8xH100-80GB`: what would be best on it or on a part of it,
@@ -197,8 +195,7 @@ def distill(distillation: Recipe, *, resume: bool = False, fresh: bool = False, 
 def distill(distillation: Any, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Any:
     """Train one student or several on what teachers say: `fit` of the student's job, with the teachers beside its data.
 
-    The way that teachers are asked is chosen where `way=` says none, and told in a line. Offline, what they say of all
-    rows is computed first, where it is not kept. The rest is `fit`, which recovers, reports and resumes alike.
+    The way is chosen where none is given. Offline, what teachers say is computed first. The rest is as in `fit`.
 
     Args:
         distillation: or a recipe that is made of several, whose own `distill` is called.
