@@ -71,12 +71,13 @@ def plan(
         batch_sizes: to compare beside the job's own; need `critical_batch`.
     """
     from trainwright.discover import connect
+    from trainwright.distilling.choosing import weigh
     from trainwright.distilling.spec import Distillation
     from trainwright.prepare import decide_plan, opens, prepare, profile_of
     from trainwright.whatif import what_if
 
     if isinstance(job, Distillation):
-        return _weighed(job, cluster)
+        return weigh(job, cluster, always=True)
     job = _job(job)
     if cluster is None and opens(job):
         connect()
@@ -96,16 +97,6 @@ def plan(
         )
     connect()
     return decide_plan(prepared)
-
-
-def _weighed(distillation: Distillation, cluster: Cluster | str | None) -> Weighed:
-    from trainwright.core.errors import PlanError
-    from trainwright.distilling.choosing import weigh
-
-    if cluster is not None:
-        what = "what teachers take is measured, and not known of a cluster that is not there"
-        raise PlanError(what, where="cluster", remedy="leave cluster= out, or plan the student's job by itself")
-    return weigh(distillation, always=True)
 
 
 def start(

@@ -28,7 +28,7 @@ from trainwright.journal import read_events
 from trainwright.store import open_store
 
 ROWS, WIDE, BATCH_SIZE = 16_384, 2048, 64
-ROUNDS, SECONDS = 3, 8.0  # of plans and runs; of each run's steps, by prediction
+ROUNDS, SECONDS = 2, 4.0  # of plans and runs; of each run's steps, by prediction
 WARM_ROWS = 6 * 1024  # of each run: actors were ahead by then
 RIGHT = 1.1
 NOTE = (
@@ -87,7 +87,7 @@ def measure(folder: Path, *, quick: bool) -> list[Figure]:
                 ran[way].append(_ran(place / way, way, planned[way][-1].rate, seconds))
                 settle()
     figures = [figure for way in WAYS for figure in _figures(way, ran[way], planned[way], guessed[way])]
-    return [*figures, _stage(rounds=2 if quick else 6)]
+    return [*figures, _stage(rounds=1 if quick else 2)]
 
 
 def _predicted(weighed: Weighed) -> dict[str, Ran]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trainwright import words
-from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.cluster import Cluster
+from trainwright.core.errors import JobError, PlanError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.datasets.schedule import steps_per_epoch
 from trainwright.distilling.rehearsing import Rehearsed, rehearsals
@@ -114,19 +115,26 @@ def _begun(job: Job, fresh: bool) -> bool:
     return not fresh and RunLog(open_store(job.storage), job.name).head() is not None
 
 
-def weigh(distillation: Distillation, *, always: bool = False, verbose: bool = False) -> Weighed:
+def weigh(
+    distillation: Distillation, cluster: Cluster | str | None = None, *, always: bool = False, verbose: bool = False
+) -> Weighed:
     """What each way would take on the connected cluster.
 
     Args:
+        cluster: refused: what is measured is not known of one that is not there.
         always: measure, however short the run is.
         verbose: show Ray's own output.
 
     Raises:
         JobError: no way can be; says why none.
+        PlanError: a cluster was given.
         TrainwrightError: the teachers, the data, the storage or the cluster is not right.
     """
     from trainwright.discover import connect, discover
 
+    if cluster is not None:
+        remedy = "leave cluster= out, or plan the student's job by itself"
+        raise PlanError("the ways of a distillation are tried where it runs", where="cluster", remedy=remedy)
     if not distillation.teachers:
         raise JobError(["teachers= is empty: there is nobody to ask, whichever way"])
     connect(verbose)

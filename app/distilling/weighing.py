@@ -18,9 +18,10 @@ from trainwright.core.profile import ModelProfile
 from trainwright.datasets.index import Index
 from trainwright.datasets.sources import Dataset
 from trainwright.distilling.composing import builder_of, loss_of, online, taught_layers
+from trainwright.distilling.fitting import check
 from trainwright.distilling.forms import Form
 from trainwright.distilling.spec import Distillation, Way
-from trainwright.distilling.stored import asked
+from trainwright.distilling.stored import asked, said_bytes
 from trainwright.distilling.teachers import Lecturer, Teacher
 from trainwright.feeding import without_data
 from trainwright.planfile import with_plan
@@ -93,10 +94,8 @@ class Case:
         lecturers = {teacher.name: teacher.load() for teacher in teachers}
         loss = loss_of(distillation.replace(way="offline"), teachers, lecturers)
         job, index = job.replace(model=builder_of(distillation, loss)), job.train.index()
-        guests = []
-        for teacher in teachers:
-            subject = teacher.bound(job.train, lecturers[teacher.name])
-            guests.append(profile_job(subject.job.replace(model=subject.outline), job.train, index))
+        check(distillation, loss, teachers, lecturers)
+        guests = [profile_job(teacher.asked(job.train), job.train, index) for teacher in teachers]
         missing, unkept = _missing(distillation, teachers)
         return cls(
             distillation=distillation, teachers=teachers, lecturers=lecturers, job=job, index=index, cluster=cluster,
@@ -124,18 +123,17 @@ class Case:
         pool_s = self._row_s(decision) * self.missing / self.cluster.slots
         setup_s = START_S + (POOL_S + pool_s if self.missing else 0.0)
         note = f"{words.count(self.missing, 'row')} of targets to compute first" if self.missing else "targets are kept"
-        form, rows = Form.parse(self.distillation.keep), self.index.rows
-        stored = sum(rows * form.row_bytes((None, int(guest.layers[-1].output_numbers))) for guest in self.guests)
+        form = Form.parse(self.distillation.keep)
+        row_bytes = sum(said_bytes(teacher, job.train, self.index, form) for teacher in self.teachers)
         return Cost(
             way="offline", decision=decision, step_s=estimate_of(decision.chosen).step_s, setup_s=setup_s, note=note,
-            stored_bytes=stored,
+            stored_bytes=float(self.index.rows * row_bytes),
         )  # fmt: skip
 
     def _inline(self) -> Cost:
-        strange = [guest.framework for guest in self.guests if guest.framework != self.profile.framework]
-        if strange:
-            raise _cannot(f"a teacher is of {strange[0]} and the student of {self.profile.framework}")
-        loss = loss_of(self.distillation.replace(way="inline"), self.teachers, self.lecturers)
+        wish = self.distillation.replace(way="inline")
+        loss = loss_of(wish, self.teachers, self.lecturers)
+        check(wish, loss, self.teachers, self.lecturers)
         job = self.job.replace(loss=loss, targets=loss.targets, metrics={})
         decision = self._planned(profile_job(job, job.train, self.index), job.train)
         found = estimate_of(decision.chosen)

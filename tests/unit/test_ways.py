@@ -19,7 +19,6 @@ from trainwright.core.errors import JobError, PlanError
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.distilling.choosing import Weighed, ordered
 from trainwright.distilling.composing import composed
-from trainwright.distilling.forms import Form
 from trainwright.distilling.spec import WAYS, Distillation, Way
 from trainwright.distilling.weighing import START_S, Case, Cost
 from trainwright.planner import choose
@@ -139,11 +138,7 @@ def test_a_way_that_cannot_be_says_why(way: Way, fields: dict[str, Any], why: st
     assert why in cost(tmp_path, way, **fields).refused
 
 
-def test_inline_needs_the_students_framework_and_columns(tmp_path: Path) -> None:
-    case = Case.of(distillation(tmp_path), CPUS)
-    foreign = replace(case, guests=(replace(case.guests[0], framework="tensorflow"),))
-    assert "of tensorflow and the student of torch" in foreign.cost("inline").refused
-    assert not foreign.cost("offline").refused and not foreign.cost("online").refused
+def test_inline_needs_the_columns_of_the_teacher_in_the_step(tmp_path: Path) -> None:
     rows = jobs.data()
     train = tw.datasets.table({**rows, "z": rows["x"]})
     student = distillation(tmp_path, train=train).student.replace(collate=without_z)
@@ -183,10 +178,6 @@ def test_the_choice_in_a_line() -> None:
     )
 
 
-def test_bytes_of_a_row_that_is_kept() -> None:
-    values = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)
-    for text in ("fp32", "fp16", "topk(4)"):
-        form = Form.parse(text)
-        columns = form.encode("output", values)
-        held = sum(each.nbytes for name, each in columns.items() if not name.endswith("_classes"))
-        assert form.row_bytes(10) == held / 64, text
+def test_the_ways_are_not_planned_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="tried where it runs"):
+        tw.plan(distillation(tmp_path), cluster="2x8xA100-80GB")  # type: ignore[call-overload]
