@@ -175,7 +175,7 @@ def _await(run: Run) -> None:
 
 @overload
 def distill(
-    distillation: Distillation, *, resume: bool = False, fresh: bool = False, verbose: bool = False
+    distillation: Distillation, *, resume: bool = False, fresh: bool = False, verbose: bool = False, judge: bool = True
 ) -> DistilledRun: ...
 
 
@@ -183,14 +183,18 @@ def distill(
 def distill(distillation: Recipe, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Any: ...
 
 
-def distill(distillation: Any, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Any:
+def distill(
+    distillation: Any, *, resume: bool = False, fresh: bool = False, verbose: bool = False, judge: bool = True
+) -> Any:
     """Train one student or several on what teachers say: `fit` of the student's job, with the teachers beside its data.
 
     Offline, what teachers say of all rows is computed first, where it is not kept already. The rest is `fit`, which
-    recovers, reports and resumes alike.
+    recovers, reports and resumes alike. When it is done, the students are judged beside their teachers on the
+    evaluation set: `run.verdict`, and a part of the report.
 
     Args:
         distillation: or a recipe that is made of several, whose own `distill` is called.
+        judge: whether they are judged.
 
     Raises:
         JobError: students, teachers and their layers do not go together.
@@ -198,7 +202,7 @@ def distill(distillation: Any, *, resume: bool = False, fresh: bool = False, ver
         TrainwrightError: as `fit`.
     """
     from trainwright.distilling.composing import composed
-    from trainwright.distilling.runs import DistilledRun
+    from trainwright.distilling.runs import DistilledRun, judged
     from trainwright.distilling.spec import Distillation
 
     if not isinstance(distillation, Distillation):
@@ -206,6 +210,8 @@ def distill(distillation: Any, *, resume: bool = False, fresh: bool = False, ver
     job = composed(distillation, verbose=verbose).job
     run = DistilledRun(distillation, job, *_ready(job, resume=resume, fresh=fresh, verbose=verbose))
     _await(run)
+    if judge:
+        judged(run, verbose=verbose)
     return run
 
 

@@ -16,6 +16,7 @@ from trainwright.core.events import (
     Failed,
     Formed,
     Joined,
+    Judged,
     Kept,
     Leaving,
     Measured,
@@ -69,6 +70,7 @@ class History:
         waiting: what the run waits for at this moment; None while it steps.
         steps_lost: completed steps that had to be done again.
         stale: what workers that step alone pushed, in order of steps.
+        judged: what was said last of students beside their teachers; None where nothing was.
         last_s: time of the newest event, seconds since the epoch.
     """
 
@@ -92,6 +94,7 @@ class History:
     error: str = ""
     steps_lost: int = 0
     stale: tuple[Stale, ...] = ()
+    judged: Judged | None = None
     totals: Totals = field(default_factory=Totals)
     last_s: float = 0.0
 
@@ -222,6 +225,7 @@ class _Folding:
         self.waiting: Waiting | None = None
         self.end: RunEnded | None = None
         self.stale: list[Stale] = []
+        self.judged: Judged | None = None
         self.formed = False
         self.cause: Failed | None = None
         self.step = self.steps_lost = 0
@@ -270,6 +274,8 @@ class _Folding:
                 self.notes.append(Noted(time_s=event.time_s, text=event.text))
             case Noted():
                 self.notes.append(event)
+            case Judged():
+                self.judged = event
             case RunEnded():
                 self.end, self.waiting = event, None
         self._extend(event)
@@ -374,26 +380,13 @@ class _Folding:
     def history(self, state: State) -> History:
         """What has been folded so far."""
         return History(
-            start=self.start,
-            state=state,
-            step=self.step,
+            start=self.start, state=state, step=self.step, steps_lost=self.steps_lost, prefetch=self.prefetch,
             records=tuple(self.steps[step] for step in sorted(self.steps)),
             evaluated=tuple(self.evaluations[step] for step in sorted(self.evaluations)),
-            failures=tuple(self.failures),
-            recoveries=tuple(self.recoveries),
-            resumes=tuple(self.resumes),
-            checkpoints=tuple(self.checkpoints.values()),
-            skipped=tuple(self.skipped),
-            notes=tuple(self.notes),
-            nodes=self.nodes,
-            processes=tuple(self.processes[worker] for worker in sorted(self.processes)),
-            sessions=tuple(self.sessions),
-            prefetch=self.prefetch,
-            measured=tuple(self.measured),
-            waiting=self.waiting,
-            error=self.end.error if self.end else "",
-            steps_lost=self.steps_lost,
-            stale=tuple(self.stale),
-            totals=self._totals(),
-            last_s=self.last_s,
-        )
+            failures=tuple(self.failures), recoveries=tuple(self.recoveries), resumes=tuple(self.resumes),
+            checkpoints=tuple(self.checkpoints.values()), skipped=tuple(self.skipped), notes=tuple(self.notes),
+            nodes=self.nodes, processes=tuple(self.processes[worker] for worker in sorted(self.processes)),
+            sessions=tuple(self.sessions), measured=tuple(self.measured), stale=tuple(self.stale),
+            waiting=self.waiting, error=self.end.error if self.end else "", judged=self.judged,
+            totals=self._totals(), last_s=self.last_s,
+        )  # fmt: skip

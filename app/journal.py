@@ -263,6 +263,23 @@ class EventReader:
         return sorted((name for name in names if _NAME.fullmatch(name)), key=_order)
 
 
+class Adds(Reads, Protocol):
+    """What `append` asks of a store."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a whole file unless there is one; raises StorageError."""
+
+
+def append(store: Adds, run: str, event: Event) -> Event:
+    """Add what came to light after a run ended to what its last driver told. Raises StorageError."""
+    stamped = event if event.time_s else replace(event, time_s=time.time())
+    names = [path.rsplit("/", 1)[-1] for path, _ in store.list(f"{run}/events/")]
+    token, sequence = max((_order(name) for name in names if _NAME.fullmatch(name)), default=(0, -1))
+    while not store.create(f"{run}/events/{token:08d}-{sequence + 1:06d}.jsonl", f"{stamped.to_json()}\n".encode()):
+        sequence += 1
+    return stamped
+
+
 def read_events(store: Reads, run: str) -> list[Event]:
     """All events of a run, of all its drivers, in order; see `EventReader.read`."""
     return EventReader(store, run).read()

@@ -16,6 +16,7 @@ from trainwright.core.events import (
     Failed,
     Formed,
     Joined,
+    Judged,
     Kept,
     Leaving,
     Measured,
@@ -367,6 +368,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=f"rank {event.rank} ({event.node}) stood at:", detail=event.text)
         case Noted():
             return Line(text=f"note: {event.text}", tone="warning")
+        case Judged():
+            return Line(text=event.text, tone="good")
         case RunEnded():
             return Line(text=end_line(event, RunStarted()).text, tone=end_line(event, RunStarted()).tone)
     return Line(text=event.kind)

@@ -8,6 +8,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+_KINDS: dict[str, type[Event]] = {}
+_TIMES = ("predicted", "refitted", "measured")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -15,6 +18,9 @@ class Event:
 
     kind: ClassVar[str] = ""
     time_s: float = 0.0
+
+    def __init_subclass__(cls) -> None:
+        _KINDS[cls.kind] = cls
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -109,10 +115,8 @@ class Straggling(Event):
     def text(self) -> str:
         """`rank 1 (node-a) is a straggler: its part of a step takes 2.1 times the others' (42 ms, not 20 ms)`."""
         times = f"{self.own_s * 1e3:.0f} ms, not {self.usual_s * 1e3:.0f} ms"
-        return (
-            f"rank {self.rank} ({self.node}) is a straggler: its part of a step takes "
-            f"{self.ratio:.1f} times the others' ({times})"
-        )
+        who = f"rank {self.rank} ({self.node}) is a straggler"
+        return f"{who}: its part of a step takes {self.ratio:.1f} times the others' ({times})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +172,7 @@ class Probed(Event):
     """Plans were measured before the first step, and the quickest goes on.
 
     Attributes:
-        plan: facts of the quickest.
-        name: of it.
+        plan, name: facts of the quickest, and its name.
         rows: of each, the quickest first: name, predicted_s, refitted_s (by the calibration with what was measured),
             measured_s (of a step; None where it could not be), note.
         seconds: that it took.
@@ -192,11 +195,9 @@ class Probed(Event):
         """`takes 10.1 ms a step (12 ms predicted, 10.4 ms with what was measured), and goes on`."""
         if row["measured_s"] is None:
             return f"was set aside: {row['note']}"
-        predicted = (
-            f"{1e3 * row['predicted_s']:.3g} ms predicted, {1e3 * row['refitted_s']:.3g} ms with what was measured"
-        )
+        predicted, refitted, measured = (f"{1e3 * row[f'{name}_s']:.3g} ms" for name in _TIMES)
         goes_on = f", and {row['note']}" if row["note"] else ""
-        return f"takes {1e3 * row['measured_s']:.3g} ms a step ({predicted}){goes_on}"
+        return f"takes {measured} a step ({predicted} predicted, {refitted} with what was measured){goes_on}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,8 +237,7 @@ class Steps(Event):
 
     def every_second(self, *, last: bool) -> Steps:
         """Half of the steps: the last one and every second before it, or the others."""
-        count = len(self.step)
-        return self._sliced(slice((count - 1) % 2 if last else count % 2, None, 2))
+        return self._sliced(slice((len(self.step) - last) % 2, None, 2))
 
     def followed_by(self, newer: Steps) -> Steps:
         """These steps and those of a newer event, at its time."""
@@ -371,6 +371,15 @@ class Noted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Judged(Event):
+    """Students were judged beside their teachers: facts of `distilling.verdict.Verdict`, and what they come to."""
+
+    kind = "judged"
+    text: str = ""
+    verdict: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """The driver let go of the run. `outcome` is `done`, `stopped` or `failed`."""
 
@@ -378,15 +387,6 @@ class RunEnded(Event):
     outcome: str = ""
     step: int = 0
     error: str = ""
-
-
-_KINDS: dict[str, type[Event]] = {
-    kind.kind: kind
-    for kind in (
-        RunStarted, Waiting, Placed, Promoted, Joined, Leaving, Straggling, Resized, Replanned, Probed, Formed, Steps,
-        Prefetched, Measured, Stale, Evaluated, Checkpointed, Kept, CheckpointSkipped, Failed, Stacks, Noted, RunEnded,
-    )
-}  # fmt: skip
 
 
 def from_json(line: str) -> Event:

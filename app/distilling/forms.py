@@ -87,12 +87,12 @@ class Form:
         order = np.argsort(-np.take_along_axis(values, index, -1), axis=-1, kind="stable")
         index = np.take_along_axis(index, order, -1)
         others = values.astype(np.float64)
-        total = _log_sum(others)
+        total = log_sum(others)
         np.put_along_axis(others, index, -np.inf, -1)
         return {
             name + WHOLE: _half(name, np.take_along_axis(values, index, -1)),
             name + INDEX: index.astype(np.uint16 if classes <= _SMALL else np.uint32),
-            name + REST: (_log_sum(others) - total).astype(np.float32),
+            name + REST: (log_sum(others) - total).astype(np.float32),
             name + CLASSES: np.full(len(values), classes, dtype=np.int32),  # a few bytes a file, as it is encoded there
         }
 
@@ -111,14 +111,14 @@ def decode(form: Form, name: str, columns: dict[str, Array]) -> Array:
     rest = columns[name + REST].astype(np.float64)
     with np.errstate(divide="ignore"):
         odds = rest - np.log(-np.expm1(np.minimum(rest, -np.finfo(np.float32).tiny)))
-    share = odds + _log_sum(values.astype(np.float64)) - np.log(classes - form.largest)
+    share = odds + log_sum(values.astype(np.float64)) - np.log(classes - form.largest)
     share = np.minimum(share, values[..., -1])  # rounding may not put them before what was larger
     whole = np.repeat(share.astype(np.float32)[..., None], classes, axis=-1)
     np.put_along_axis(whole, columns[name + INDEX].astype(np.int64), values, -1)
     return whole
 
 
-def _log_sum(values: Array) -> Array:
+def log_sum(values: Array) -> Array:
     """log(sum(exp(values))) over the last axis; minus infinity where all are."""
     top = values.max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)

@@ -7,11 +7,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from trainwright import predicting, use
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.events import Judged, Noted
 from trainwright.core.job import Job
 from trainwright.distilling.composing import composed
+from trainwright.distilling.judging import judge
 from trainwright.distilling.spec import STUDENT, Distillation
+from trainwright.distilling.verdict import Verdict
+from trainwright.journal import append
+from trainwright.report import write_report
 from trainwright.run import Drives, Run
+from trainwright.strategies.distilling import Distilled
 from trainwright.strategies.students import Students
 
 if TYPE_CHECKING:
@@ -65,6 +75,43 @@ class DistilledRun(Run):
     def students(self) -> dict[str, Student]:
         """Each of them alone, by name; `student` is the one of the job's own model."""
         return students_of(self.distillation, self.job)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What was said last of the students beside their teachers; None where nothing was, as without evaluation."""
+        judged = self._read().judged
+        return None if judged is None else Verdict.read(judged.verdict)
+
+    def judge(self, *, verbose: bool = False) -> Verdict:
+        """Judge the students that the newest checkpoint holds, and tell it in the run's events and report.
+
+        Raises:
+            TrainwrightError: as `judging.judge`; there is no checkpoint.
+        """
+        store, name = self._store, self.job.name
+        _, checkpoint = use.find_checkpoint(self.job)
+        assert isinstance(self.job.loss, Distilled), "it is composed"
+        verdict = judge(
+            self.distillation, self.job.loss, {name: student.job for name, student in self.students.items()},
+            folder=store.uri_of(f"{name}/judged"), step=checkpoint.step, verbose=verbose,
+        )  # fmt: skip
+        append(store, name, Judged(text="; ".join(verdict.sentences()), verdict=verdict.facts()))
+        write_report(store, name)
+        return verdict
+
+
+def judged(run: DistilledRun, *, verbose: bool = False) -> None:
+    """Judge the students of a run that is done, as far as they can be: what stands in the way is told, and is no
+    failure of the run."""
+    if run.state != "done" or run.distillation.student.evaluate is None:
+        return
+    console = Console(stderr=True)
+    try:
+        text, style = str(run.judge(verbose=verbose)), ""
+    except TrainwrightError as error:
+        text, style = f"note: the students are not judged: {error.summary}", "yellow"
+        append(run._store, run.job.name, Noted(text=text.removeprefix("note: ")))
+    console.print(Text(text, style=style), soft_wrap=True, highlight=False)
 
 
 def students(distillation: Distillation) -> dict[str, Student]:

@@ -270,40 +270,44 @@ class Lecturer:
             told.extend(self._standing(columns).told(batch, lesson))
         return {name: wide(array) for name, array in joined(told, Range(start=0, stop=rows)).items()}
 
-    def _standing(self, columns: Columns) -> _Standing:
+    def _standing(self, columns: Columns) -> Standing:
         key = self.identity()
         with _lock:
             if key not in _open:
-                _open[key] = _Standing(self._opened({name: column[:1] for name, column in columns.items()}))
+                _open[key] = self.opened({name: column[:1] for name, column in columns.items()})
             return _open[key]
 
-    def _opened(self, row: Columns) -> Outputs:
-        """Build it, on what this process has."""
+    def opened(self, row: Columns) -> Standing:
+        """Its model, built on what this process has, which lives as long as what is returned. Raises as `teach`."""
         data = Dataset(source=TableSource(arrays=dict(row)))
         subject, index = self.teacher.bound(data, self), data.index()
         job = (subject.lone or subject.job).alone(accelerator="auto")
         plan = choose(profile_job(job.replace(model=subject.outline), data, index), _here(), job).chosen
         spec = job.model_spec(1, partial(data.row, index, job.columns))
         with random_kept():
-            return standing(spec, plan, None if subject.lone else subject.weights, guest=True)
+            return Standing(standing(spec, plan, None if subject.lone else subject.weights, guest=True))
 
 
-class _Standing:
-    """A model in this process, asked by one thread at a time; its first outputs are looked at."""
+class Standing:
+    """A model in this process, asked by one thread at a time; its first outputs are looked at.
+
+    Attributes:
+        outputs: of the model itself.
+    """
 
     def __init__(self, outputs: Outputs) -> None:
-        self._outputs, self._asked = outputs, threading.Lock()
+        self.outputs, self._asked = outputs, threading.Lock()
         self._look: Callable[[Any], Any] | None = np.asarray
 
     def told(self, batch: Batch, lesson: Lesson) -> list[Columns]:
         """The teacher's columns for a batch, in pieces."""
         with self._asked:
-            told: list[Columns] = [lesson.told(outputs, log_odds, self._look) for outputs in self._outputs(batch)]
+            told: list[Columns] = [lesson.told(outputs, log_odds, self._look) for outputs in self.outputs(batch)]
             self._look = None
         return told
 
 
-_open: dict[str, _Standing] = {}
+_open: dict[str, Standing] = {}
 _lock = threading.Lock()
 
 

@@ -22,6 +22,7 @@ from trainwright.parts import staleness_of, staleness_text
 from trainwright.planview import other_rows, plan_from, plan_line, plan_rows
 from trainwright.report import figures
 from trainwright.report.templates import fill
+from trainwright.report.verdicts import verdict_html
 from trainwright.store import Store
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def render(history: History, facts: Facts) -> str:
         uri=facts.uri,
         made=_when(facts.now_s),
         duration=words.duration,
+        verdict=verdict_html(history.judged.verdict) if history.judged else "",
     )
 
 

@@ -118,6 +118,14 @@ def test_several_students_on_one_pass_are_each_as_alone(taught: tw.Teacher, tmp_
     assert {name: value.tolist() for name, value in run.students["other"].load_model().state_dict().items()} == {
         name: value.tolist() for name, value in other.items()
     }
+    verdict = run.verdict
+    assert verdict is not None and verdict.step == len(run.history)
+    for name in ("student", "other"):
+        mark = verdict.mark(name)
+        assert mark.scores["top-1"] == pytest.approx(metrics[f"{name}/accuracy"], abs=1e-12)
+        assert mark.metrics["accuracy"] == mark.scores["top-1"] and mark.parameters
+    assert verdict.mark("big").scores["top-1"] > verdict.mark("student").scores["top-1"]
+    assert "Students beside their teachers" in Path(run.report).read_text()
     again = tw.students(both)["student"]
     assert again.export(str(tmp_path / "small.safetensors")).endswith("small.safetensors")
     assert load_file(tmp_path / "small.safetensors").keys() == alone.keys()

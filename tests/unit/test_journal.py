@@ -12,7 +12,7 @@ from tests.unit.sample_run import Recorder, kinds, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.core.errors import StorageError
 from trainwright.history import History
-from trainwright.journal import EventReader, Journal, read_events
+from trainwright.journal import EventReader, Journal, append, read_events
 
 
 class FakeStore:
@@ -31,6 +31,12 @@ class FakeStore:
         if how != "works":
             raise StorageError("the store does not answer")
 
+    def create(self, path: str, data: bytes) -> bool:
+        if path in self.files:
+            return False
+        self.put(path, data)
+        return True
+
     def get(self, path: str) -> bytes:
         return self.files[path]
 
@@ -47,6 +53,20 @@ def journal(store: FakeStore, token: int = 7) -> Journal:
     made = Journal(store, "demo", clock=lambda: 50.0, flush_s=3600)
     made.open(token)
     return made
+
+
+def test_what_comes_to_light_after_a_run_follows_what_its_last_driver_told(store: FakeStore) -> None:
+    for token in (7, 12):
+        with journal(store, token) as writer:
+            for event in whole_run():
+                writer.write(event)
+    judged = append(store, "demo", events.Judged(text="kept", verdict={"rows": 3}))
+    again = append(store, "demo", events.Judged(text="kept again"))
+    told = read_events(store, "demo")
+    assert told[-2:] == [judged, again] and judged.time_s > 0
+    assert len(told) == 2 * len(whole_run()) + 2
+    history = History.fold(told)
+    assert history.judged == again and history.state == "done"
 
 
 def test_events_come_back_as_they_were_written(store: FakeStore) -> None:

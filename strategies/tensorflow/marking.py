@@ -1,0 +1,33 @@
+"""A job's loss and metrics of outputs that are there already, as arrays; see `strategies.torch.marking`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from trainwright.core.data import Batch, Terms
+from trainwright.core.engine import ModelSpec
+from trainwright.strategies.tensorflow import batches
+from trainwright.strategies.tensorflow.evaluation import LOSS
+from trainwright.strategies.tensorflow.failures import user_code
+from trainwright.strategies.tensorflow.objective import Caller, applied
+
+
+def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms:
+    """The terms of a metric, or of the loss without what regularizers add."""
+    caller = Caller(spec=spec, where=only or LOSS)
+    named = isinstance(outputs, Mapping)
+    given: Any = {name: batches.tensor(name, each) for name, each in (outputs if named else {"": outputs}).items()}
+    given = given if named else given[""]
+    columns = batches.columns_of(spec.collation, batch, dict.fromkeys(spec.targets))
+    weights = tf.convert_to_tensor(batch.weights)
+    if only:
+        found = caller.metric(only, given, columns, weights)
+    else:
+        with user_code("loss=", caller.where):
+            result = applied(spec.loss, given, caller.targets(columns))
+        found = caller.terms("loss=", result, weights)
+    return Terms(*(np.asarray(tf.cast(each, tf.float64)) for each in found))

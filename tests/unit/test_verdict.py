@@ -1,0 +1,284 @@
+"""What is said of students beside their teachers, against values computed by hand and by torch."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import trainwright as tw
+from trainwright.core.data import Batch, Terms
+from trainwright.core.engine import ModelSpec
+from trainwright.distilling.asking import Speaker
+from trainwright.distilling.judging import TOGETHER, Hearing
+from trainwright.distilling.tallies import (
+    Accord,
+    Picture,
+    Residue,
+    Tally,
+    labelled,
+    log_softmax,
+    together,
+    units_of,
+)
+from trainwright.distilling.teachers import Teacher
+from trainwright.distilling.verdict import Mark, Pair, Verdict, kept_of
+from trainwright.report.verdicts import verdict_html
+from trainwright.strategies.distilling import Distilled
+
+ROWS, CLASSES = 37, 5
+RNG = np.random.default_rng(3)
+STUDENT, TEACHER = RNG.normal(size=(2, ROWS, CLASSES)) * 2
+LABELS = RNG.integers(0, CLASSES, ROWS)
+ONES = np.ones(ROWS)
+
+
+def test_scores_of_classes_are_those_of_torch() -> None:
+    tally, accord = Tally(), Accord(values=False)
+    for part in (slice(0, 20), slice(20, ROWS)):  # sums, never means of means
+        own = units_of("classification", STUDENT[part], LABELS[part], ONES[part])
+        theirs = units_of("classification", TEACHER[part], LABELS[part], ONES[part])
+        tally.add(own)
+        accord.add(own, theirs)
+    own, theirs, labels = (torch.tensor(each) for each in (STUDENT, TEACHER, LABELS))
+    nll = float(functional.cross_entropy(own, labels))
+    apart = functional.kl_div(own.log_softmax(1), theirs.log_softmax(1), log_target=True, reduction="batchmean")
+    scores = tally.scores()
+    assert scores["NLL"] == pytest.approx(nll, abs=1e-12)
+    assert scores["top-1"] == float((own.argmax(1) == labels).double().mean())
+    assert accord.scores()["KL"] == pytest.approx(float(apart), abs=1e-12)
+    assert accord.scores()["agreement"] == float((own.argmax(1) == theirs.argmax(1)).double().mean())
+
+
+def test_calibration_by_hand() -> None:
+    """Four samples: 0.9 sure and right twice of three; 0.6 sure and right."""
+    chances = np.log([[0.9, 0.1], [0.9, 0.1], [0.1, 0.9], [0.6, 0.4]])
+    tally = Tally()
+    tally.add(units_of("classification", chances, np.array([0, 1, 1, 0]), np.ones(4)))
+    assert tally.scores()["ECE"] == pytest.approx((3 * abs(0.9 - 2 / 3) + abs(0.6 - 1)) / 4)
+    np.testing.assert_allclose(tally.reliability(), [[0.6, 1.0, 0.25], [0.9, 2 / 3, 0.75]])
+
+
+def test_what_has_no_weight_does_not_count() -> None:
+    said, labels, weights = STUDENT.copy(), LABELS.copy(), ONES.copy()
+    said[3], weights[3] = np.nan, 0.0
+    tally, without = Tally(), Tally()
+    tally.add(units_of("classification", np.nan_to_num(said), labels, weights))
+    kept = np.arange(ROWS) != 3
+    without.add(units_of("classification", STUDENT[kept], LABELS[kept], ONES[kept]))
+    assert tally.scores() == pytest.approx(without.scores()) and tally.weight == ROWS - 1
+
+
+def test_classes_that_a_teacher_masks_cost_nothing() -> None:
+    masked = TEACHER.copy()
+    masked[:, 0] = -np.inf
+    accord = Accord(values=False)
+    accord.add(*(units_of("classification", each, None, ONES) for each in (STUDENT, masked)))
+    chances = np.exp(log_softmax(masked))[:, 1:]
+    expected = (chances * (np.log(chances) - log_softmax(STUDENT)[:, 1:])).sum(1).mean()
+    assert accord.scores()["KL"] == pytest.approx(expected)
+
+
+def test_labels_of_each_kind() -> None:
+    """Next tokens where the loss is of one less; a mask; an index to be ignored; shares of classes; labels."""
+    said = RNG.normal(size=(3, 4, CLASSES))
+    tokens = RNG.integers(0, CLASSES, (3, 4))
+    mask = np.array([[1.0, 1, 0], [1, 0, 0], [1, 1, 1]])
+    labels, weights, kept = labelled("language_model", said, [tokens, np.ones(3)], Terms(mask, mask))
+    assert kept == 3 and weights.tolist() == mask.tolist()
+    assert (labels == tokens[:, 1:])[mask > 0].all()  # type: ignore[index]
+    ignored = np.where(np.arange(ROWS) % 2, LABELS, -100)
+    labels, weights, _ = labelled("classification", STUDENT, [ignored], None)
+    assert weights.tolist() == (np.arange(ROWS) % 2).tolist() and labels is not None and labels.min() >= 0
+    shares = np.eye(CLASSES)[LABELS]
+    labels, _, _ = labelled("classification", STUDENT, [np.ones((ROWS, 2)), shares], None)
+    assert labels is not None and (labels == LABELS).all()
+    labels, _, _ = labelled("multi_label", STUDENT, [shares], None)
+    units = units_of("multi_label", STUDENT, labels, ONES)
+    expected = functional.binary_cross_entropy_with_logits(torch.tensor(STUDENT), torch.tensor(shares))
+    tally = Tally()
+    tally.add(units)
+    assert tally.scores()["NLL"] == pytest.approx(float(expected)) and tally.weight == ROWS * CLASSES
+    assert labelled("classification", STUDENT, [], None)[0] is None
+
+
+def test_values_are_judged_by_their_errors() -> None:
+    truth = RNG.normal(size=(ROWS, 2))
+    said, others = truth + 0.5, truth - 0.5
+    residue, accord = Residue(), Accord(values=True)
+    for part in (slice(0, 10), slice(10, ROWS)):
+        own, theirs = (units_of("regression", each[part], truth[part], ONES[part]) for each in (said, others))
+        residue.add(own)
+        accord.add(own, theirs)
+    spread = ((truth - truth.mean(0)) ** 2).sum()
+    assert residue.scores() == pytest.approx({"RMSE": 0.5, "R2": 1 - (0.25 * truth.size) / spread})
+    assert accord.scores() == pytest.approx({"RMSE between": 1.0})
+
+
+def test_several_teachers_together_say_the_mean_of_their_chances() -> None:
+    units = {name: units_of("classification", each, LABELS, ONES) for name, each in
+             {"a": STUDENT, "b": TEACHER}.items()}  # fmt: skip
+    mixed = together(units, {"a": 0.25, "b": 0.75})
+    expected = 0.25 * np.exp(log_softmax(STUDENT)) + 0.75 * np.exp(log_softmax(TEACHER))
+    np.testing.assert_allclose(np.exp(mixed.chances), expected)
+
+
+@pytest.mark.parametrize("classes", [CLASSES, 1000])
+def test_the_picture_shows_the_mean_chances_of_the_commonest_classes(classes: int) -> None:
+    said = RNG.normal(size=(400, classes))
+    labels = RNG.integers(0, min(classes, 15), 400)
+    picture = Picture(classes, labels)
+    for part in (slice(0, 100), slice(100, 400)):
+        picture.add(log_softmax(said[part]), labels[part], np.ones(len(said[part])))
+    shown, means = picture.shown(), np.array(picture.means())
+    assert shown == sorted(set(labels.tolist()))
+    chances = np.exp(log_softmax(said))
+    expected = np.stack([chances[labels == each].mean(0)[shown] for each in shown])
+    np.testing.assert_allclose(means, expected)
+    most, share = picture.commonest()
+    assert share == np.bincount(labels).max() / 400 and np.bincount(labels)[most] == np.bincount(labels).max()
+
+
+def verdict(own: float = 0.8, theirs: float = 0.9, **fields: Any) -> Verdict:
+    soft = [[0.7, 0.3], [0.2, 0.8]]
+    student = Mark(
+        name="<small>", student=True, scores={"top-1": own, "NLL": 0.5, "ECE": 0.02}, metrics={"loss": 0.5},
+        parameters=100, size_bytes=400, latency_s={"1": 1e-4, "64": 1e-3}, soft=soft, reliability=[[0.9, 0.8, 1.0]],
+    )  # fmt: skip
+    big = Mark(name="big", student=False, scores={"top-1": theirs}, parameters=1000, size_bytes=4000, soft=soft)
+    pair = Pair(student="<small>", teacher="big", scores={"agreement": 0.75, "KL": 0.1}, kept=kept_of(own, theirs))
+    own_fields = {"classes": [0, 1], "commonest": [1.0, 0.5], "marks": [student, big], "pairs": [pair]}
+    return Verdict(kind="classification", step=3, rows=10, of_rows=10, units=10.0, **{**own_fields, **fields})
+
+
+def test_the_verdict_is_told_in_plain_words() -> None:
+    (kept,) = verdict().sentences()
+    assert "keeps 88.9% of the top-1 of big (0.8000 of 0.9000), with 10.0% of its parameters" in kept
+    assert "both say the same of 75.0%" in kept
+    (better,) = verdict(own=0.95).sentences()
+    assert "<small> is better than big" in better
+    poor = verdict(own=0.4).sentences()
+    assert "no better than always saying class 1, which is right for 50.0%" in poor[1]
+    assert "no labels" in verdict(own=math.nan).sentences()[0]
+    assert "big (teacher)" in str(verdict()) and "10 rows" in str(verdict())
+
+
+def test_a_verdict_comes_back_from_its_facts() -> None:
+    assert Verdict.read(verdict().facts()) == verdict()
+
+
+def test_the_report_has_its_tables_and_pictures() -> None:
+    page = verdict_html(verdict().facts())
+    assert "<small>" not in page and "&lt;small&gt;" in page
+    assert page.count('aria-label="soft targets') == 2 and 'aria-label="reliability"' in page
+    assert "0: 30.00% for 1" in page and "88.9%" in page
+
+
+def test_values_have_neither_classes_nor_calibration() -> None:
+    marks = [Mark(name="s", student=True, scores={"RMSE": 1.0, "R2": -0.1}), Mark(name="t", student=False,
+             scores={"RMSE": 0.5, "R2": 0.7})]  # fmt: skip
+    pairs = [Pair(student="s", teacher="t", scores={"RMSE between": 0.3}, kept=kept_of(-0.1, 0.7))]
+    found = Verdict(kind="regression", step=1, rows=5, of_rows=9, units=5.0, marks=marks, pairs=pairs)
+    assert "keeps nothing of t: R2 -0.1000 against 0.7000" in found.sentences()[0]
+    page = verdict_html(found.facts())
+    assert "Calibration" not in page and "5 of 9 rows" in page
+
+
+def heard(kind: str, student: Teacher, teachers: list[Teacher], job: tw.Job) -> Verdict:
+    """What is said of models that no run trained."""
+    names = tuple(each.name for each in teachers)
+    loss = Distilled(
+        soft=tw.SoftLoss(kind=kind), hard=job.loss,  # type: ignore[arg-type]
+        targets=(*job.wanted_targets, *(f"teacher.{name}" for name in names)),
+        labels=job.wanted_targets, students=(student.name,), teachers=names,
+    )  # fmt: skip
+    speakers = [Speaker.of(student, job.evaluate, build=student.model)]
+    speakers += [Speaker.of(each, job.evaluate) for each in teachers]
+    hearing = Hearing(job, loss, speakers, np.arange(job.evaluate.index().rows))
+    hearing.listen()
+    return hearing.verdict()
+
+
+def of_module(name: str, module: nn.Module) -> Teacher:
+    return Teacher(name=name, model=partial(copy.deepcopy, module), inputs="x")
+
+
+def test_a_language_model_is_judged_by_the_jobs_own_tokens() -> None:
+    """Rows of different lengths in two batches; the mask comes with the loss, which is of the next token."""
+    torch.manual_seed(0)
+    small, big = (nn.Sequential(nn.Embedding(7, width), nn.Linear(width, 7)) for width in (4, 16))
+    x = RNG.integers(0, 7, (300, 6)).astype(np.int32)
+    long = RNG.integers(2, 7, 300)
+
+    def loss(outputs: torch.Tensor, targets: Any) -> tw.Terms:
+        tokens, long = targets
+        values = functional.cross_entropy(
+            outputs[:, :-1].flatten(0, 1), tokens[:, 1:].long().flatten(), reduction="none"
+        )
+        return tw.Terms(values.view(len(tokens), -1), (torch.arange(1, 6) < long[:, None]).float())
+
+    data = tw.datasets.table({"x": x, "long": long})
+    job = tw.Job(
+        name="lm", model=dict, optimizer=list, loss=loss, inputs="x", targets=("x", "long"), train=data, evaluate=data,
+        batch_size=32,
+    )  # fmt: skip
+    found = heard("language_model", of_module("small", small), [of_module("big", big)], job)
+    mark = found.mark("small")
+    with torch.no_grad():
+        values, weights = loss(small(torch.tensor(x)), (torch.tensor(x), torch.tensor(long)))
+    assert found.units == float(weights.sum()) and found.tokens == 6 and found.rows == 300
+    assert mark.scores["NLL"] == pytest.approx(float((values * weights).sum() / weights.sum()), rel=1e-5)
+    assert mark.metrics["loss"] == pytest.approx(mark.scores["NLL"], rel=1e-5)
+    assert mark.parameters == 4 * 7 + 5 * 7 and {"1", "32"} == mark.latency_s.keys()
+    assert "time, a token" in found.header() and found.classes == list(range(7))
+
+
+def test_a_keras_student_beside_torch_teachers() -> None:
+    import keras
+
+    weights = [RNG.normal(size=(3, CLASSES)).astype(np.float32), np.zeros(CLASSES, np.float32)]
+
+    def small() -> Any:
+        dense = keras.layers.Dense(CLASSES, name="dense")
+        model = keras.Sequential([keras.Input((3,)), dense], name="small")
+        dense.set_weights(weights)
+        return model
+
+    torch.manual_seed(0)
+    teachers = [of_module(name, nn.Linear(3, CLASSES)) for name in "ab"]
+    x = RNG.normal(size=(ROWS, 3)).astype(np.float32)
+    data = tw.datasets.table({"x": x, "y": LABELS})
+    job = tw.Job(
+        name="mixed", model=small, optimizer=list, inputs="x", targets="y", train=data, evaluate=data, batch_size=8,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None),
+        metrics={"accuracy": keras.metrics.SparseCategoricalAccuracy(), "odd": lambda outputs, targets: outputs["no"]},
+    )  # fmt: skip
+    found = heard("classification", Teacher(name="small", model=small, inputs="x"), teachers, job)
+    expected = float(((x @ weights[0]).argmax(1) == LABELS).mean())
+    assert found.mark("small").scores["top-1"] == expected
+    assert found.mark("small").metrics["accuracy"] == pytest.approx(expected)
+    assert found.mark("a").metrics["accuracy"] == found.mark("a").scores["top-1"]
+    assert [(pair.student, pair.teacher) for pair in found.pairs] == [("small", name) for name in ("a", "b", TOGETHER)]
+    assert "odd" not in found.mark("a").metrics
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_jobs_functions_judge_arrays(framework: str) -> None:
+    marking = importlib.import_module(f"trainwright.strategies.{framework}.marking")
+    spec = ModelSpec(
+        model=dict, optimizer=list, total_steps=1, loss=lambda outputs, targets: (outputs[:, 0] - targets) ** 2,
+        inputs=(), targets=("y",), metrics={"first": lambda outputs, targets: outputs["logits"][:, 0]},
+    )  # fmt: skip
+    batch = Batch(columns={"y": np.ones(3, np.float32)}, weights=np.ones(3), samples=np.arange(3))
+    said = np.array([[1.0], [3.0], [0.0]], dtype=np.float32)
+    values, weights = marking.marked(spec, batch, said)
+    assert values.tolist() == [0.0, 4.0, 1.0] and weights.tolist() == [1.0, 1.0, 1.0]
+    assert marking.marked(spec, batch, {"logits": said}, "first").values.tolist() == [1.0, 3.0, 0.0]
