@@ -56,9 +56,7 @@ def plan(
     critical_batch: float | None = None,
     batch_sizes: Sequence[int] = (),
 ) -> Decision | WhatIf | Weighed:
-    """The plan for this job, and the rejected ones, with reasons.
-
-    Of a distillation, what each way to ask the teachers would take on the connected cluster, tried on some rows.
+    """The plan for this job, and the rejected ones, with reasons; of a distillation, the ways tried on some rows.
 
     Args:
         cluster: one that need not be there, such as `128x8xH100-80GB`: what would be best on it or on a part of it,

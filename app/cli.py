@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.chaoscommand import chaos
-from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.errors import JobError, TrainwrightError, nearest
 from trainwright.datacommands import data as data_commands
 from trainwright.simulatecommand import simulate
 
@@ -37,6 +37,7 @@ Strategy = Annotated[str | None, typer.Option(help="Pin a strategy.")]
 Workers = Annotated[int | None, typer.Option(help="Pin the number of workers.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Begin the run of this name again.")]
+Student = Annotated[str | None, typer.Option(metavar="NAME", help="Of the file's distillation: this student alone.")]
 Storage = Annotated[str, typer.Option(help="Where the runs are: a folder or a URI.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -133,20 +134,22 @@ def plan(
     """Show the chosen plan and the rejected ones, with reasons. Of a distillation the ways are tried first."""
     from dataclasses import asdict
 
-    from trainwright import api
-    from trainwright.jobfile import load
+    from trainwright import api, jobfile
     from trainwright.options import wishes_of, write_page
     from trainwright.planfile import write_plan
 
     given = {
         "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
     }  # fmt: skip
-    answer: Any = api.plan(load(file, _pinned(overrides, strategy, workers)), **wishes_of(cluster, given, out))
+    answer: Any = api.plan(jobfile.load(file, _pinned(overrides, strategy, workers)), **wishes_of(cluster, given, out))
     if out:
         write_plan(out, answer)
     if html:
         write_page(answer, html)
-    _print_json(asdict(answer)) if as_json else print(answer)
+    if as_json:
+        _print_json(asdict(answer))
+    else:
+        print(answer)
 
 
 @app.command()
@@ -171,6 +174,7 @@ def probe(
 def evaluate(
     file: JobFile,
     overrides: Overrides = None,
+    student: Student = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
     here: Annotated[bool, typer.Option("--here", help="In this process on one CPU.")] = False,
     verbose: Verbose = False,
@@ -182,7 +186,7 @@ def evaluate(
     """
     from trainwright import api
 
-    metrics = api.evaluate(_job(file, overrides, None, None), step=step, here=here, verbose=verbose)
+    metrics = api.evaluate(_trained(file, overrides, student), step=step, here=here, verbose=verbose)
     if as_json:
         _print_json(metrics)
     else:
@@ -194,6 +198,7 @@ def export(
     file: JobFile,
     path: Annotated[str, typer.Argument(metavar="PATH", help="By its ending: see below.")],
     overrides: Overrides = None,
+    student: Student = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
 ) -> None:
     """Write a run's model for use elsewhere.
@@ -202,7 +207,7 @@ def export(
     """
     from trainwright import api
 
-    print(api.export(_job(file, overrides, None, None), path, step=step))
+    print(api.export(_trained(file, overrides, student), path, step=step))
 
 
 @app.command()
@@ -215,6 +220,7 @@ def predict(
     columns: Annotated[list[str] | None, typer.Option("--column", help="An output wanted; by default all.")] = None,
     keep: Annotated[list[str] | None, typer.Option("--keep", help="A column of the data to write too.")] = None,
     overrides: Overrides = None,
+    student: Student = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Workers of a pool; by default what the cluster has room for.")
@@ -235,7 +241,7 @@ def predict(
     from trainwright import api
 
     found = api.predict(
-        _job(file, overrides, None, None), data, to=to, columns=columns, keep=keep or (), step=step, workers=workers,
+        _trained(file, overrides, student), data, to=to, columns=columns, keep=keep or (), step=step, workers=workers,
         batch_size=batch_size, range_rows=range_rows, fresh=fresh, verbose=verbose,
     )  # fmt: skip
     if as_json:
@@ -298,6 +304,19 @@ def _job(file: str, overrides: list[str] | None, strategy: str | None, workers: 
     return load_job(file, _pinned(overrides, strategy, workers))
 
 
+def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any:
+    """The job of a file, or of one student of its distillation."""
+    if student is None:
+        return _job(file, overrides, None, None)
+    from trainwright.distilling.runs import students
+    from trainwright.jobfile import load_distillation
+
+    found = students(load_distillation(file, overrides or ()))
+    if student not in found:
+        raise JobError([f"--student {student}: there is no such student: {nearest(student, found)}"])
+    return found[student].job
+
+
 def _pinned(overrides: list[str] | None, strategy: str | None, workers: int | None) -> list[str]:
     """All overrides."""
     pinned = [f"strategy={strategy}"] if strategy is not None else []
@@ -335,7 +354,13 @@ def _tell_students(run: Any, file: str, overrides: list[str]) -> None:
     """The same of a distillation."""
     from trainwright.distilling.runs import how_to_load
 
-    lines = [*_told(run), f"model        {how_to_load(file, overrides)}"]
+    again = "".join(f" --set {shlex.quote(item)}" for item in overrides)
+    name = next(iter(run.students))
+    lines = [
+        *_told(run),
+        f"model        {how_to_load(file, overrides)}",
+        f"evaluate     trainwright evaluate {shlex.quote(file)}{again} --student {name}",
+    ]
     print("\n".join(lines))
 
 

@@ -276,6 +276,7 @@ class _Folding:
                 self.notes.append(event)
             case Judged():
                 self.judged = event
+                return  # the session was over
             case RunEnded():
                 self.end, self.waiting = event, None
         self._extend(event)

@@ -11,7 +11,7 @@ nodes: {node: ranks}, others, cluster, versions, job, checkpoints: [{step, path,
 worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
 data, start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}],
 noise_scale: {step, scale, low, high, batch, count}, noise, staleness: {text, mean,
-counts, unit, dropped, again}, waiting, notes, report, changed_s}.
+counts, unit, dropped, again}, judged: fields of `distilling.verdict.Verdict`, waiting, notes, report, changed_s}.
 
 `logs`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
 """
@@ -34,6 +34,7 @@ from trainwright import words
 from trainwright.comparison import Row, noise_text, step_parts
 from trainwright.core.errors import StorageError, nearest
 from trainwright.core.events import Event, RunStarted
+from trainwright.distilling.verdict import Verdict
 from trainwright.history import History, State, epoch_of, read_history
 from trainwright.journal import EventReader
 from trainwright.liveness import owner_alive
@@ -142,6 +143,15 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _plain(value: Any) -> Any:
+    """The same as JSON has it, at any depth."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return _known(value) if isinstance(value, float) else value
+
+
 def _summary(name: str, history: History) -> dict[str, Any]:
     return {
         "name": name,
@@ -197,6 +207,7 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
         "noise_scale": {"step": history.noise[0], **asdict(history.noise[1])} if history.noise else None,
         "noise": noise_text(history, plan),
         "staleness": _staleness(history),
+        "judged": _plain(history.judged.verdict) if history.judged else None,
         "waiting": waiting_text(history.waiting) if history.waiting and history.state == "running" else "",
         "notes": [note.text for note in history.notes],
         "report": store.uri_of(report) if store.exists(report) else None,
@@ -290,7 +301,9 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
 def _lists(data: dict[str, Any], history: History) -> list[tuple[str, list[str]]]:
     incidents = [(f.time_s, f"{_when(f.time_s)}  {failure_text(f)}") for f in history.failures]
     incidents += [(r.formed.time_s, f"{_when(r.formed.time_s)}  {recovery_text(r.formed)}") for r in history.recoveries]
+    judged = Verdict.read(history.judged.verdict) if history.judged else None
     return [
+        ("Students beside their teachers", str(judged).splitlines() if judged else []),
         (
             "Checkpoints",
             [f"step {c['step']:,}  {words.size(c['size_bytes'])}  {c['path']}" for c in data["checkpoints"]],

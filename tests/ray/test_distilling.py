@@ -17,6 +17,7 @@ from tests import jobs
 from tests.runs import told
 from trainwright.core import events
 from trainwright.core.errors import JobError
+from trainwright.distilling import judging
 
 TEACHER_EPOCHS, EPOCHS = 4, 2
 
@@ -86,20 +87,36 @@ def by_hand(taught: tw.Teacher, folder: Path) -> dict[str, np.ndarray]:
 
 def test_each_way_gives_the_same_student(taught: tw.Teacher, tmp_path: Path) -> None:
     expected = by_hand(taught, tmp_path)
+    verdicts: list[Any] = []
     for way in ("offline", "online", "inline"):
         run = tw.distill(distillation(taught, tmp_path, way))
         for name, value in weights(run).items():
             np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-5, err_msg=f"{way}: {name}")
         (judged,) = told(tmp_path, f"student-{way}", events.Evaluated)[-1:]
-        assert "accuracy" in judged.metrics  # type: ignore[attr-defined]
+        verdicts.append(run.verdict)
+        accuracy = judged.metrics["accuracy"]  # type: ignore[attr-defined]
+        assert verdicts[-1].mark("student").metrics["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+    for verdict in verdicts[1:]:
+        assert verdict.mark("big").scores == pytest.approx(verdicts[0].mark("big").scores, rel=1e-5)
+        assert verdict.pairs[0].scores == pytest.approx(verdicts[0].pairs[0].scores, rel=1e-3)
 
 
-def test_what_was_stored_is_not_computed_again(taught: tw.Teacher, tmp_path: Path) -> None:
-    tw.distill(distillation(taught, tmp_path, "offline"))
+def test_what_was_stored_is_not_computed_again(
+    taught: tw.Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it by a verdict, whose students are judged by a pool as they are here."""
+    tw.distill(distillation(taught, tmp_path, "offline"), judge=False)
     parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "targets").rglob("*.parquet")}
     again = distillation(taught, tmp_path, "offline", loss=tw.SoftLoss(alpha=0.9))
     run = tw.distill(again, fresh=True)
     assert parts and run.state == "done"
+    here = run.verdict
+    monkeypatch.setattr(judging, "_HERE_FLOPS", 0)
+    pooled = run.judge()
+    assert [*(tmp_path / "student-offline" / "judged").rglob("*.parquet")] and here is not None
+    for one, other in zip(here.marks, pooled.marks, strict=True):
+        assert other.scores == pytest.approx(one.scores, rel=1e-5) and other.metrics == pytest.approx(one.metrics)
+    assert run.verdict == pooled
     assert parts == {path: path.stat().st_mtime_ns for path in (tmp_path / "targets").rglob("*.parquet")}
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import trainwright as tw
+from trainwright.cli import app
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.jobfile import load, load_distillation, load_job
 
@@ -156,6 +158,23 @@ def test_overrides_of_a_distillation_reach_the_students_job_and_the_loss(tmp_pat
     assert all(text in str(caught.value) for text in ("'temperature'", "loss.epochs", "field=value"))
     with pytest.raises(JobError, match="temperature="):
         load_distillation(str(file), ["temperature=-1"])
+
+
+RECIPE = """
+from trainwright.core.fields import Fields
+class Twice(Fields):
+    times: int = 2
+    def distill(self, *, resume, fresh, verbose):
+        return f"{self.times} {resume} {fresh} {verbose}"
+recipe = Twice()
+"""
+
+
+def test_a_recipe_is_carried_out_by_its_own_hand(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(RECIPE)
+    done = CliRunner().invoke(app, ["distill", str(file), "--set", "times=3", "--resume", "-v"])
+    assert done.output == "3 True False True\n" and not done.exit_code
 
 
 def test_a_file_without_a_distillation_is_a_job_file(tmp_path: Path) -> None:

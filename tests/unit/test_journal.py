@@ -67,6 +67,7 @@ def test_what_comes_to_light_after_a_run_follows_what_its_last_driver_told(store
     assert len(told) == 2 * len(whole_run()) + 2
     history = History.fold(told)
     assert history.judged == again and history.state == "done"
+    assert history.totals == History.fold(told[:-2]).totals  # it took nothing of the run's time
 
 
 def test_events_come_back_as_they_were_written(store: FakeStore) -> None:

@@ -6,6 +6,8 @@ import copy
 import importlib
 import math
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,14 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
+from tests.runs import told
+from trainwright.core import events
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import CheckpointError
 from trainwright.distilling.asking import Speaker
 from trainwright.distilling.judging import TOGETHER, Hearing
+from trainwright.distilling.runs import judged
 from trainwright.distilling.tallies import (
     Accord,
     Picture,
@@ -32,6 +38,7 @@ from trainwright.distilling.tallies import (
 from trainwright.distilling.teachers import Teacher
 from trainwright.distilling.verdict import Mark, Pair, Verdict, kept_of
 from trainwright.report.verdicts import verdict_html
+from trainwright.store import open_store
 from trainwright.strategies.distilling import Distilled
 
 ROWS, CLASSES = 37, 5
@@ -268,6 +275,26 @@ def test_a_keras_student_beside_torch_teachers() -> None:
     assert found.mark("a").metrics["accuracy"] == found.mark("a").scores["top-1"]
     assert [(pair.student, pair.teacher) for pair in found.pairs] == [("small", name) for name in ("a", "b", TOGETHER)]
     assert "odd" not in found.mark("a").metrics
+
+
+def test_students_that_cannot_be_judged_are_no_failure_of_their_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def judge(**options: bool) -> None:
+        raise CheckpointError("the file of weights is gone", remedy="bring it back")
+
+    store = open_store(str(tmp_path))
+    wish = SimpleNamespace(student=SimpleNamespace(evaluate="rows"))
+    run: Any = SimpleNamespace(
+        state="done", distillation=wish, judge=judge, _store=store, job=SimpleNamespace(name="r")
+    )
+    judged(run)
+    (noted,) = told(tmp_path, "r", events.Noted)
+    for text in (noted.text, capsys.readouterr().err):  # type: ignore[attr-defined]
+        assert "are not judged: the file of weights is gone" in text and "bring it back" in text
+    run.state = "stopped"
+    judged(run)
+    assert len(told(tmp_path, "r", events.Noted)) == 1
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
