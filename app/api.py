@@ -186,23 +186,27 @@ def distill(distillation: Recipe, *, resume: bool = False, fresh: bool = False, 
 def distill(distillation: Any, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Any:
     """Train one student or several on what teachers say: `fit` of the student's job, with the teachers beside its data.
 
-    Offline, what teachers say of all rows is computed first, where it is not kept already. The rest is `fit`, which
-    recovers, reports and resumes alike.
+    Teachers that are to be trained come first, side by side. Offline, what teachers say of all rows is computed then,
+    where it is not kept already. The rest is `fit`, which recovers, reports and resumes alike. A recipe is several
+    such runs, of which those that are finished are passed by.
 
     Args:
         distillation: or a recipe that is made of several, whose own `distill` is called.
 
     Raises:
         JobError: students, teachers and their layers do not go together.
+        Stopped: a signal came while teachers were trained.
         RunConflict: the folder of kept targets holds what another teacher said.
         TrainwrightError: as `fit`.
     """
+    from trainwright.distilling.abreast import train_missing
     from trainwright.distilling.composing import composed
     from trainwright.distilling.runs import DistilledRun
     from trainwright.distilling.spec import Distillation
 
     if not isinstance(distillation, Distillation):
         return distillation.distill(resume=resume, fresh=fresh, verbose=verbose)
+    train_missing(distillation.teachers, verbose=verbose)
     job = composed(distillation, verbose=verbose).job
     run = DistilledRun(distillation, job, *_ready(job, resume=resume, fresh=fresh, verbose=verbose))
     _await(run)

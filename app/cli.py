@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.chaoscommand import chaos
-from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.errors import JobError, Stopped, TrainwrightError
 from trainwright.datacommands import data as data_commands
 from trainwright.simulatecommand import simulate
 
@@ -280,6 +280,8 @@ def main() -> None:
         app()
     except JobError as error:
         _die(error, 2)
+    except Stopped as error:
+        _die(error, 128 + error.signal)
     except TrainwrightError as error:
         _die(error, 1)
     except BrokenPipeError:

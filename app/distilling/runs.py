@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright import predicting, use
 from trainwright.core.job import Job
-from trainwright.distilling.composing import composed
+from trainwright.distilling.composing import model_of
 from trainwright.distilling.spec import STUDENT, Distillation
 from trainwright.run import Drives, Run
 from trainwright.strategies.students import Students
@@ -71,11 +71,10 @@ def students(distillation: Distillation) -> dict[str, Student]:
     """The students of a distillation that was carried out before, by name. Nothing is trained.
 
     Raises:
-        TrainwrightError: as `composing.composed`, where they were trained as one model.
+        TrainwrightError: as `composing.model_of`, where they were trained as one model.
     """
-    soft = distillation.loss
-    lone = len(distillation.names) == 1 and not soft.matches and soft.combine != "learned"
-    return students_of(distillation, distillation.student if lone else composed(distillation).job)
+    job = distillation.student
+    return students_of(distillation, job.replace(model=model_of(distillation)) if distillation.wrapped else job)
 
 
 def how_to_load(file: str, overrides: list[str]) -> str:
