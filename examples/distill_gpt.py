@@ -1,6 +1,7 @@
 """A language model taught by one of three times its size, on the King James text; `examples/gpt.py` says what they are.
 
-    python examples/distill_gpt.py --seeds 2
+    python examples/distill_gpt.py --seeds 2          # the table
+    trainwright distill examples/distill_gpt.py --set seed=1 --set alpha=0.3   # one student
 
 The teacher is trained first, where it is not there yet, and what it says of the first 95% of the text is kept: of each
 token its 32 likeliest next ones, and the probability of all others. Then the student learns from these and the text,
@@ -23,7 +24,7 @@ teacher = tw.Teacher(name="small", job=gpt.job("small"), train=True)
 alone = gpt.job("third")
 
 
-def taught(seed: int = 0, alpha: float = 0.5, temperature: float = 2.0) -> tw.Distillation:
+def distillation(seed: int = 0, alpha: float = 0.5, temperature: float = 2.0) -> tw.Distillation:
     """The student with its teacher; `alpha` is the share of the text."""
     loss = tw.SoftLoss(kind="language_model", alpha=alpha, temperature=temperature)
     student = alone.replace(name=f"gpt-third-taught-{seed}", seed=seed)
@@ -39,8 +40,8 @@ def main() -> None:
     given = parser.parse_args()
     figures: dict[str, list[float]] = {"alone": [], "taught": []}
     for seed in range(given.seeds):
-        distillation = taught(seed, given.alpha, given.temperature)
-        figures["taught"].append(judged(distillation))
+        pair = distillation(seed, given.alpha, given.temperature)
+        figures["taught"].append(judged(pair))
         figures["alone"].append(judged(alone.replace(name=f"gpt-third-alone-{seed}", seed=seed)))
     print(f"bits per character of the last 5% of the text\n  {'teacher':<10} {judged(gpt.job('small')):.4f}")
     for name, values in figures.items():

@@ -1,6 +1,7 @@
 """Two stages with three teachers (TMKD, Yang et al. 2019) on Fashion-MNIST, of which 6,000 images have labels.
 
-    python examples/distill_two_stage.py --seeds 3
+    python examples/distill_two_stage.py --seeds 3    # the table
+    trainwright distill examples/distill_two_stage.py  # one student
 
 Three convolutional networks learn from the 6,000, side by side. A network of 16 hidden units then learns from the
 three on the 54,000 images without labels, and from there from the three and the 6,000 labels. Beside it, by as many

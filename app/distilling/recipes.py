@@ -35,6 +35,12 @@ class Recipe(Fields, ABC):
     def stages(self) -> Iterator[Stage]:
         """The stages, in order; each is trained before the next is asked for."""
 
+    def last(self) -> Distillation:
+        """The last stage, where the others are done. Raises CheckpointError where they are not."""
+        *_, stage = self.stages()
+        assert isinstance(stage, Distillation), "a job comes before what it teaches"
+        return stage
+
     def distill(self, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
         """Train what is left of it. Stages that are finished are passed by, one that was begun goes on.
 

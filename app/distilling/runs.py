@@ -16,6 +16,7 @@ from trainwright.strategies.students import Students
 
 if TYPE_CHECKING:
     from trainwright.datasets import Dataset
+    from trainwright.distilling.recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +68,16 @@ class DistilledRun(Run):
         return students_of(self.distillation, self.job)
 
 
-def students(distillation: Distillation) -> dict[str, Student]:
+def students(distillation: Distillation | Recipe) -> dict[str, Student]:
     """The students of a distillation that was carried out before, by name. Nothing is trained.
+
+    Of a recipe they are those of its last stage.
 
     Raises:
         TrainwrightError: as `composing.model_of`, where they were trained as one model.
     """
+    if not isinstance(distillation, Distillation):
+        distillation = distillation.last()
     job = distillation.student
     return students_of(distillation, job.replace(model=model_of(distillation)) if distillation.wrapped else job)
 

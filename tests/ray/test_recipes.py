@@ -118,6 +118,9 @@ def test_each_generation_is_taught_by_the_one_before(tmp_path: Path, ray_cluster
     first, second, third = recipe.stages()
     assert isinstance(first, tw.Job) and isinstance(second, tw.Distillation) and isinstance(third, tw.Distillation)
     assert [first.seed, second.student.seed, third.student.seed] == [5, 6, 7]
+    last = tw.load_model(composed(third).job).students["student"].state_dict()
+    for name, value in tw.students(recipe)["student"].load_model().state_dict().items():
+        torch.testing.assert_close(value, last[name], rtol=0, atol=0)
     models = {
         "generation-0": tw.load_model(first),
         "generation-1": tw.load_model(composed(second).job).students["student"],
