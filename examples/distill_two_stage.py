@@ -47,20 +47,19 @@ def adam(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=rate, weight_decay=2e-2)
 
 
-def job(name: str, seed: int, **fields: object) -> tw.Job:
-    """A job of the labelled images."""
+def job(name: str, seed: int, epochs: int, **fields: object) -> tw.Job:
+    """A job of the labelled images, judged at its end."""
     train = images.filter_batches(with_label)
-    return whole.job.replace(name=name, seed=seed, train=train, batch_size=64, **fields)
+    own = {"train": train, "batch_size": 64, "epochs": epochs, "evaluate_epochs": epochs}
+    return whole.job.replace(name=name, seed=seed, **own, **fields)
 
 
 def student(name: str, seed: int) -> tw.Job:
     """The student as it is trained alone."""
-    return job(f"small-{name}-{seed}", seed, model=small, optimizer=partial(adam, rate=3e-3), epochs=12)
+    return job(f"small-{name}-{seed}", seed, 12, model=small, optimizer=partial(adam, rate=3e-3))
 
 
-teachers = tuple(
-    tw.Teacher(name=f"conv-{seed}", job=job(f"conv-{seed}", seed, epochs=10), train=True) for seed in range(3)
-)
+teachers = tuple(tw.Teacher(name=f"conv-{seed}", job=job(f"conv-{seed}", seed, 10), train=True) for seed in range(3))
 
 
 def taught(name: str, seed: int) -> tw.Distillation:
@@ -72,7 +71,9 @@ def taught(name: str, seed: int) -> tw.Distillation:
 def recipe(seed: int = 0) -> tw.TwoStage:
     """Two stages."""
     rest = images.filter_batches(without_label)
-    return tw.TwoStage(distillation=taught("two-stage", seed), unlabelled=rest, fields={"epochs": 4})
+    return tw.TwoStage(
+        distillation=taught("two-stage", seed), unlabelled=rest, fields={"epochs": 4, "evaluate_epochs": 4}
+    )
 
 
 def main() -> None:
