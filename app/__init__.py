@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
     from trainwright.core.profile import transformer_profile as transformer_profile
+    from trainwright.distilling.recipes import SelfDistillation as SelfDistillation
+    from trainwright.distilling.recipes import TwoStage as TwoStage
     from trainwright.distilling.runs import DistilledRun as DistilledRun
     from trainwright.distilling.runs import students as students
     from trainwright.distilling.spec import Distillation as Distillation
@@ -56,10 +58,12 @@ _HOMES = {
     "Pad": "trainwright.core.collation",
     "Plan": "trainwright.core.plan",
     "Run": "trainwright.run",
+    "SelfDistillation": "trainwright.distilling.recipes",
     "SoftLoss": "trainwright.core.distillation",
     "Teacher": "trainwright.distilling.teachers",
     "Terms": "trainwright.core.data",
     "TrainwrightError": "trainwright.core.errors",
+    "TwoStage": "trainwright.distilling.recipes",
     "calibrate": "trainwright.strategies.fitting",
     "chaos": "trainwright.api",
     "distill": "trainwright.api",
@@ -90,10 +94,12 @@ __all__ = [
     "Pad",
     "Plan",
     "Run",
+    "SelfDistillation",
     "SoftLoss",
     "Teacher",
     "Terms",
     "TrainwrightError",
+    "TwoStage",
     "calibrate",
     "chaos",
     "datasets",

@@ -150,10 +150,11 @@ def distill(
 ) -> Any:
     """Train one student or several on what teachers say: `fit` of the student's job, with the teachers beside its data.
 
-    Which way the teachers are asked is chosen where `way=` says nothing, and told in a line. Offline, what they say of
-    all rows is computed first, where it is not kept already. The rest is `fit`, which recovers, reports and resumes
-    alike. When it is done, the students are judged beside their teachers on the evaluation set: `run.verdict`, and a
-    part of the report.
+    Teachers that are to be trained come first, side by side. Which way they are asked is chosen where `way=` says
+    nothing, and told in a line. Offline, what they say of all rows is computed then, where it is not kept already. The
+    rest is `fit`, which recovers, reports and resumes alike. When it is done, the students are judged beside their
+    teachers on the evaluation set: `run.verdict`, and a part of the report. A recipe is several such runs, of which
+    those that are finished are passed by.
 
     Args:
         distillation: or a recipe that is made of several, whose own `distill` is called.
@@ -161,6 +162,7 @@ def distill(
 
     Raises:
         JobError: students, teachers and their layers do not go together.
+        Stopped: a signal came while teachers were trained.
         RunConflict: the folder of kept targets holds what another teacher said.
         TrainwrightError: as `fit`.
     """

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.chaoscommand import chaos
-from trainwright.core.errors import JobError, TrainwrightError, nearest
+from trainwright.core.errors import JobError, Stopped, TrainwrightError, nearest
 from trainwright.datacommands import data as data_commands
 from trainwright.simulatecommand import simulate
 
@@ -286,6 +286,8 @@ def main() -> None:
         app()
     except JobError as error:
         _die(error, 2)
+    except Stopped as error:
+        _die(error, 128 + error.signal)
     except TrainwrightError as error:
         _die(error, 1)
     except BrokenPipeError:

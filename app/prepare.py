@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trainwright.core.cluster import Cluster
-from trainwright.core.errors import JobError, RunConflict, nearest
+from trainwright.core.errors import JobError, RunConflict, RunFinished, nearest
 from trainwright.core.events import Probed, RunStarted
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan, Rejected
@@ -207,7 +207,7 @@ def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
     done = max((item.step for item in head.checkpoints), default=0)
     ended_early = prepared.job.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
     if head.outcome == "done" and (done >= prepared.total_steps or ended_early):
-        raise RunConflict(
+        raise RunFinished(
             f"the run {name!r} is finished ({done} steps)",
             where=where,
             remedy="--fresh trains again, --set epochs=... goes on for longer, or give a new name",

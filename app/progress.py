@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rich.console import Console
@@ -89,6 +90,11 @@ def _of_plan(plan: Plan) -> list[Line]:
     return [Line(text=f"plan {plan_line(plan)}", tone="good"), *notes]
 
 
+def say(text: str, tone: Tone = "plain") -> None:
+    """A line on stderr that belongs to no run alone."""
+    _print(Console(file=sys.stderr), Line(text=text, tone=tone))
+
+
 def surface_for(console: Console) -> Surface:
     """A bar for a terminal, one line that changes for a notebook, plain lines for everything else."""
     if _in_notebook():
@@ -148,17 +154,18 @@ class Plain:
     """Lines for files and pipes: the figures after each tenth of the run, at most one in ten seconds.
 
     Args:
+        head: of each line, such as the run's name where several run side by side.
         clock: seconds that only grow.
     """
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
+    def __init__(self, console: Console, *, head: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._head, self._clock = console, head, clock
         self._shown_step: int | None = None
         self._shown_s = -math.inf
 
     def line(self, line: Line) -> None:
         """Print."""
-        _print(self._console, line)
+        _print(self._console, replace(line, text=self._head + line.text))
 
     def show(self, figures: Figures, *, news: bool) -> None:
         """Print the figures when they are due."""
@@ -169,7 +176,7 @@ class Plain:
         far = figures.step - self._shown_step >= max(_PLAIN_SHARE * figures.total, 1)
         late = self._clock() - self._shown_s >= _PLAIN_S and figures.step > self._shown_step
         if (far or late or figures.step == figures.total > self._shown_step) and not figures.activity:
-            _print(self._console, Line(text=figures.text()))
+            self.line(Line(text=figures.text()))
             self._shown_step, self._shown_s = figures.step, self._clock()
 
     def close(self) -> None:

@@ -60,6 +60,14 @@ SIZES = {
     "tiny": Size(
         context=32, width=32, depth=2, heads=4, groups=2, hidden=64, batch_size=64, epochs=4, rate=6e-3, vocabulary=512
     ),
+    "small": Size(
+        context=64, width=128, depth=4, heads=4, groups=2, hidden=344, batch_size=32, epochs=8, rate=6e-3,
+        vocabulary=1024,
+    ),
+    "third": Size(
+        context=64, width=72, depth=3, heads=4, groups=2, hidden=192, batch_size=32, epochs=8, rate=6e-3,
+        vocabulary=1024,
+    ),
     "laptop": Size(
         context=128, width=192, depth=5, heads=6, groups=2, hidden=512, batch_size=32, epochs=6, rate=6e-3
     ),
@@ -247,7 +255,7 @@ class Muon(torch.optim.Optimizer):
             part.step()
 
 
-def job(size: Literal["tiny", "laptop", "cluster"] = "laptop") -> tw.Job:
+def job(size: Literal["tiny", "third", "small", "laptop", "cluster"] = "laptop") -> tw.Job:
     """Of one of the sizes: `--set size=cluster`."""
     chosen = SIZES[size]
     text = tw.datasets.king_james(FOLDER)

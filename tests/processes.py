@@ -42,13 +42,20 @@ def trainwright(
     *arguments: object, step_s: float = 0.0, cluster: str = "", module: str = "trainwright"
 ) -> Iterator[subprocess.Popen[str]]:
     """A `python -m trainwright` process with pipes, on a Ray cluster or its own; killed when the block is left."""
+    with python("-m", module, *arguments, step_s=step_s, cluster=cluster) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def python(*arguments: object, step_s: float = 0.0, cluster: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A Python process of the same kind."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, **({"STEP_S": str(step_s)} if step_s else {})}
     environment.pop("RAY_ADDRESS", None)
     if cluster:
         environment["RAY_ADDRESS"] = cluster
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

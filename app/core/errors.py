@@ -85,12 +85,28 @@ class RunConflict(TrainwrightError):
     """The run name is taken: by a finished or changed job, or by something that is no run."""
 
 
+class RunFinished(RunConflict):
+    """The run of this name has come to its end, and nothing of the job was changed."""
+
+
 class OwnedError(RunConflict):
     """Another driver owns the run and is alive."""
 
 
 class FencedError(RunConflict):
     """Another driver has taken the run over; this one must stop."""
+
+
+class Stopped(TrainwrightError):
+    """A signal ended work of several runs between two of them; the same call goes on.
+
+    Args:
+        signal: its number.
+    """
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "", detail: str = "", signal: int = 0) -> None:
+        super().__init__(what, where=where, remedy=remedy, detail=detail)
+        self.signal = signal
 
 
 class UserCodeError(TrainwrightError):

@@ -56,6 +56,14 @@ def composed(distillation: Distillation, *, verbose: bool = False) -> Composed:
     return Composed(job=job.replace(**changes, model=_model(distillation, loss, lecturers, train)), loss=loss)
 
 
+def model_of(distillation: Distillation) -> Callable[[], Any]:
+    """The model of the job that it comes to, whichever way teachers are asked. Raises as `composed`."""
+    inline = distillation.replace(way="inline")  # nothing is computed of the data but a row
+    teachers = taught_layers(inline)
+    lecturers = {teacher.name: teacher.load() for teacher in teachers}
+    return _model(inline, loss_of(inline, teachers, lecturers), lecturers, inline.student.train)
+
+
 def taught_layers(distillation: Distillation) -> tuple[Teacher, ...]:
     """The teachers, each with the layers of its that are matched."""
     teachers = distillation.teachers
@@ -70,12 +78,12 @@ def taught_layers(distillation: Distillation) -> tuple[Teacher, ...]:
 def loss_of(distillation: Distillation, teachers: tuple[Teacher, ...], lecturers: Mapping[str, Lecturer]) -> Distilled:
     """The students' loss. Raises JobError with all that does not go together."""
     job, inline = distillation.student, distillation.way == "inline"
-    labels = job.wanted_targets
+    labels, mask = job.wanted_targets, distillation.loss.mask
     told = [name for teacher in teachers for name in (teacher.wanted if inline else teacher.columns)]
     return Distilled(
         soft=distillation.loss,
         hard=job.loss if labels else None,
-        targets=tuple(dict.fromkeys((*labels, *told))),
+        targets=tuple(dict.fromkeys((*labels, *([mask] if mask else []), *told))),
         labels=labels,
         students=distillation.names,
         teachers=() if inline else tuple(lecturers),

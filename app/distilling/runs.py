@@ -14,8 +14,7 @@ from trainwright import predicting, use
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Judged, Noted
 from trainwright.core.job import Job
-from trainwright.distilling.choosing import settled
-from trainwright.distilling.composing import composed
+from trainwright.distilling.composing import model_of
 from trainwright.distilling.judging import judge
 from trainwright.distilling.spec import STUDENT, Distillation
 from trainwright.distilling.verdict import Verdict
@@ -27,6 +26,7 @@ from trainwright.strategies.students import Students
 
 if TYPE_CHECKING:
     from trainwright.datasets import Dataset
+    from trainwright.distilling.recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +115,18 @@ def judged(run: DistilledRun, *, verbose: bool = False) -> None:
     console.print(Text(text, style=style), soft_wrap=True, highlight=False)
 
 
-def students(distillation: Distillation) -> dict[str, Student]:
+def students(distillation: Distillation | Recipe) -> dict[str, Student]:
     """The students of a distillation that was carried out before, by name. Nothing is trained.
 
+    Of a recipe they are those of its last stage.
+
     Raises:
-        TrainwrightError: as `composing.composed`, where they were trained as one model.
+        TrainwrightError: as `composing.model_of`, where they were trained as one model.
     """
-    soft = distillation.loss
-    lone = len(distillation.names) == 1 and not soft.matches and soft.combine != "learned"
-    return students_of(distillation, distillation.student if lone else composed(settled(distillation)).job)
+    if not isinstance(distillation, Distillation):
+        distillation = distillation.last()
+    job = distillation.student
+    return students_of(distillation, job.replace(model=model_of(distillation)) if distillation.wrapped else job)
 
 
 def how_to_load(file: str, overrides: list[str]) -> str:

@@ -81,6 +81,11 @@ class Distillation(Fields):
         return {STUDENT: self.student.model, **self.students}
 
     @property
+    def wrapped(self) -> bool:
+        """Whether the model is one around the students, which gives more than the outputs of one."""
+        return len(self.names) > 1 or bool(self.loss.matches) or self.loss.combine == "learned"
+
+    @property
     def folder(self) -> str:
         """Where offline targets are kept."""
         return self.targets or f"{self.student.storage.rstrip('/')}/targets"

@@ -42,6 +42,7 @@ class Teacher(Fields):
     Attributes:
         name: letters, digits, dashes and underscores; its columns are `teacher.NAME` and `teacher.NAME/LAYER`.
         job: of the run that trained it.
+        train: the run is trained first where it is not finished, side by side with those of other teachers.
         step: its checkpoint at this step; by default the newest.
         model: () -> torch.nn.Module or keras.Model, for one that no run of ours trained.
         weights: what `tw.export` wrote of it: `.safetensors`, `.pt`, `.keras` or `.weights.h5`, where all nodes see it;
@@ -60,6 +61,7 @@ class Teacher(Fields):
 
     name: str
     job: Job | None = None
+    train: bool = False
     step: Annotated[int, Field(ge=0)] | None = None
     model: Callable[[], Any] | None = None
     weights: str | None = None
@@ -95,6 +97,8 @@ class Teacher(Fields):
             problems.append("inputs= is missing: name the columns given to the model")
         if self.model is not None and self.step is not None:
             problems.append("step= is for job=: a model has no checkpoints")
+        if self.train and (self.job is None or self.step is not None):
+            problems.append("train=True is for job=, to its end: give that, and leave step= out")
         if len(set(self.layers)) < len(self.layers):
             problems.append("layers= names one twice")
         if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainwright.distilling.abreast import train_missing
 from trainwright.distilling.choosing import remember, settled
 from trainwright.distilling.composing import composed
 from trainwright.distilling.runs import DistilledRun, judged
@@ -11,6 +12,7 @@ from trainwright.starting import awaited, ready
 
 def train(distillation: Distillation, *, resume: bool, fresh: bool, verbose: bool, judge: bool) -> DistilledRun:
     """See `tw.distill`."""
+    train_missing(distillation.teachers, verbose=verbose)
     chosen = settled(distillation, fresh=fresh, verbose=verbose)
     job = composed(chosen, verbose=verbose).job
     remember(chosen, resume=resume, fresh=fresh)

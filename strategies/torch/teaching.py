@@ -44,6 +44,11 @@ def thawed(model: nn.Module) -> nn.Module:
     return model
 
 
+def outlined(model: nn.Module) -> bool:
+    """Whether it was built without memory, to be looked at."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def take_file(model: nn.Module, path: str) -> nn.Module:
     """Give a model the weights of a file that `export` wrote. Raises CheckpointError where they do not fit."""
     try:

@@ -1,0 +1,198 @@
+"""Recipes: distillations in several stages, each a run with a name, a report and a resumption of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from trainwright import api
+from trainwright.core.distillation import SoftLoss
+from trainwright.core.errors import JobError, RunFinished
+from trainwright.core.fields import Fields
+from trainwright.core.job import Job
+from trainwright.distilling.beginning import begun, teacher_of
+from trainwright.distilling.spec import STUDENT, Distillation
+from trainwright.log import RunLog
+from trainwright.progress import say
+from trainwright.run import Run
+from trainwright.store import open_store
+
+Stage = Job | Distillation
+
+
+class Recipe(Fields, ABC):
+    """Stages that `tw.distill` trains one after the other."""
+
+    @property
+    @abstractmethod
+    def runs(self) -> tuple[str, ...]:
+        """Names of the stages' runs, in order; the last is that of the student's job."""
+
+    @abstractmethod
+    def stages(self) -> Iterator[Stage]:
+        """The stages, in order; each is trained before the next is asked for."""
+
+    def last(self) -> Distillation:
+        """The last stage, where the others are done. Raises CheckpointError where they are not."""
+        *_, stage = self.stages()
+        assert isinstance(stage, Distillation), "a job comes before what it teaches"
+        return stage
+
+    def distill(self, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
+        """Train what is left of it. Stages that are finished are passed by, one that was begun goes on.
+
+        Args:
+            resume: go on with a stage that was begun although its job was changed.
+            fresh: begin all stages again; not the runs of teachers.
+            verbose: show Ray's own output.
+
+        Returns:
+            The run of the last stage, or of the one that was stopped.
+
+        Raises:
+            RunFinished: all stages are finished.
+            TrainwrightError: as `tw.distill`.
+        """
+        run: Run | None = None
+        for number, (name, stage) in enumerate(zip(self.runs, self.stages(), strict=True), 1):
+            say(f"stage {number} of {len(self.runs)}: {name}", "good")
+            run = self._train(stage, resume=resume, fresh=fresh, verbose=verbose)
+            if run is None:
+                say(f"{name} is finished")
+            elif run.state == "stopped":
+                break
+        assert run is not None, "the last stage has a run, or raises"
+        return run
+
+    def _train(self, stage: Stage, *, resume: bool, fresh: bool, verbose: bool) -> Run | None:
+        """The run of a stage; None where it is finished and another one follows."""
+        job = stage if isinstance(stage, Job) else stage.student
+        last = job.name == self.runs[-1]
+        if resume and not (last or fresh) and _done(job):
+            return None
+        train: Any = api.fit if isinstance(stage, Job) else api.distill
+        try:
+            run: Run = train(stage, resume=resume, fresh=fresh, verbose=verbose)
+        except RunFinished:
+            if last:
+                raise
+            return None
+        return run
+
+
+class TwoStage(Recipe):
+    """Two-stage multi-teacher distillation (TMKD; Yang et al., 2019, arXiv:1910.08381).
+
+    First the students learn from all teachers on rows without labels, of which there may be many; then, from the
+    weights of that, from teachers and labels. Where TMKD's student has an output for each teacher and takes their mean,
+    ours has one, which learns the mean of what they say.
+
+    Attributes:
+        distillation: the second stage: the student's job with its labelled data, and two teachers or more, as a rule.
+        unlabelled: data set of the first stage; it needs the models' inputs alone.
+        first: loss of the first stage, with `alpha=0`; by default that of the second, with that.
+        fields: of the first stage's job, where they are other than the second's: `{"epochs": 5}`.
+    """
+
+    distillation: Distillation
+    unlabelled: Any
+    first: SoftLoss | None = None
+    fields: Mapping[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TwoStage:
+        problems = []
+        if not hasattr(self.unlabelled, "map_batches"):
+            problems.append("unlabelled= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+        if not self.distillation.teachers:
+            problems.append("distillation= has no teachers=: the first stage learns from them alone")
+        if self.first is not None and self.first.alpha:
+            problems.append(f"first= has alpha={self.first.alpha:g}: the first stage has no labels; use alpha=0")
+        if self.distillation.joint:
+            problems.append("distillation= has joint=, which learn from labels: the first stage has none; leave it out")
+        own = sorted({"name", "model", "train", "targets", "metrics"} & self.fields.keys())
+        problems += [f"fields= sets {name}, which is what makes the first stage: leave it out" for name in own]
+        if problems:
+            raise JobError(problems)
+        self._alone()  # its problems are told at once, too
+        return self
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """`NAME-unlabelled`, and the student's own."""
+        name = self.distillation.student.name
+        return (f"{name}-unlabelled", name)
+
+    def stages(self) -> Iterator[Stage]:
+        """Without labels, and with them."""
+        first, second = self._alone(), self.distillation
+        yield first
+        models = {name: begun(first, name) for name in second.names}
+        yield second.replace(
+            student=second.student.replace(model=models.pop(STUDENT)),
+            students=models,
+        )
+
+    def _alone(self) -> Distillation:
+        """The first stage."""
+        second = self.distillation
+        job = second.student.replace(
+            name=self.runs[0], train=self.unlabelled, targets=(), metrics={}, **self.fields
+        )  # fmt: skip
+        return second.replace(student=job, loss=self.first or _unlabelled(second.loss))
+
+
+class SelfDistillation(Recipe):
+    """Generations of one model, each taught by the one before (born-again networks; Furlanello et al., 2018).
+
+    The model is trained by its labels, then anew from a teacher of its own kind, and so on. Each generation draws its
+    weights and order by the next seed.
+
+    Attributes:
+        distillation: of each generation from the one before, without teachers.
+        generations: that are taught; there is one more, the first.
+    """
+
+    distillation: Distillation
+    generations: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SelfDistillation:
+        given = [name for name in ("teachers", "students", "joint") if getattr(self.distillation, name)]
+        given += ["mutual"] if self.distillation.mutual else []
+        if given:
+            raise JobError([f"distillation= has {name}=: a model teaches itself alone; leave it out" for name in given])
+        return self
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """`NAME-generation-0` and so on; the last is the student's own."""
+        name = self.distillation.student.name
+        return (*(f"{name}-generation-{number}" for number in range(self.generations)), name)
+
+    def stages(self) -> Iterator[Stage]:
+        """The generations."""
+        job = self.distillation.student
+        stage: Stage = job.replace(name=self.runs[0])
+        yield stage
+        for number, name in enumerate(self.runs[1:], 1):
+            teacher = teacher_of(stage, f"generation-{number - 1}")
+            stage = self.distillation.replace(
+                student=job.replace(name=name, seed=job.seed + number), teachers=(teacher,)
+            )  # fmt: skip
+            yield stage
+
+
+def _unlabelled(loss: SoftLoss) -> SoftLoss:
+    """The same without labels, by which teachers' weights cannot be learned."""
+    combine = "fixed" if loss.combine == "learned" else loss.combine
+    return loss.replace(alpha=0.0, combine=combine)
+
+
+def _done(job: Job) -> bool:
+    """Whether the run came to its end, whatever its job was."""
+    head = RunLog(open_store(job.storage), job.name).head()
+    return head is not None and head.outcome == "done"

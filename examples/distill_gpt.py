@@ -1,0 +1,72 @@
+"""A language model taught by one of three times its size, on the King James text; `examples/gpt.py` says what they are.
+
+    python examples/distill_gpt.py --seeds 2          # the table
+    trainwright distill examples/distill_gpt.py --set seed=1 --set alpha=0.3   # one student
+
+The teacher is trained first, where it is not there yet, and what it says of the first 95% of the text is kept: of each
+token its 32 likeliest next ones, and the probability of all others. Then the student learns from these and the text,
+and beside it, by as many steps, one like it from the text alone. The last 5% judge all of them, in bits per character.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+
+import gpt
+
+import trainwright as tw
+from trainwright.core.errors import RunFinished
+
+METRIC = "bits_per_character"
+teacher = tw.Teacher(name="small", job=gpt.job("small"), train=True)
+alone = gpt.job("third")
+
+
+def distillation(seed: int = 0, alpha: float = 0.5, temperature: float = 2.0) -> tw.Distillation:
+    """The student with its teacher; `alpha` is the share of the text."""
+    loss = tw.SoftLoss(kind="language_model", alpha=alpha, temperature=temperature)
+    student = alone.replace(name=f"gpt-third-taught-{seed}", seed=seed)
+    return tw.Distillation(student=student, teachers=(teacher,), loss=loss, way="offline", keep="topk(32)")
+
+
+def main() -> None:
+    """Train what is not trained yet, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=2, help="students of each kind")
+    parser.add_argument("--alpha", type=float, default=0.5, help="share of the text in the loss")
+    parser.add_argument("--temperature", type=float, default=2.0)
+    given = parser.parse_args()
+    figures: dict[str, list[float]] = {"alone": [], "taught": []}
+    for seed in range(given.seeds):
+        pair = distillation(seed, given.alpha, given.temperature)
+        figures["taught"].append(judged(pair))
+        figures["alone"].append(judged(alone.replace(name=f"gpt-third-alone-{seed}", seed=seed)))
+    print(f"bits per character of the last 5% of the text\n  {'teacher':<10} {judged(gpt.job('small')):.4f}")
+    for name, values in figures.items():
+        print(f"  {name:<10} {mean(values):.4f} +- {deviation(values):.4f}  ({', '.join(f'{v:.4f}' for v in values)})")
+
+
+def judged(wanted: tw.Job | tw.Distillation) -> float:
+    """Train it where it is not trained yet; its bits per character."""
+    job = wanted if isinstance(wanted, tw.Job) else wanted.student
+    with contextlib.suppress(RunFinished):
+        tw.fit(wanted) if isinstance(wanted, tw.Job) else tw.distill(wanted)
+    return tw.evaluate(job)[METRIC]
+
+
+def mean(values: list[float]) -> float:
+    """Of one or more."""
+    return sum(values) / len(values)
+
+
+def deviation(values: list[float]) -> float:
+    """Of a sample; NaN of one."""
+    if len(values) < 2:
+        return math.nan
+    return math.sqrt(sum((value - mean(values)) ** 2 for value in values) / (len(values) - 1))
+
+
+if __name__ == "__main__":
+    main()

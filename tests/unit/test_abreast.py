@@ -1,0 +1,121 @@
+"""Teachers' runs side by side: who has which share, who waits, what ends them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from trainwright.core.cluster import Cluster
+from trainwright.core.errors import ResourceError, WorkerLost
+from trainwright.distilling.abreast import Abreast, shares
+
+
+@pytest.mark.parametrize(
+    ("cluster", "wanted", "expected"),
+    [
+        ("4x8xH100-80GB", 2, [(8, 8), (8, 8)]),
+        ("3x8xH100-80GB", 2, [(8, 8), (8,)]),
+        ("2x8xH100-80GB", 3, [(4,), (4,), (8,)]),
+        ("1x8xH100-80GB", 3, [(2,), (2,), (2,)]),
+        ("1x2xH100-80GB", 3, [(1,), (1,)]),
+        ("1x8xH100-80GB", 1, [(8,)]),
+    ],
+)
+def test_a_share_is_whole_nodes_or_a_part_of_one(cluster: str, wanted: int, expected: list[tuple[int, ...]]) -> None:
+    found = shares(Cluster.parse(cluster), wanted)
+    assert [tuple(node.accelerators for node in share.nodes) for share in found] == expected
+    assert sum(share.cpus for share in found) <= Cluster.parse(cluster).cpus
+
+
+def test_without_accelerators_a_share_has_a_cpu_or_more() -> None:
+    assert [share.cpus for share in shares(Cluster.parse("1x2xCPU"), 3)] == [1, 1]
+    assert [share.cpus for share in shares(Cluster.parse("1x7xCPU"), 2)] == [3.5, 3.5]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A job that needs so many CPUs, and ends after so many looks at it, or fails."""
+
+    name: str
+    cpus: float = 1.0
+    looks: int = 1
+    error: Exception | None = None
+    accelerator: str = "auto"
+
+    @property
+    def job(self) -> Wanted:
+        return self
+
+
+@dataclass(eq=False)
+class Played:
+    """A run of it."""
+
+    job: Wanted
+    looked: int = 0
+    stops: list[bool] = field(default_factory=list)
+
+    def wait(self, timeout_s: float) -> bool:
+        self.looked += 1
+        if self.job.error is not None:
+            raise self.job.error
+        return self.looked >= self.job.looks or bool(self.stops)
+
+    def stop(self, now: bool = False) -> None:
+        self.stops.append(now)
+
+
+class Plays(Abreast):
+    """Runs that take no time, on two CPUs."""
+
+    def __init__(self, *wanted: Wanted) -> None:
+        super().__init__(list(wanted), Cluster.parse("1x2xCPU"))  # type: ignore[arg-type]
+        self.played: list[tuple[str, float, list[str]]] = []
+
+    def _launch(self, prepared: Any, share: Cluster) -> None:
+        if share.cpus < prepared.cpus:
+            raise ResourceError(f"needs {prepared.cpus:g} CPUs, the cluster has {share.cpus:g}")
+        beside = [run.job.name for run in self._running]
+        self.played.append((prepared.name, share.cpus, beside))
+        self._running[Played(prepared)] = share  # type: ignore[index]
+
+    @property
+    def runs(self) -> list[Any]:
+        return list(self._running)
+
+
+def test_who_has_no_share_waits_for_one() -> None:
+    plays = Plays(Wanted("a", looks=3), Wanted("b"), Wanted("c"))
+    plays.train()
+    assert plays.played == [("a", 1, []), ("b", 1, ["a"]), ("c", 1, ["a"])]
+
+
+def test_for_whom_a_share_is_too_little_has_all_after_the_others() -> None:
+    plays = Plays(Wanted("large", cpus=2), Wanted("a", looks=2), Wanted("larger", cpus=2), Wanted("b"))
+    plays.train()
+    assert plays.played == [("a", 1, []), ("b", 1, ["a"]), ("large", 2, []), ("larger", 2, [])]
+
+
+def test_what_is_too_large_for_the_cluster_is_told() -> None:
+    with pytest.raises(ResourceError, match="needs 4 CPUs, the cluster has 2"):
+        Plays(Wanted("a"), Wanted("huge", cpus=4)).train()
+
+
+def test_one_that_fails_stops_the_others_and_starts_none() -> None:
+    lost = WorkerLost("the process ended")
+    plays = Plays(Wanted("a", error=lost), Wanted("b", looks=100), Wanted("c"))
+    with pytest.raises(WorkerLost) as caught:
+        plays.train()
+    assert caught.value is lost and "run 'a' of a teacher" in str(lost)
+    assert [name for name, _, _ in plays.played] == ["a", "b"]
+
+
+def test_a_signal_stops_all_and_starts_none() -> None:
+    plays = Plays(Wanted("a", looks=100), Wanted("b", looks=100), Wanted("c"))
+    plays._start()
+    plays.stop()
+    assert [run.stops for run in plays.runs] == [[False], [False]]
+    plays.train()
+    assert plays.stopped and len(plays.played) == 2
