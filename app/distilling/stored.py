@@ -70,6 +70,7 @@ def stored_targets(
     form, subject = Form.parse(keep), teacher.subject(data)
     filing, index = Filing(lesson=teacher.lesson, form=form), data.index()
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
+    subject.check(index, ())
     row_bytes = said_bytes(teacher, data, index, form)
     to = f"{folder.rstrip('/')}/{folder_name(teacher, subject, index, form)}"
     question = ask(
