@@ -127,7 +127,7 @@ def held(run: tw.Run, framework: str) -> Loop:
 def test_a_student_learns_from_a_teacher_of_another_framework(
     student: str, teacher: str, ways: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """What Keras says offline is no student's matter: tests/ray/test_soft_targets.py."""
+    """The fourth of these, a torch student of what a Keras teacher stored, is in tests/ray/test_soft_targets.py."""
     for way in ways:
         run = tw.distill(distillation(tmp_path, way, student, teacher))
         for found, expected in zip(held(run, student), by_hand(), strict=True):
