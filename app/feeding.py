@@ -86,11 +86,14 @@ class Feeding:
         if job.evaluate is not None and evaluate is not None and job.evaluate.heavy:
             heavy["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
         if heavy:
-            from trainwright.datasets.rays import recipe_of, start_feeders
+            from trainwright.datasets.rays import DEADLINE_S, recipe_of, start_feeders
 
             recipes = [recipe_of(data, index, columns=job.columns, **order) for data, index, order in heavy.values()]
+            hang_s = job.hang_deadline_s or DEADLINE_S
             with by_value():
-                fetchers = start_feeders(recipes, cpus=cpus, gpus=gpus, hang_s=job.hang_deadline_s or math.inf)
+                fetchers = start_feeders(
+                    recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s
+                )
             self._fetchers = dict(zip(heavy, fetchers, strict=True))
 
     @property

@@ -364,10 +364,14 @@ def _rows(work: _Work) -> str:
 
 
 def _deadly(name: str, how: str, when: str, detail: str) -> UserCodeError:
+    remedies = {
+        "died": "look for too little memory, of the machine or the accelerator, or a crash in native code",
+        "hung": "look for a deadlock, or raise hang_deadline_s to twice what a batch may take",
+    }
     return UserCodeError(
         f"the process of the transform {name} {how} {DEATHS} times {when}",
         where="Ray Data",
-        remedy="look for too little memory, of the machine or the accelerator, or a crash or deadlock in native code",
+        remedy=remedies[how],
         detail=detail,
     )
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainwright.datasets.pipeline import Recipe
 
 _CHUNK_ROWS = 1024  # of the global batch, in one chunk
+DEADLINE_S = 300.0  # for one share
 _RETRY_S = 1.0
 _GONE_S = 5.0  # for a feeder that Ray does not start again, as when its driver is dead
 _SLACK_S = 30.0  # a consumer waits this much longer than the feeder, which knows more about the reason
@@ -182,7 +183,7 @@ def start_feeders(
     *,
     cpus: float,
     gpus: float = 0.0,
-    deadline_s: float = 300.0,
+    deadline_s: float = DEADLINE_S,
     hang_s: float = math.inf,
 ) -> list[RayFetcher]:
     """Start the feeder of a run's heavy data sets; the driver's part. Give the fetchers to every `Stream` of the run.
@@ -217,7 +218,7 @@ def start_feeder(
     *,
     cpus: float,
     gpus: float = 0.0,
-    deadline_s: float = 300.0,
+    deadline_s: float = DEADLINE_S,
     **ordering: Any,
 ) -> RayFetcher:
     """Start the feeder of one heavy data set: `recipe_of` and `start_feeders` say the rest."""

@@ -88,7 +88,9 @@ class Dataset:
 
         A class in the place of a function is for what is slow to open, such as a model: an object of it is made once
         in a process, called for all batches there, and its `close()`, if it has one, at the end. Heavy, it runs on as
-        many actors as fit into the CPUs or GPUs that the plan leaves, each with so many of its own.
+        many actors as fit into the CPUs or GPUs that the plan leaves, each with so many of its own. One that dies is
+        replaced, and one that is silent for ten times as long as any batch took (15 s at least, and at most half of the
+        job's `hang_deadline_s`, by default 5 minutes).
 
         Args:
             fn_constructor_args, fn_constructor_kwargs: what an object of the class is made with.

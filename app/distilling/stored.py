@@ -84,6 +84,7 @@ def asked(
     form, subject = Form.parse(keep), teacher.subject(data)
     filing, index = Filing(lesson=teacher.lesson, form=form), data.index()
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
+    subject.check(index, ())
     row_bytes = said_bytes(teacher, data, index, form)
     to = f"{folder.rstrip('/')}/{folder_name(teacher, subject, index, form)}"
     return ask(

@@ -49,6 +49,10 @@ class Marks:
     def release(self, name: str) -> None:
         self.path(f"go-{name}").touch()
 
+    def teachers(self) -> set[int]:
+        """Processes in which the teacher was asked."""
+        return {int(file.name.partition("-")[2]) for file in Path(self.folder).glob("asked-*")}
+
     def asked(self) -> Counter[int]:
         """How often the teacher was asked about each row."""
         return Counter(int(row) for file in Path(self.folder).glob("asked-*") for row in file.read_text().split())

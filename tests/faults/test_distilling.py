@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,11 @@ def driver(folder: Path, way: str, script: Script) -> Iterator[Any]:
         process.join(30)
 
 
+def await_gone(marks: Marks) -> None:
+    """Until no teacher of a dead driver's is left."""
+    processes.wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in marks.teachers() - {os.getpid()}), 30)
+
+
 def await_held(marks: Marks, name: str, process: Any) -> None:
     """Until the run stands still there."""
     processes.wait_for(lambda: marks.held(name) or not process.is_alive())
@@ -70,6 +76,7 @@ def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
         processes.wait_for(lambda: len(parts(folder)) >= 3)
         before = parts(folder)
     assert marks.held("kill-300") and not (folder / NAME).exists()
+    await_gone(marks)
     marks.release("hold-800")
     with driver(folder, "offline", script) as process:
         await_held(marks, "student", process)
@@ -93,6 +100,7 @@ def test_online_everything_fails_once(folder: Path, whole: State) -> None:
     script = Script(teacher=faults, student=(kill,), hold=8)
     with driver(folder, "online", script) as process:
         await_held(marks, "student", process)
+    await_gone(marks)
     marks.release("student")
     assert tw.distill(distillation(folder, "online", script)).state == "done"
     assert marks.held("kill-100") and kill.mark.exists()

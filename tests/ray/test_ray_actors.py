@@ -141,6 +141,26 @@ def test_a_constructor_that_ends_its_process_is_told_after_a_few(tmp_path: Path)
     assert len(marked(tmp_path, "tried")) == DEATHS
 
 
+class Stuck(Model):
+    def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
+        self.mark("tried")
+        threading.Event().wait()
+        return columns
+
+
+def test_one_that_hangs_with_a_batch_each_time_is_told_after_a_few(tmp_path: Path) -> None:
+    data = dataset(tmp_path, kind=Stuck)
+    (fetcher,) = start_feeders([recipe_of(data, data.index(), **ORDER)], cpus=1.0, deadline_s=90.0, hang_s=2.0)
+    hung = rf"process of the transform Stuck hung {DEATHS} times each time it was given this batch \(rows \d"
+    with pytest.raises(UserCodeError, match=hung) as caught:
+        next(stream(data, 0, 1, fetcher).feeds(0))
+    assert "within 1 s" in caught.value.detail and "raise hang_deadline_s" in caught.value.remedy
+    fetcher.close()
+    assert len(marked(tmp_path, "tried")) >= DEATHS
+    for process in marked(tmp_path, "tried"):
+        wait_for(lambda process=process: not Path(f"/proc/{process}").exists(), 20)
+
+
 def test_cpus_are_dealt_to_classes_and_tasks_in_turn(tmp_path: Path) -> None:
     one, other = dataset(tmp_path), dataset(tmp_path).map_batches(Model, gpus=1, fn_constructor_args=("there",))
     recipes = [recipe_of(data, data.index(), **ORDER) for data in (one, other)]
