@@ -92,22 +92,22 @@ def settled(
         JobError: no way can be; says why none.
         TrainwrightError: as `weigh`.
     """
-    job = distillation.student
+    if not distillation.teachers:
+        return distillation.replace(way="inline")  # nobody is asked
+    job, own = distillation.student, distillation.way
+    if own != "auto" and not resume:
+        return distillation
     store = open_store(job.storage)
     path, begun = _KEPT.format(job.name), not fresh and RunLog(store, job.name).head() is not None
-    past = store.find(path) if begun and distillation.way == "auto" else None
+    past = store.find(path) if begun and own == "auto" else None
     if past is not None:
         return distillation.replace(way=json.loads(past)["way"])
-    if distillation.way == "auto":
-        way: Way = "inline"  # without teachers nobody is asked
-        if distillation.teachers:
-            found = weigh(distillation, verbose=verbose)
-            way = found.chosen
-            _say(found.line)
-        distillation = distillation.replace(way=way)
-    if resume or not begun:
-        store.put(path, json.dumps({"way": distillation.way}).encode())
-    return distillation
+    if own == "auto":
+        found = weigh(distillation, verbose=verbose)
+        own = found.chosen
+        _say(found.line)
+    store.put(path, json.dumps({"way": own}).encode())
+    return distillation.replace(way=own)
 
 
 def weigh(
