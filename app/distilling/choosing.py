@@ -93,22 +93,22 @@ def settled(distillation: Distillation, *, fresh: bool = False, verbose: bool = 
     """
     if distillation.way != "auto":
         return distillation
+    if not distillation.teachers:
+        return distillation.replace(way="inline")  # nobody is asked
     job = distillation.student
     past = open_store(job.storage).find(_KEPT.format(job.name)) if _begun(job, fresh) else None
     if past is not None:
         return distillation.replace(way=json.loads(past)["way"])
-    if not distillation.teachers:
-        return distillation.replace(way="inline")  # nobody is asked
     found = weigh(distillation, verbose=verbose)
     _say(found.line)
     return distillation.replace(way=found.chosen)
 
 
-def remember(distillation: Distillation, *, resume: bool = False, fresh: bool = False) -> None:
-    """Keep the way of a run that begins, for those who go on with it."""
-    job = distillation.student
-    if resume or not _begun(job, fresh):
-        open_store(job.storage).put(_KEPT.format(job.name), json.dumps({"way": distillation.way}).encode())
+def remember(asked: Distillation, chosen: Distillation, *, resume: bool = False, fresh: bool = False) -> None:
+    """Keep a way that was chosen, or that a run goes on with from now on, for those who go on with it."""
+    job = chosen.student
+    if chosen.teachers and (resume or (asked.way == "auto" and not _begun(job, fresh))):
+        open_store(job.storage).put(_KEPT.format(job.name), json.dumps({"way": chosen.way}).encode())
 
 
 def _begun(job: Job, fresh: bool) -> bool:

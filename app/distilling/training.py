@@ -15,7 +15,7 @@ def train(distillation: Distillation, *, resume: bool, fresh: bool, verbose: boo
     train_missing(distillation.teachers, verbose=verbose)
     chosen = settled(distillation, fresh=fresh, verbose=verbose)
     job = composed(chosen, verbose=verbose).job
-    remember(chosen, resume=resume, fresh=fresh)
+    remember(distillation, chosen, resume=resume, fresh=fresh)
     run = DistilledRun(chosen, job, *ready(job, resume=resume, fresh=fresh, verbose=verbose))
     awaited(run)
     if judge:
