@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from trainwright.distilling.recipes import TwoStage as TwoStage
     from trainwright.distilling.runs import DistilledRun as DistilledRun
     from trainwright.distilling.runs import students as students
+    from trainwright.distilling.searching import Search as Search
+    from trainwright.distilling.searching import search as search
     from trainwright.distilling.spec import Distillation as Distillation
     from trainwright.distilling.teachers import Teacher as Teacher
     from trainwright.run import Run as Run
@@ -58,6 +60,7 @@ _HOMES = {
     "Pad": "trainwright.core.collation",
     "Plan": "trainwright.core.plan",
     "Run": "trainwright.run",
+    "Search": "trainwright.distilling.searching",
     "SelfDistillation": "trainwright.distilling.recipes",
     "SoftLoss": "trainwright.core.distillation",
     "Teacher": "trainwright.distilling.teachers",
@@ -76,6 +79,7 @@ _HOMES = {
     "plan": "trainwright.api",
     "predict": "trainwright.api",
     "rank": "trainwright.strategies.ranking",
+    "search": "trainwright.distilling.searching",
     "start": "trainwright.api",
     "students": "trainwright.distilling.runs",
     "transformer_profile": "trainwright.core.profile",
@@ -94,6 +98,7 @@ __all__ = [
     "Pad",
     "Plan",
     "Run",
+    "Search",
     "SelfDistillation",
     "SoftLoss",
     "Teacher",
@@ -114,6 +119,7 @@ __all__ = [
     "predict",
     "rank",
     "schedules",
+    "search",
     "start",
     "students",
     "transformer_profile",

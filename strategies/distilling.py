@@ -174,3 +174,28 @@ def judged(metrics: Mapping[str, Callable[[Any, Any], Any]], loss: Distilled) ->
         for student in loss.students
         for name, metric in metrics.items()
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """A metric of a teacher that is no student, or of all of them together."""
+
+    metric: Callable[[Any, Any], Any]
+    loss: Distilled
+    teacher: str
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """As the metric gives it."""
+        ops = tensors_of(outputs)
+        said = Learning(self.loss, outputs, self.loss.columns(targets), ops).heard(self.teacher)
+        return ops.called(self.metric, said, self.loss.label(targets))
+
+
+def heard(metrics: Mapping[str, Callable[[Any, Any], Any]], loss: Distilled) -> dict[str, Heard]:
+    """A job's `metrics=` of its teachers: `teacher.NAME/accuracy`, and of several together `teacher./accuracy`."""
+    names = (*loss.told, "") if len(loss.told) > 1 else loss.told
+    return {
+        f"{teacher_column(teacher)}/{name}": Heard(metric=metric, loss=loss, teacher=teacher)
+        for teacher in names
+        for name, metric in metrics.items()
+    }

@@ -46,6 +46,19 @@ class Learning:
         weights = results[-1].weights
         return total if weights is None else Terms(total, weights)
 
+    def heard(self, teacher: str) -> Any:
+        """What a teacher says, in the form that the students' outputs have; of `""` all together, by their weights.
+
+        Weights that are made of labels, or learned, are no part of that: then each counts alike.
+        """
+        ops, loss = self._ops, self._loss
+        if teacher:
+            return self._as_said(ops.near(self._said(teacher), self._like))
+        with ops.precisely(self._like):
+            said = [ops.near(self._said(name), self._like) for name in loss.told]
+            shares = [one * 0 + share for one, share in zip(said, self._soft.share(loss.told), strict=True)]
+            return self._as_said(union(self._soft, ops.stacked(said), ops.stacked(shares), ops))
+
     def _hard(self, student: str) -> Terms:
         return self._hard_of(self._loss.said(self._outputs, student))
 

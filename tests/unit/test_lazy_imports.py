@@ -15,6 +15,8 @@ PUBLIC = {
     "Distillation",
     "students",
     "Match",
+    "Search",
+    "search",
     "SelfDistillation",
     "SoftLoss",
     "Teacher",

@@ -1,0 +1,353 @@
+"""Runs as trials of Ray Tune: some at a time, each with actors of its own, and those that fall behind are stopped.
+
+A trial is a process that drives a run and takes next to nothing of the cluster; the run's workers take their share.
+What a trial came to is what its run's events say, so that a search goes on from these, and no run that is done is made
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
+
+import cloudpickle
+from ray import tune as ray_tune
+from ray.tune import Callback, Stopper, Trainable
+from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.schedulers import AsyncHyperBandScheduler
+from rich.console import Console
+
+from trainwright import words
+from trainwright.core.errors import ResourceError, TrainwrightError
+from trainwright.core.events import Evaluated, Event, RunStarted
+from trainwright.core.job import Job
+from trainwright.discover import connect
+from trainwright.history import read_history
+from trainwright.narration import Line
+from trainwright.planner import Decision
+from trainwright.prepare import decide_plan, prepare
+from trainwright.progress import surface_for
+from trainwright.report import ReportListener
+from trainwright.run import Run
+from trainwright.session import Session
+from trainwright.store import Store, open_store
+from trainwright.strategies.question import place
+from trainwright.travel import pack, unpack
+
+STOPPED = "stopped"  # folder of the runs that were stopped for good: after how many steps
+_LOST = 2  # times that the process of a trial may be lost
+_END_S = 60.0  # for a run that is stopped to take a checkpoint
+_FAR = 1_000_000  # evaluations, more than any run has
+_NEXT_TO_NONE = {"cpu": 0.001}  # Tune has no trials that take nothing
+_SILENT = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving:
+    """When runs that are behind are stopped: see `Search`."""
+
+    grace: int
+    reduction: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aim:
+    """What is compared.
+
+    Attributes:
+        metric: a job's.
+        mode: `max` or `min`.
+    """
+
+    metric: str
+    mode: str
+
+
+def train(
+    jobs: Mapping[str, Job], aim: Aim, *, concurrent: int | None, halving: Halving | None = None, verbose: bool = False
+) -> dict[str, int]:
+    """Have all these runs made, those that are done already left out.
+
+    Args:
+        jobs: by the names of their runs, all in one storage.
+        concurrent: at a time; by default as many as there is room for.
+        halving: stop those that are behind.
+
+    Returns:
+        Those that were stopped, and after how many steps.
+
+    Raises:
+        TrainwrightError: one failed, with its own error, or there is no room.
+        KeyboardInterrupt: it was stopped; runs go on from their checkpoints when it is called again.
+    """
+    store = open_store(next(iter(jobs.values())).storage)
+    stopped = {name for name in jobs if stopped_at(store, name) is not None}
+    ended = {name for name in jobs if name in stopped or read_history(store, name).state == "done"}
+    if ended != jobs.keys():
+        connect(verbose)
+        # In a comparison all take part, those that have ended with what they came to.
+        wanted = {name: job for name, job in jobs.items() if halving or name not in ended}
+        slots = min(concurrent or _room(next(iter(wanted.values()))), len(wanted))
+        teller = _Teller(store, aim, len(wanted), slots)
+        orders = {name: Order(job=pack(job), slots=slots, over=name in stopped) for name, job in wanted.items()}
+        _run(orders, aim, slots, halving, teller)
+        if teller.failure is not None:
+            raise teller.failure
+        if len(teller.ended) < len(wanted):
+            raise KeyboardInterrupt
+    return {name: step for name in jobs if (step := stopped_at(store, name)) is not None}
+
+
+def stopped_at(store: Store, run: str) -> int | None:
+    """After how many steps a run was stopped since it was behind; None where it was not."""
+    found = store.find(f"{STOPPED}/{run}")
+    return None if found is None else int(found)
+
+
+def _run(orders: Mapping[str, Order], aim: Aim, slots: int, halving: Halving | None, teller: _Teller) -> None:
+    scheduler = None
+    if halving is not None:
+        scheduler = AsyncHyperBandScheduler(
+            metric="value", mode=aim.mode, max_t=_FAR, grace_period=halving.grace, reduction_factor=halving.reduction
+        )
+    with _quiet(), tempfile.TemporaryDirectory() as scratch:
+        ray_tune.run(
+            ray_tune.with_parameters(Trial, orders=orders, metric=aim.metric),
+            config={"run": ray_tune.grid_search(list(orders))},
+            resources_per_trial=_NEXT_TO_NONE,
+            max_concurrent_trials=slots,
+            scheduler=scheduler,
+            callbacks=[teller],
+            stop=teller.stopper,
+            storage_path=scratch,
+            reuse_actors=True,
+            max_failures=_LOST,
+            raise_on_failed_trial=False,
+            verbose=0,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Tune says nothing of its own, and writes no logs beside the runs'."""
+    loggers = [logging.getLogger(name) for name in ("ray.tune", "ray.train", "ray.air")]
+    levels, before = [each.level for each in loggers], {name: os.environ.get(name) for name in _SILENT}
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
+    os.environ.update(_SILENT)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({name: value} if value is not None else {})
+
+
+def _room(job: Job) -> int:
+    """How many such runs fit the cluster side by side."""
+    decision = decide_plan(prepare(job, resume=True))
+    plan, used = decision.chosen, decision.used
+    return max(1, (used.accelerators or int(used.cpus)) // (plan.processes * plan.devices_per_worker))
+
+
+def _narrowed(decision: Decision, slots: int) -> Decision:
+    """Its workers take no more of the cluster than leaves room for as many others as there are slots."""
+    plan = decision.chosen
+    share = place(decision.used, slots * plan.processes, plan.devices_per_worker)
+    placement = replace(plan.placement, cpus=share.cpus, threads=share.threads, server_cpus=share.server_cpus)
+    return replace(decision, chosen=replace(plan, placement=placement))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a trial makes.
+
+    Attributes:
+        job: packed.
+        slots: runs that share the cluster.
+        over: it was stopped before, and is only told of.
+    """
+
+    job: bytes
+    slots: int
+    over: bool
+
+
+class Trial(Trainable):
+    """Drives one run after another; each step is an evaluation of it."""
+
+    _driven: _Driven | None = None
+
+    def setup(  # type: ignore[override]
+        self, config: dict[str, Any], *, orders: Mapping[str, Order], metric: str
+    ) -> None:
+        """A run begins with its first step, where its errors can be told."""
+        self._orders, self._metric = orders, metric
+        self._name = config["run"]
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """End the run, and take another."""
+        self.cleanup()
+        self._name = new_config["run"]
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """The next evaluation: its `value`, the `step`, whether the run has `finished`; or its `error`."""
+        try:
+            if self._driven is None:
+                self._driven = _Driven(self._orders[self._name], self._metric)
+            return self._driven.next()
+        except TrainwrightError as error:
+            return {"value": math.nan, "finished": False, "error": cloudpickle.dumps(error), "done": True}
+
+    def cleanup(self) -> None:
+        """End the run where it stands, with a checkpoint."""
+        driven, self._driven = self._driven, None
+        if driven is not None:
+            driven.end()
+
+
+class _Driven:
+    """A run, and what its evaluations say: first those that are there already, then those that come."""
+
+    def __init__(self, order: Order, metric: str) -> None:
+        self._metric, self._job = metric, unpack(order.job)
+        history = read_history(open_store(self._job.storage), self._job.name)
+        self._past = deque((each.step, each.metrics[metric]) for each in history.evaluated)
+        self._ended, self._last = order.over or history.state == "done", (0, math.nan)
+        self._run: Run | None = None
+        self._ear = _Ear()
+        if not self._ended:
+            self._start(order.slots)
+
+    def next(self) -> dict[str, Any]:
+        """As `Trial.step`. Raises what the run raised."""
+        if self._past:
+            self._last = self._past.popleft()
+            return self._told(over=self._ended and not self._past)
+        while self._run is not None:
+            event = self._ear.heard.get()
+            if event is None or event.step >= self._ear.total_steps:
+                self._run.wait()
+                self._run = None
+            if event is not None and event.step > self._last[0]:
+                self._last = (event.step, event.metrics[self._metric])
+                return self._told(over=self._run is None)
+        return self._told(over=True)
+
+    def end(self) -> None:
+        """Stop the run; what it fails with while it ends is in its journal."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.stop()
+            with suppress(TrainwrightError):
+                if not run.wait(_END_S):
+                    run.stop(now=True)
+                    run.wait()
+
+    def _start(self, slots: int) -> None:
+        prepared = prepare(self._job, resume=True)
+        decision = _narrowed(decide_plan(prepared), slots)
+        session = Session(prepared, decision)
+        session.listen(ReportListener(prepared.store, self._job.name))
+        session.listen(self._ear)
+        self._run = Run(self._job, session, decision)
+
+    def _told(self, *, over: bool) -> dict[str, Any]:
+        step, value = self._last
+        return {"value": value, "step": step, "finished": over, "done": over}
+
+
+class _Ear:
+    """Hears a run's evaluations; None is its end."""
+
+    def __init__(self) -> None:
+        self.heard: SimpleQueue[Evaluated | None] = SimpleQueue()
+        self.total_steps = 0
+
+    def on(self, event: Event) -> None:
+        """Take one event."""
+        if isinstance(event, RunStarted):
+            self.total_steps = event.total_steps
+        elif isinstance(event, Evaluated):
+            self.heard.put(event)
+
+    def close(self) -> None:
+        """The run has ended."""
+        self.heard.put(None)
+
+
+class _Teller(Callback):
+    """Says what each run came to, and remembers which were stopped.
+
+    Attributes:
+        ended: names of the runs that have.
+        failure: what the first one failed with that did.
+        stopper: ends the others then.
+    """
+
+    def __init__(self, store: Store, aim: Aim, total: int, slots: int) -> None:
+        self.ended: set[str] = set()
+        self.failure: TrainwrightError | None = None
+        self.stopper = _Failing()
+        self._store, self._aim, self._total = store, aim, total
+        self._surface = surface_for(Console(file=sys.stderr))
+        self._say(f"search in {store.uri}: {words.count(total, 'run')}, {slots} at a time")
+
+    def on_trial_complete(
+        self, iteration: int, trials: Sequence[TuneTrial], trial: TuneTrial, **info: Any
+    ) -> None:  # fmt: skip
+        """A run is done, was stopped, or failed."""
+        name, result = trial.config["run"], trial.last_result
+        if "error" in result:
+            self._fail(cloudpickle.loads(result["error"]))
+            return
+        behind = not result["finished"]
+        if behind:
+            self._store.put(f"{STOPPED}/{name}", str(result["step"]).encode())
+        self.ended.add(name)
+        came = f"{self._aim.metric} {words.figure(result['value'])} after {words.count(result['step'], 'step')}"
+        why = ", stopped: behind others" if behind else ""
+        self._say(f"  {name}: {came}{why} ({len(self.ended)} of {self._total})")
+
+    def on_trial_error(self, iteration: int, trials: Sequence[TuneTrial], trial: TuneTrial, **info: Any) -> None:
+        """The process of a trial was lost too often."""
+        self._fail(
+            ResourceError(
+                f"the process that drives the run {trial.config['run']!r} was lost {_LOST + 1} times",
+                where=self._store.uri,
+                remedy="look for what ended it, such as memory (concurrent= gives fewer at a time); then call it again",
+            )
+        )
+
+    def _fail(self, failure: TrainwrightError) -> None:
+        self.failure = self.failure or failure
+        self.stopper.failed = True
+
+    def _say(self, text: str) -> None:
+        self._surface.line(Line(text=text))
+
+
+class _Failing(Stopper):
+    """Ends the search where a run failed."""
+
+    failed = False
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """No run for itself."""
+        return False
+
+    def stop_all(self) -> bool:
+        """All of them."""
+        return self.failed

@@ -1,0 +1,148 @@
+"""A search: its runs on Ray Tune, the student alone beside them, and what is confirmed on the test set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainwright as tw
+from tests import jobs
+from tests.ray.test_distilling import accuracy, job, narrow, wide
+from tests.runs import told
+from trainwright.adoption import NAMESPACE
+from trainwright.core import events
+from trainwright.core.errors import RunConflict, TrainwrightError
+from trainwright.distilling.found import Found
+from trainwright.distilling.searching import Parts
+
+SEED, SHARE = 5, 0.25
+
+
+def build_teacher() -> torch.nn.Module:
+    """The answer, softened: no run is needed for a good teacher."""
+    model = wide()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        rows = torch.arange(jobs.CLASSES)
+        model[0].weight[rows, rows] = 0.3
+        model[2].weight[rows, rows] = 9.0
+    return model
+
+
+def search_in(folder: Path, **fields: Any) -> tw.Search:
+    student = job(folder, "small", narrow, epochs=3, workers=None, strategy=None, evaluate=TEST)
+    teacher = tw.Teacher(name="big", model=build_teacher, inputs="x")
+    own = {
+        "distillation": tw.Distillation(student=student, teachers=(teacher,)), "temperatures": (1.0, 4.0),
+        "alphas": (0.1,), "seeds": 2, "validation": SHARE, "reduction": 2,
+    }  # fmt: skip
+    return tw.Search(**{**own, **fields})
+
+
+TEST = tw.datasets.table({name: column[:60] for name, column in jobs.data().items()})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("search")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, ray_cluster: None) -> Found:
+    return tw.search(search_in(folder))
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """Of the runs, with when they were written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def last(folder: Path, run: str) -> events.Evaluated:
+    *_, newest = told(folder / "small-search", run, events.Evaluated)
+    assert isinstance(newest, events.Evaluated)
+    return newest
+
+
+def test_figures_are_those_of_the_runs(found: Found, folder: Path) -> None:
+    kept = [each for each in (*found.settings, found.alone) if not each.stopped]
+    assert len(found.settings) == 2 and len(kept) >= 2
+    for each in kept:
+        runs = [last(folder, f"{each.name}-seed{seed}") for seed in (SEED, SEED + 1)]
+        assert each.validation.values == tuple(run.metrics["accuracy"] for run in runs)
+        assert {each.steps} == {run.step for run in runs}
+    for each in found.settings:
+        if each.stopped:
+            assert not (folder / "small-search" / f"{each.name}-seed{SEED + 1}").exists()
+    best = max(kept[:-1], key=lambda each: each.validation.mean)
+    assert found.chosen == best.name
+
+
+def test_the_test_set_is_told_of_the_chosen_and_of_the_student_alone(found: Found, folder: Path) -> None:
+    parts = Parts.of(search_in(folder), False)
+    for name, score in ((found.chosen, found.test), ("alone", found.test_alone)):
+        jobs_of = parts.runs(search_in(folder), (name,), found.seeds)
+        for run, value in zip(jobs_of.values(), score.values, strict=True):
+            model = tw.load_model(run).eval()
+            columns = TEST.read(TEST.index(), range(60))
+            with torch.no_grad():
+                right = accuracy(model(torch.tensor(columns["x"])), torch.tensor(columns["y"]))
+            assert value == pytest.approx(float(right.float().mean()))
+    (teacher,) = found.teachers
+    assert teacher.test is not None and teacher.test > 0.9 and found.together is None
+    assert found.student.parameters == jobs.WIDTH * 4 + 4 + 4 * jobs.CLASSES + jobs.CLASSES
+    assert set(found.student.latency_s) == {1, 32}
+
+
+def test_the_student_alone_sees_the_same_rows(folder: Path, found: Found) -> None:
+    parts = Parts.of(search_in(folder), False)
+    rows = {}
+    for name, data in (("taught", parts.train), ("alone", parts.alone.train), ("validation", parts.validation)):
+        index = data.index()
+        rows[name] = data.read(index, range(index.rows), ("id",))["id"]
+    np.testing.assert_array_equal(rows["taught"], rows["alone"])
+    assert sorted([*rows["taught"], *rows["validation"]]) == list(range(jobs.ROWS))
+    assert len(rows["validation"]) == pytest.approx(SHARE * jobs.ROWS, abs=25)
+
+
+def test_nothing_is_left_and_nothing_is_done_again(found: Found, folder: Path) -> None:
+    import ray
+
+    named = ray.util.list_named_actors(all_namespaces=True)
+    assert [each for each in named if each["namespace"] == NAMESPACE and "small" in each["name"]] == []
+    before = files(folder)
+    assert tw.search(search_in(folder)) == found
+    with pytest.raises(RunConflict, match=r"(?s)temperatures: \(1.0, 4.0\) -> \(1.0,\)"):
+        tw.search(search_in(folder, temperatures=(1.0,)))
+    assert files(folder).items() <= {**before, **files(folder)}.items()
+    changed = {path for path, when in files(folder).items() if before.get(path) != when}
+    assert {path.name for path in changed} <= {"search.json"}
+
+
+def test_only_what_is_missing_is_made(found: Found, folder: Path) -> None:
+    home = folder / "small-search"
+    run = f"alone-seed{SEED + 1}"
+    (home / "found.json").unlink()
+    for path in sorted((home / run).rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    before = files(home)
+    again = tw.search(search_in(folder))
+    assert {path.relative_to(home).parts[0] for path, when in files(home).items() if before.get(path) != when} == {
+        run, "found.json", "found.html", "search.json",
+    }  # fmt: skip
+    assert again.test_alone == found.test_alone and again.settings == found.settings
+
+
+def failing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such metric")
+
+
+def test_a_run_that_fails_ends_the_search_with_its_error(ray_cluster: None, tmp_path: Path) -> None:
+    search = search_in(tmp_path)
+    student = search.student.replace(metrics={"accuracy": failing}, failures=0)
+    with pytest.raises(TrainwrightError, match="no such metric"):
+        tw.search(search.replace(distillation=search.distillation.replace(student=student), seeds=1))
