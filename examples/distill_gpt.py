@@ -24,7 +24,7 @@ teacher = tw.Teacher(name="small", job=gpt.job("small"), train=True)
 alone = gpt.job("third")
 
 
-def distillation(seed: int = 0, alpha: float = 0.5, temperature: float = 2.0) -> tw.Distillation:
+def distillation(seed: int = 0, alpha: float = 0.5, temperature: float = 1.0) -> tw.Distillation:
     """The student with its teacher; `alpha` is the share of the text."""
     loss = tw.SoftLoss(kind="language_model", alpha=alpha, temperature=temperature)
     student = alone.replace(name=f"gpt-third-taught-{seed}", seed=seed)
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=2, help="students of each kind")
     parser.add_argument("--alpha", type=float, default=0.5, help="share of the text in the loss")
-    parser.add_argument("--temperature", type=float, default=2.0)
+    parser.add_argument("--temperature", type=float, default=1.0)
     given = parser.parse_args()
     figures: dict[str, list[float]] = {"alone": [], "taught": []}
     for seed in range(given.seeds):

@@ -73,14 +73,14 @@ class Recipe(Fields, ABC):
         last = job.name == self.runs[-1]
         if resume and not (last or fresh) and _done(job):
             return None
-        train: Any = api.fit if isinstance(stage, Job) else api.distill
         try:
-            run: Run = train(stage, resume=resume, fresh=fresh, verbose=verbose)
+            if isinstance(stage, Job):
+                return api.fit(stage, resume=resume, fresh=fresh, verbose=verbose)
+            return api.distill(stage, resume=resume, fresh=fresh, verbose=verbose, judge=last)
         except RunFinished:
             if last:
                 raise
             return None
-        return run
 
 
 class TwoStage(Recipe):

@@ -100,6 +100,9 @@ def test_two_stages_go_on_where_they_were(tmp_path: Path, ray_cluster: None) -> 
     counted = {name: drivers(tmp_path, name) for name in ("a", "b", "third", *recipe.runs)}
     assert counted == {"a": 2, "b": 2, "third": 1, "student-unlabelled": 1, "student": 2}
     student = recipe.distillation.student
+    killed, _, unbroken = (state(each.job) for each in recipe.distillation.teachers)
+    for name, value in unbroken.items():
+        np.testing.assert_allclose(killed[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     first, last = state(student.replace(name="student-unlabelled")), state(student)
     for name, value in first.items():
         np.testing.assert_array_equal(value, last[name], err_msg=name)
