@@ -248,14 +248,47 @@ def test_a_language_model_is_judged_by_the_jobs_own_tokens() -> None:
     assert "time, a token" in found.header() and found.classes == list(range(7))
 
 
+@pytest.mark.parametrize("kind", ["multi_label", "regression"])
+def test_labels_by_themselves_and_values(kind: str) -> None:
+    torch.manual_seed(0)
+    small, big = nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4))
+    x = RNG.normal(size=(ROWS, 3)).astype(np.float32)
+    truth = RNG.normal(size=(ROWS, 4)).astype(np.float32)
+    several = kind == "multi_label"
+    data = tw.datasets.table({"x": x, "y": (truth > 0).astype(np.float32) if several else truth})
+    hard = functional.binary_cross_entropy_with_logits if several else functional.mse_loss
+    job = tw.Job(
+        name=kind, model=dict, optimizer=list, loss=partial(hard, reduction="none"), inputs="x", targets="y",
+        train=data, evaluate=data, batch_size=64,
+    )  # fmt: skip
+    found = heard(kind, of_module("small", small), [of_module("big", big)], job)
+    mark, page = found.mark("small"), verdict_html(found.facts())
+    with torch.no_grad():
+        said, labels = small(torch.tensor(x)), torch.tensor(truth)
+    if several:
+        chances, present = torch.sigmoid(said), labels > 0
+        assert mark.scores["NLL"] == pytest.approx(mark.metrics["loss"], rel=1e-5)
+        assert mark.scores["top-1"] == pytest.approx(float(((chances > 0.5) == present).double().mean()))
+        expected = [chances[present[:, label]].mean(0).tolist() for label in range(4)]
+        np.testing.assert_allclose(mark.soft, expected, rtol=1e-5)
+    else:
+        assert mark.scores["RMSE"] == pytest.approx(math.sqrt(mark.metrics["loss"]), rel=1e-5)
+        assert mark.scores["R2"] == pytest.approx(1 - float(((said - labels) ** 2).sum() / spread(labels)), rel=1e-5)
+    assert ("soft targets of small" in page) == several and found.pairs[0].scores
+
+
+def spread(values: torch.Tensor) -> torch.Tensor:
+    return ((values - values.mean(0)) ** 2).sum()
+
+
 def test_a_keras_student_beside_torch_teachers() -> None:
     import keras
 
     weights = [RNG.normal(size=(3, CLASSES)).astype(np.float32), np.zeros(CLASSES, np.float32)]
 
     def small() -> Any:
-        dense = keras.layers.Dense(CLASSES, name="dense")
-        model = keras.Sequential([keras.Input((3,)), dense], name="small")
+        dense = keras.layers.Dense(CLASSES)  # which Keras names anew each time
+        model = keras.Sequential([keras.Input((3,)), dense])
         dense.set_weights(weights)
         return model
 
