@@ -160,8 +160,8 @@ def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose
 
     Settings are trained as runs of their own, some at a time (Ray Tune), each with several seeds, and so is the student
     without teachers. They are compared on a validation set; the best of them and the student alone are looked at on the
-    test set once. Teachers that are to be trained come first; what they say is computed once for all. The same call goes on where an earlier one was ended, and
-    gives what was found where it is finished.
+    test set once. Teachers that are to be trained come first; what they say is computed once for all. The same call
+    goes on where an earlier one was ended, and gives what was found where it is finished.
 
     Args:
         search: what is tried.
