@@ -10,14 +10,14 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from trainwright.driver.messages import KeptState, Living
 
@@ -34,6 +34,11 @@ def run_name(uri: str) -> str:
 def keeper_name(run: str, node: str) -> str:
     """The name of a node's keeper."""
     return f"{run}/keeper/{node}"
+
+
+def room_name(run: str) -> str:
+    """With what the names of a run's placement groups begin."""
+    return f"{run}/room"
 
 
 def lasting(name: str) -> dict[str, Any]:
@@ -69,7 +74,7 @@ class Orphanage:
         try:
             self._last()
             if self._group is not None:  # where others hold bundles of the same group, they are orphans too
-                ray.util.remove_placement_group(self._group)
+                remove_placement_group(self._group)
         finally:
             os._exit(0)
 
@@ -106,6 +111,8 @@ class Found:
 def take_over(run: str, order: Any, token: int, *, fresh: bool = False) -> Found:
     """Find the actors of a run and make them ours; workers that belong to another job, or do not answer, are ended.
 
+    Room of the run in which none of them lives is given back: who was in it died with the driver.
+
     Args:
         order: reference to the new WorkOrder.
         token: of the new driver.
@@ -117,6 +124,7 @@ def take_over(run: str, order: Any, token: int, *, fresh: bool = False) -> Found
     keepers = {name.removeprefix(prefix): actor for name, actor in actors.items() if name.startswith(prefix)}
     if fresh:
         _end([*workers, *keepers.values()], give_back=True)
+        _clear(run, ())
         return Found()
     survivors, foreign = [], []
     for actor, answer in _asked([(actor, actor.adopt.remote(order, token)) for actor in workers]):
@@ -125,6 +133,7 @@ def take_over(run: str, order: Any, token: int, *, fresh: bool = False) -> Found
         else:
             survivors.append(Survivor(living=answer.living, actor=actor, node_id=answer.node_id, group=answer.group))
     _end(foreign, give_back=not survivors)  # they may hold bundles of one group
+    _clear(run, [survivor.group for survivor in survivors])
     sealed = [kept for _, kept in _asked([(actor, actor.sealed.remote()) for actor in keepers.values()]) if kept]
     return Found(
         workers=tuple(sorted(survivors, key=lambda survivor: survivor.living.worker)),
@@ -140,6 +149,16 @@ def _end(actors: list[Any], *, give_back: bool) -> None:
     for actor in actors:
         with suppress(RayError):
             ray.kill(actor, no_restart=True)
+
+
+def _clear(run: str, inhabited: Iterable[PlacementGroup]) -> None:
+    """Remove a run's other placement groups."""
+    kept = {group.id.hex() for group in inhabited}
+    table: dict[str, dict[str, Any]] = placement_group_table()
+    for number, facts in table.items():
+        empty = facts["name"].startswith(f"{room_name(run)}/") and number not in kept
+        if empty and facts["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
 
 
 def _names(run: str) -> list[str]:

@@ -34,6 +34,10 @@ def plan(job: Distillation) -> Weighed: ...
 
 
 @overload
+def plan(job: Recipe, *, cluster: Cluster | str | None = None) -> Decision | WhatIf | Weighed: ...
+
+
+@overload
 def plan(
     job: Job | str,
     *,
@@ -47,7 +51,7 @@ def plan(
 
 
 def plan(
-    job: Job | Distillation | str,
+    job: Job | Distillation | Recipe | str,
     *,
     cluster: Cluster | str | None = None,
     aim: Aim = "fastest",
@@ -57,6 +61,8 @@ def plan(
     batch_sizes: Sequence[int] = (),
 ) -> Decision | WhatIf | Weighed:
     """The plan for this job, and the rejected ones, with reasons; of a distillation, the ways tried on some rows.
+
+    Of a recipe it is the plan of the stage whose turn it is: later ones begin with what it will have learned.
 
     Args:
         cluster: one that need not be there, such as `128x8xH100-80GB`: what would be best on it or on a part of it,
@@ -70,13 +76,15 @@ def plan(
     """
     from trainwright.discover import connect
     from trainwright.distilling.choosing import weigh
+    from trainwright.distilling.recipes import next_stage
     from trainwright.distilling.spec import Distillation
     from trainwright.prepare import decide_plan, opens, prepare, profile_of
     from trainwright.whatif import what_if
 
-    if isinstance(job, Distillation):
-        return weigh(job, cluster, always=True)
-    job = _job(job)
+    stage = next_stage(job)
+    if isinstance(stage, Distillation):
+        return weigh(stage, cluster, always=True)
+    job = _job(stage)
     if cluster is None and opens(job):
         connect()
     prepared = prepare(job, resume=True)
@@ -84,15 +92,9 @@ def plan(
         return what_if(
             profile_of(prepared),
             Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
-            batch_size=prepared.job.batch_size,
-            precision=prepared.job.precision,
-            steps=prepared.total_steps,
-            aim=aim,
-            price=price,
-            mtbf_hours=mtbf_hours,
-            critical_batch=critical_batch,
-            batch_sizes=batch_sizes,
-        )
+            batch_size=prepared.job.batch_size, precision=prepared.job.precision, steps=prepared.total_steps,
+            aim=aim, price=price, mtbf_hours=mtbf_hours, critical_batch=critical_batch, batch_sizes=batch_sizes,
+        )  # fmt: skip
     connect()
     return decide_plan(prepared)
 

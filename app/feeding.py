@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainwright import words
+from trainwright.core.byvalue import by_value
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Steps
@@ -14,7 +15,6 @@ from trainwright.core.job import Job
 from trainwright.datasets.sources import Dataset, Index
 from trainwright.datasets.stream import Fetcher
 from trainwright.datasets.transforms import name_of
-from trainwright.travel import by_value
 
 _SETTLED = 10  # steps after which waiting for data is no longer that for the first of them
 _JUDGED = 30  # steps whose waiting tells something

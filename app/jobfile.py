@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import ValidationError, validate_call
 
@@ -78,20 +78,26 @@ def load(path: str, overrides: Iterable[str] = ()) -> Any:
     """The distillation of a file where it has one, else its job. Raises as `load_job`."""
     module = _module(path)
     held = vars(module)
-    distilling = any(name in held for name in DISTILLATION.names) or any(map(distils, held.values()))
+    makers = [name for name in DISTILLATION.names if _makes(held.get(name))]
+    distilling = any(map(distils, held.values())) or (makers and ("distillation" in makers or "job" not in held))
     return _loaded(module, DISTILLATION if distilling else JOB, path, overrides)
 
 
 def _loaded(module: ModuleType, sought: Sought, path: str, overrides: Iterable[str]) -> Any:
     make = next((vars(module)[name] for name in sought.names if name in vars(module)), None)
     texts, problems = _texts(overrides)
-    if not isinstance(make, FunctionType) or make.__module__.startswith("trainwright."):  # `tw.search` is no search
+    if not _makes(make):
         value = _value_of(module, sought, path)
         return _changed(value, texts, problems)
     arguments = tuple(inspect.signature(make).parameters)
     own = {name: texts.pop(name) for name in arguments if name in texts}
     value = _made(make, own, _values(own), path, sought)
     return _changed(value, texts, problems, arguments)
+
+
+def _makes(value: Any) -> TypeGuard[FunctionType]:
+    """Whether it is a function of the user's: `tw.search` makes no search."""
+    return isinstance(value, FunctionType) and not value.__module__.startswith("trainwright.")
 
 
 def _module(path: str) -> ModuleType:

@@ -26,6 +26,8 @@ class RunLedger:
         cursor: the data position after so many steps.
         facts: small values kept in every manifest.
         note: takes a line for the user; from the storage thread.
+        tell: has storage hold the events so far, before the log names a checkpoint and before it is given back:
+            whoever goes on from there, though this driver was killed, knows of all that was before.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class RunLedger:
         cursor: Callable[[int], Cursor],
         facts: Mapping[str, Any],
         note: Callable[[str], object],
+        tell: Callable[[], object],
     ) -> None:
         self._store, self._run = store, run
         self._log = RunLog(store, run)
@@ -46,7 +49,7 @@ class RunLedger:
         self._cursor, self._facts = cursor, dict(facts)
         self._heartbeat: Heartbeat | None = None
         self._token = 0
-        self._note = note
+        self._note, self._tell = note, tell
 
     def acquire(self) -> m.Acquired:
         """Take the run and find its newest whole checkpoint; what was passed over is noted.
@@ -84,6 +87,7 @@ class RunLedger:
             facts=self._facts,
         )
         self._see(commit)
+        self._tell()
         digest = write_manifest(self._store, self._run, commit.path, manifest)
         checkpoint = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=digest, parent=commit.parent)
         entry = self._log.commit(self._token, checkpoint, self._keep)
@@ -115,6 +119,7 @@ class RunLedger:
         A store that fails here costs nothing that is committed: it is noted, and the next driver finds out that this
         one is gone. Raises FencedError.
         """
+        self._tell()
         try:
             self._log.release(self._token, release.outcome)
         except StorageError as error:

@@ -1,4 +1,8 @@
-"""A pool of Ray actors that compute ranges of rows; what a lost one was at is given to another."""
+"""A pool of Ray actors that compute ranges of rows; what a lost one was at is given to another.
+
+One that is silent for many times as long as a batch took so far is lost, too. Storing a part has no such pace: the
+store is given its time (`trainwright.patience`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from trainwright.core.errors import HangError, ResourceError, StorageError, TrainwrightError, WorkerLost
+from trainwright.core.silence import LOOK_S, Pace, Silence
 from trainwright.predictions import Range, Work, check_schema
 from trainwright.predictor import Hello, PredictOrder, PredictorProcess, Stored, device_options, told
 
@@ -24,7 +29,7 @@ class Patience:
 
     Attributes:
         place_s: for the cluster to start a process.
-        hang_s: for the next batch of a range.
+        hang_s: for the next batch of a range, at most, and for the storing of one.
     """
 
     place_s: float
@@ -40,7 +45,7 @@ class _Member:
         answer: reference of the answer that comes next, or the generator of a range's answers.
         part: the range that it computes.
         rows: of the range that are computed.
-        since_s: when it was heard of last.
+        silence: since it was heard of last.
     """
 
     actor: Any
@@ -49,7 +54,12 @@ class _Member:
     node: str = "a node that is not known yet"
     part: Range | None = None
     rows: int = 0
-    since_s: float = field(default_factory=time.monotonic)
+    silence: Silence = field(default_factory=lambda: Silence(looked_s=time.monotonic()))
+
+    @property
+    def computing(self) -> Range | None:
+        """Its range, while a batch comes next."""
+        return self.part if self.part is not None and self.rows < self.part.rows else None
 
 
 class Pool:
@@ -81,6 +91,7 @@ class Pool:
         options = {**device_options(order.plan), "max_restarts": 0, "max_task_retries": 0}
         self._class: Any = ray.remote(scheduling_strategy="SPREAD", **options)(PredictorProcess)
         self._members: list[_Member] = []
+        self._pace = Pace(most_s=patience.hang_s)
         self._stillborn = 0
 
     def run(self) -> None:
@@ -113,23 +124,26 @@ class Pool:
                 member.part, member.rows = part, 0
 
     def _ask(self, member: _Member, phase: str, answer: Any) -> None:
-        member.phase, member.answer, member.since_s = phase, answer, time.monotonic()
+        member.phase, member.answer = phase, answer
+        member.silence.end(time.monotonic())
 
     def _listen(self) -> None:
         """Wait for the next answer or deadline, and act on it."""
         waiting = {member.answer: member for member in self._members if member.answer is not None}
-        soonest = min(member.since_s + self._limit_s(member) for member in waiting.values())
-        ray.wait(list(waiting), num_returns=1, timeout=max(soonest - time.monotonic(), 0.0))
+        soonest = min(self._limit_s(member) - member.silence.seconds for member in waiting.values())
+        ray.wait(list(waiting), num_returns=1, timeout=min(max(soonest, 0.0), LOOK_S))
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)  # all of them: none may seem silent
         for answer in ready:
             self._hear(waiting[answer])
         now = time.monotonic()
         late = [member for member in waiting.values() if member.answer is not None and member in self._members]
         for member in late:
-            if now - member.since_s >= self._limit_s(member):
+            if member.silence.look(now) >= self._limit_s(member):
                 self._late(member)
 
     def _limit_s(self, member: _Member) -> float:
+        if member.computing is not None:
+            return self._pace.limit_s(self._work.losses(member.computing))
         limits = {"placing": self._patience.place_s, "loading": max(_START_S, self._patience.hang_s)}
         return limits.get(member.phase, self._patience.hang_s)
 
@@ -142,7 +156,7 @@ class Pool:
         except RayError as error:
             self._lose(member, WorkerLost(f"the process ended: {_first_line(error)}", where=member.node))
             return
-        member.since_s = time.monotonic()
+        took_s = member.silence.end(time.monotonic())
         if isinstance(answer, TrainwrightError):
             self._failed(member, answer)
         elif isinstance(answer, Hello):
@@ -153,6 +167,7 @@ class Pool:
         elif answer is None:
             self._ask(member, "idle", None)
         else:
+            self._pace.took(took_s)
             member.rows += answer
             self._on_rows(answer)
 
@@ -175,7 +190,8 @@ class Pool:
         """Nothing was heard in time."""
         limit_s = self._limit_s(member)
         if member.phase != "placing":
-            self._lose(member, HangError(f"nothing was heard for {limit_s:g} s", where=member.node))
+            usual = self._pace.usual if member.computing is not None else ""
+            self._lose(member, HangError(f"nothing was heard for {limit_s:g} s{usual}", where=member.node))
             return
         placed = sum(other.phase != "placing" for other in self._members)
         if not placed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -188,8 +188,15 @@ def compute(
     fresh: bool = False,
     verbose: bool = False,
     meter: Told | None = None,
+    note: Callable[[str], object] = lambda _: None,
 ) -> Prediction:
     """Compute what is missing: on a pool of workers, or in the layout of the run where that divides the model.
+
+    Args:
+        question: what is asked for.
+        workers, batch_size, fresh, verbose: as of `trainwright.api.predict`.
+        meter: is told how far it has come; by default it is shown on stderr.
+        note: is told too what went wrong and was mended.
 
     Raises:
         DataError: a part that is there is torn; says which.
@@ -207,7 +214,7 @@ def compute(
         done = question.index.rows - sum(part.rows for part in question.waiting)
         with meter or Meter(question.index.rows, done) as told:
             if size:
-                _compute(question, _order(question, question.subject.lone or job, plan, rows), size, told)
+                _compute(question, _order(question, question.subject.lone or job, plan, rows), size, told, note)
             else:
                 _compute_together(question, _order(question, job, plan, rows), told)
     return _finished(question)
@@ -288,7 +295,7 @@ def _order(question: Question, job: Job, plan: Plan, batch_size: int) -> Predict
     )
 
 
-def _compute(question: Question, order: PredictOrder, size: int, meter: Told) -> None:
+def _compute(question: Question, order: PredictOrder, size: int, meter: Told, note: Callable[[str], object]) -> None:
     """Let a pool of workers, each with the whole model, compute what is missing."""
     from trainwright.pool import Patience, Pool
 
@@ -299,10 +306,13 @@ def _compute(question: Question, order: PredictOrder, size: int, meter: Told) ->
         f"{question.manifest.who}: {words.count(len(question.waiting), 'part')} of "
         f"{len(question.ranges):,} to compute on {words.count(size, 'worker')} ({device})"
     )
-    schema = _schema(question)
-    Pool(
-        order, size, Work(question.waiting, ATTEMPTS), patience, schema=schema, on_rows=meter.add, on_note=meter.note
-    ).run()
+
+    def mended(text: str) -> None:
+        meter.note(text)
+        note(text)
+
+    work, schema = Work(question.waiting, ATTEMPTS), _schema(question)
+    Pool(order, size, work, patience, schema=schema, on_rows=meter.add, on_note=mended).run()
 
 
 def _compute_together(question: Question, order: PredictOrder, meter: Told) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trainwright.core.data import Columns
-from trainwright.core.errors import JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
+from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
 from trainwright.datasets.index import Index
 from trainwright.datasets.order import Lanes
 from trainwright.describe import changes
@@ -217,6 +217,10 @@ class Work:
         """A range is computed and stored."""
         self._out.remove(part)
 
+    def losses(self, part: Range) -> int:
+        """How often a worker was lost with a range."""
+        return len(self._lost.get(part, ()))
+
     def lost(self, part: Range, node: str, error: TrainwrightError) -> None:
         """The worker of a range was lost, or could not store it: the range goes to another one, before all others.
 
@@ -231,11 +235,13 @@ class Work:
             return
         if isinstance(error, StorageError):
             raise error
+        look = "at these rows and at the memory of the nodes, or set a smaller batch_size"
+        if isinstance(error, HangError):
+            look = "for a deadlock in the model or the transforms of the data, or raise hang_deadline_s"
         raise WorkerLost(
             f"{part} were given up: {len(tries)} workers were lost with them, the last because {error.what}",
             where=f"{part}; on {', '.join(tries)}",
-            remedy="look at these rows and at the memory of the nodes, or set a smaller batch_size; the parts that are "
-            "done stay, and the same call goes on from them",
+            remedy=f"look {look}; the parts that are done stay, and the same call goes on from them",
             detail=error.detail,
         )
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -40,10 +41,17 @@ CALL_DEADLINE_S = 180.0  # to form a group and to load a checkpoint, at least
 
 
 class Session:
-    """Drives one run. `run` blocks; `stop` may be called from any thread."""
+    """Drives one run. `run` blocks; `stop` may be called from any thread.
 
-    def __init__(self, prepared: Prepared, decision: Decision, *, fresh: bool = False) -> None:
-        self._prepared, self._decision, self._fresh = prepared, decision, fresh
+    Args:
+        fresh: begin the run of this name again.
+        notes: of what happened before, to be told in the run.
+    """
+
+    def __init__(
+        self, prepared: Prepared, decision: Decision, *, fresh: bool = False, notes: Sequence[str] = ()
+    ) -> None:
+        self._prepared, self._decision, self._fresh, self._notes = prepared, decision, fresh, notes
         job = prepared.job
         self._layouts = _layouts(prepared, decision)
         self._journal = Journal(prepared.store, job.name)
@@ -56,6 +64,7 @@ class Session:
             cursor=_schedule(prepared).cursor,
             facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
             note=lambda text: self._journal.write(events.Noted(text=text)),
+            tell=self.flush,
         )
         # First: the feeder's actors take what a look at a row needs.
         self._row = job.train.row(prepared.train, job.columns) if job.train.stateful else None
@@ -196,6 +205,8 @@ class Session:
                 fresh=self._fresh,
             )
         )
+        for text in self._notes:
+            self._journal.write(events.Noted(text=text))
 
 
 def _schedule(prepared: Prepared) -> Schedule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainwright.core.errors import ResourceError
 from trainwright.core.job import Job
 from trainwright.detached import RemoteSession
@@ -16,19 +18,33 @@ from trainwright.signals import stopping
 from trainwright.tensorboard import TensorBoard
 
 
-def ready(job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False) -> tuple[Drives, Decision]:
-    """What drives a job's run, heard by all who tell of it, and its plan. Raises as `tw.start`."""
+def ready(
+    job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False, notes: Sequence[str] = ()
+) -> tuple[Drives, Decision]:
+    """What drives a job's run, heard by all who tell of it, and its plan. Raises as `tw.start`.
+
+    Args:
+        job, resume, fresh, verbose, detached: as of `tw.start`.
+        notes: of what happened before, for a run that is driven from here.
+    """
     own = opens(job) and connect(verbose)
     prepared = prepare(job, resume=resume, fresh=fresh)
     own = connect(verbose) or own
     decision = decide_plan(prepared)
     if detached:
         return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
-    session = Session(prepared, decision, fresh=fresh)
-    session.listen(Progress(decision, verbose=verbose))
-    session.listen(TensorBoard(prepared.store, job.name))
-    session.listen(ReportListener(prepared.store, job.name))
-    return session, decision
+    return heard(prepared, decision, Progress(decision, verbose=verbose), fresh=fresh, notes=notes), decision
+
+
+def heard(
+    prepared: Prepared, decision: Decision, progress: Progress, *, fresh: bool = False, notes: Sequence[str] = ()
+) -> Session:
+    """What drives a run, heard by who shows it and by all who keep what they hear."""
+    session = Session(prepared, decision, fresh=fresh, notes=notes)
+    session.listen(progress)
+    session.listen(TensorBoard(prepared.store, prepared.job.name))
+    session.listen(ReportListener(prepared.store, prepared.job.name))
+    return session
 
 
 def _detached(job: Job, prepared: Prepared, own: bool, **options: bool) -> Drives:

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import site
-import sys
-import sysconfig
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
-
 import cloudpickle
 
+from trainwright.core.byvalue import by_value
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
-
-_INSTALLED = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    *site.getsitepackages(),
-    site.getusersitepackages(),
-    os.path.dirname(os.path.abspath(__file__)),
-)
-_FOREIGN = tuple({f"{folder}{os.sep}" for path in _INSTALLED for folder in (path, os.path.realpath(path))})
 
 
 def pack(job: Job) -> bytes:
@@ -44,26 +28,3 @@ def unpack(data: bytes) -> Job:
     job = cloudpickle.loads(data)
     assert isinstance(job, Job)
     return job
-
-
-@contextlib.contextmanager
-def by_value() -> Iterator[None]:
-    """Within it, cloudpickle sends the user's own modules by value."""
-    registered = [module for module in list(sys.modules.values()) if _is_users(module)]
-    for module in registered:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_users(module: Any) -> bool:
-    """Whether a module is neither installed nor ours: a worker could not import it."""
-    file = getattr(module, "__file__", None)
-    if not isinstance(module, ModuleType) or not file or module.__name__ == "__main__":
-        return False
-    if module.__name__.split(".")[0] in ("trainwright", "datasets", "__mp_main__"):
-        return False
-    return not os.path.abspath(file).startswith(_FOREIGN)

@@ -81,10 +81,10 @@ def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[
 
 
 def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
-    """In this process on one device."""
+    """In this process on one device, with the threads that it has: a model may be open here already."""
     reader = reader_of(job, step)
     alone, index, plan = alone_here(job, job.evaluate)
-    engine = lone_engine(alone.model_spec(1, partial(job.evaluate.row, index, job.columns)), plan)
+    engine = lone_engine(alone.model_spec(1, partial(job.evaluate.row, index, job.columns)), plan, guest=True)
     engine.load(reader)
     stream = Stream(
         job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.seed, shuffle=False, drop_last=False,

@@ -28,16 +28,16 @@ from trainwright.journal import read_events
 from trainwright.store import open_store
 
 ROWS, WIDE, BATCH_SIZE = 16_384, 2048, 64
-ROUNDS, SECONDS = 2, 4.0  # of plans and runs; of each run's steps, by prediction
-WARM_ROWS = 6 * 1024  # of each run: actors were ahead by then
+ROUNDS, SECONDS = 3, 6.0  # of plans and runs; of each run's steps, by prediction
+EDGE_ROWS = 12 * 1024  # of each run, at both ends: while actors get ahead, and when they are done
 RIGHT = 1.1
 NOTE = (
     f"A student of 0.8 million parameters (that of `step_time`) and a teacher of {WIDE} units a layer, 4.7 million, on "
     f"{ROWS:,} rows in memory, batches of {BATCH_SIZE}, on a Ray cluster of 2 CPUs that is up; all else is left to "
     f"trainwright. {ROUNDS} times in turn `tw.plan(distillation)` tries the three ways, and then `tw.distill` runs "
     f"each for about {SECONDS:g} s of steps. Under trainwright stands what the run came to, from the seconds of its "
-    f"steps but those of the first {WARM_ROWS:,} rows; under peer what the plan predicted; the ratio is the larger "
-    "over the smaller, with the range of the rounds. `first step` is from the call to it, targets included. "
+    f"steps but those of the first and last {EDGE_ROWS:,} rows; under peer what the plan predicted; the ratio is the "
+    "larger over the smaller, with the range of the rounds. `first step` is from the call to it, targets included. "
     "`estimated` is the same without a trial, from operations alone. `stage` is the teacher alone, in an actor of one "
     "CPU behind Ray Data, and as a plain function in the reading thread of the process that takes the rows, of as many "
     "threads: milliseconds a row of the second of two epochs."
@@ -100,7 +100,7 @@ def _predicted(weighed: Weighed) -> dict[str, Ran]:
 
 def _ran(folder: Path, way: str, rate: float, seconds: float) -> Ran:
     """One way as it is run, for as many steps as are predicted to take so long."""
-    epochs = math.ceil((WARM_ROWS + seconds * rate) / ROWS)
+    epochs = math.ceil((2 * EDGE_ROWS + seconds * rate) / ROWS)
     begun_s, asked = time.time(), wish(folder, way=way, epochs=epochs)
     tw.distill(asked)
     told = [event for event in read_events(open_store(str(folder)), asked.student.name) if isinstance(event, Steps)]
@@ -108,7 +108,7 @@ def _ran(folder: Path, way: str, rate: float, seconds: float) -> Ran:
         (rows, step_s)
         for event in told
         for step, rows, step_s in zip(event.step, event.samples, event.step_s, strict=True)
-        if step * BATCH_SIZE > WARM_ROWS
+        if EDGE_ROWS < step * BATCH_SIZE <= epochs * ROWS - EDGE_ROWS
     ]
     first_s = told[0].time_s - sum(told[0].step_s[1:]) - begun_s
     return Ran(rate=sum(rows for rows, _ in counted) / sum(step_s for _, step_s in counted), first_s=first_s)

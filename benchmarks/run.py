@@ -30,7 +30,7 @@ DEADLINES_S = {
     "parameter_server": 900,
     "data_light": 420, "data_heavy": 420, "data_start": 240, "data_step": 240, "tf_feed": 240,
     "asynchronous": 2400, "simulated": 420, "tf_parameter_server": 600,
-    "distilling": 900,
+    "distilling": 900, "distilled": 1200,
 }  # fmt: skip
 
 

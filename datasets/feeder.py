@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from trainwright.core.errors import DataError, HangError, TrainwrightError
+from trainwright.core.silence import Pace
 from trainwright.datasets import pipeline
 from trainwright.datasets.pipeline import Piece, Recipe
 from trainwright.datasets.pools import Pool, deal, groups, pooled
@@ -116,7 +117,7 @@ class Feeders:
     Args:
         recipes: pickled, one for each data set; they are known by their number here.
         free: CPUs and GPUs that Ray Data may use.
-        piece_s: an actor may take for a piece, see `Pool`.
+        piece_s: an actor may take for a piece, at most: see `Pace`.
     """
 
     def __init__(self, recipes: Sequence[bytes], free: Mapping[str, float], piece_s: float = math.inf) -> None:
@@ -129,7 +130,7 @@ class Feeders:
         for size, slots in zip(sizes, groups(made).values(), strict=True):
             source, stage = slots[0]
             step, recipe = steps[slots[0]], stored[source]
-            pool = Pool(step=step, recipe=recipe, stage=stage, size=size, most_s=piece_s, note=self._note)
+            pool = Pool(step=step, recipe=recipe, stage=stage, size=size, pace=Pace(most_s=piece_s), note=self._note)
             self._pools.append(pool)
             shared.update(dict.fromkeys(slots, pool))
         self.feeders = [
@@ -164,6 +165,7 @@ class Feeders:
 
     async def close(self) -> None:
         """End the actors of all pools, each after the `close` of what it holds."""
+        self._noted.set()  # nobody is to wait for news of an actor that ends
         for pool in self._pools:
             await pool.close()
 

@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError
+from trainwright.core.silence import LOOK_S, Pace, Silence
 from trainwright.datasets.pipeline import Piece, Recipe, advance, opened, spent
 from trainwright.datasets.stateful import Stateful
 from trainwright.datasets.transforms import BatchMap, name_of
@@ -30,8 +31,6 @@ from trainwright.datasets.transforms import BatchMap, name_of
 DEATHS = 3  # in a row, while opening or with one piece, before it is the user's code that is to blame
 _FLIGHT = 2  # pieces that an actor is given at a time, so that it need not wait for the next one
 _CLOSE_S = 5.0  # for the user's `close`
-_PATIENCE, _LEAST_S = 10.0, 15.0  # times the longest piece so far; a machine may stand still for seconds
-_LOOK_S = 1.0  # between two looks at whether an actor is silent
 
 Slot = tuple[int, int]  # number of a data set, number of a stage
 
@@ -88,37 +87,29 @@ class _Flight:
 
     Attributes:
         works: these.
-        begun_s: when it could begin with the first.
-        silent_s: since then, as far as this process ran itself: one that stood still has heard nobody.
+        silence: since it could begin with the first.
     """
 
     works: list[_Work] = field(default_factory=list)
-    begun_s: float = 0.0
-    silent_s: float = 0.0
+    silence: Silence = field(default_factory=lambda: Silence(looked_s=time.monotonic()))
 
     def add(self, work: _Work) -> None:
         """One more."""
         if not self.works:
-            self._next()
+            self.silence.end(time.monotonic())
         self.works.append(work)
 
     def done(self, work: _Work) -> float:
         """One less; the seconds that it took."""
-        taken_s = time.monotonic() - self.begun_s
         self.works.remove(work)
-        self._next()
-        return taken_s
+        return self.silence.end(time.monotonic())
 
-    async def silent(self, limit_s: Callable[[], float]) -> float:
-        """Wait until nothing was heard for so long."""
-        while not self.works or self.silent_s < limit_s():
-            before_s = time.monotonic()
-            await asyncio.sleep(_LOOK_S)
-            self.silent_s += min(time.monotonic() - before_s, 2 * _LOOK_S)
-        return limit_s()
-
-    def _next(self) -> None:
-        self.begun_s, self.silent_s = time.monotonic(), 0.0
+    async def silent(self, pace: Pace) -> float:
+        """Wait until the silence is a hang; its seconds."""
+        while True:
+            if self.works and self.silence.look(time.monotonic()) >= (limit_s := pace.limit_s(self.works[0].deaths)):
+                return limit_s
+            await asyncio.sleep(LOOK_S)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -130,7 +121,7 @@ class Pool:
         recipe: reference of a pickled recipe with it.
         stage: its number there.
         size: actors.
-        most_s: an actor may take for a piece; the first ones all of it, others in proportion to what one took so far.
+        pace: what pieces take, and may take.
         note: told of actors that are replaced.
     """
 
@@ -138,7 +129,7 @@ class Pool:
     recipe: Any
     stage: int
     size: int
-    most_s: float
+    pace: Pace
     note: Callable[[str], object]
     _queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, _Work]] = field(default_factory=asyncio.PriorityQueue)
     _numbers: Any = field(default_factory=itertools.count)
@@ -146,7 +137,6 @@ class Pool:
     _actors: list[Any] = field(default_factory=list)
     _open: int = 0
     _deaths: int = 0
-    _longest_s: float = 0.0
     _failed: TrainwrightError | None = None
 
     @property
@@ -158,10 +148,6 @@ class Pool:
     def opening(self) -> int:
         """Actors that are not open yet."""
         return self.size - self._open
-
-    def limit_s(self) -> float:
-        """Seconds with one piece that are a hang."""
-        return min(max(_PATIENCE * self._longest_s, _LEAST_S), self.most_s) if self._longest_s else self.most_s
 
     def open(self) -> None:
         """Start the actors, unless that was done."""
@@ -280,13 +266,12 @@ class Pool:
                 work.done.set_exception(error)
             else:
                 work.done.set_result(made)
-            self._longest_s = max(self._longest_s, flight.done(work))
+            self.pace.took(flight.done(work))
 
     async def _watch(self, flight: _Flight) -> None:
         """Raises HangError once an actor is silent for too long."""
-        limit_s = await flight.silent(self.limit_s)
-        usual = f", and none took more than {self._longest_s:.2g} s before" if self._longest_s else ""
-        raise HangError(f"nothing came of {_rows(flight.works[0])} within {limit_s:g} s{usual}")
+        limit_s = await flight.silent(self.pace)
+        raise HangError(f"nothing came of {_rows(flight.works[0])} within {limit_s:g} s{self.pace.usual}")
 
     def _fail(self, error: TrainwrightError) -> None:
         """No actor can be opened: tell all who wait, and those who come."""

@@ -21,6 +21,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from trainwright.core.byvalue import by_value
 from trainwright.core.errors import DataError, HangError, TrainwrightError
 from trainwright.datasets.columns import Arrays, select
 from trainwright.datasets.index import Index
@@ -117,6 +118,8 @@ class RayFetcher:
         """End the feeder with its pipelines and actors, for all data sets and consumers."""
         with suppress(RayError):  # it is ended all the same
             ray.get(self._feeder.close.remote(), timeout=_CLOSE_S)
+            if self._news is not None:
+                ray.wait([self._news], timeout=_CLOSE_S)
         ray.kill(self._feeder)
 
     def _ask(self, step: int, rank: int, total: int, lost: bool) -> Any:
@@ -244,8 +247,10 @@ def sample_of(dataset: Dataset, index: Index, columns: Iterable[str] | None) -> 
 def _sampled(dataset: Dataset, index: Index) -> Arrays:
     needs = dataset.needs
     task: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_calls=1)(_sample)
+    with by_value():
+        packed = cloudpickle.dumps((dataset, index))
     try:
-        found: Arrays | TrainwrightError = ray.get(task.remote(cloudpickle.dumps((dataset, index))), timeout=_SAMPLE_S)
+        found: Arrays | TrainwrightError = ray.get(task.remote(packed), timeout=_SAMPLE_S)
     except GetTimeoutError as error:
         asked = ", ".join(f"{number:g} {name}s" for name, number in needs.items() if number)
         raise HangError(

@@ -6,6 +6,9 @@
 The teacher is trained first, where it is not there yet, and what it says of the first 95% of the text is kept: of each
 token its 32 likeliest next ones, and the probability of all others. Then the student learns from these and the text,
 and beside it, by as many steps, one like it from the text alone. The last 5% judge all of them, in bits per character.
+
+Of one seed, measured on 2 busy CPU cores: teacher 1.783, taught 1.847, alone 1.851, which shows no gain; at temperature
+2 taught 1.865, where the even rest of the 32 counts too much.
 """
 
 from __future__ import annotations
@@ -38,14 +41,16 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=0.5, help="share of the text in the loss")
     parser.add_argument("--temperature", type=float, default=1.0)
     given = parser.parse_args()
-    figures: dict[str, list[float]] = {"alone": [], "taught": []}
-    for seed in range(given.seeds):
-        pair = distillation(seed, given.alpha, given.temperature)
-        figures["taught"].append(judged(pair))
-        figures["alone"].append(judged(alone.replace(name=f"gpt-third-alone-{seed}", seed=seed)))
+    taught, apart = table(given.seeds, given.alpha, given.temperature)
     print(f"bits per character of the last 5% of the text\n  {'teacher':<10} {judged(gpt.job('small')):.4f}")
-    for name, values in figures.items():
+    for name, values in (("alone", apart), ("taught", taught)):
         print(f"  {name:<10} {mean(values):.4f} +- {deviation(values):.4f}  ({', '.join(f'{v:.4f}' for v in values)})")
+
+
+def table(seeds: int, alpha: float = 0.5, temperature: float = 1.0) -> tuple[list[float], list[float]]:
+    """Bits per character of each seed's student, taught and alone."""
+    taught = [judged(distillation(seed, alpha, temperature)) for seed in range(seeds)]
+    return taught, [judged(alone.replace(name=f"gpt-third-alone-{seed}", seed=seed)) for seed in range(seeds)]
 
 
 def judged(wanted: tw.Job | tw.Distillation) -> float:

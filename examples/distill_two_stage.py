@@ -6,6 +6,9 @@
 Three convolutional networks learn from the 6,000, side by side. A network of 16 hidden units then learns from the
 three on the 54,000 images without labels, and from there from the three and the 6,000 labels. Beside it, by as many
 epochs of the 6,000: one like it from the labels alone, and one from labels and teachers in one stage.
+
+Of one seed, measured on 2 busy CPU cores: accuracy 0.847 in two stages, 0.836 from the labels alone, 0.831 in one
+stage; the teachers' 0.877 to 0.881.
 """
 
 from __future__ import annotations

@@ -14,11 +14,9 @@ from trainwright.discover import connect, discover
 from trainwright.distilling.teachers import Teacher
 from trainwright.prepare import Prepared, plan_for, prepare
 from trainwright.progress import Plain, Progress
-from trainwright.report import ReportListener
 from trainwright.run import Run
-from trainwright.session import Session
 from trainwright.signals import stopping
-from trainwright.tensorboard import TensorBoard
+from trainwright.starting import heard
 
 _TURN_S = 0.2  # a join without a timeout would not let signals through
 
@@ -110,11 +108,8 @@ class Abreast:
 
     def _launch(self, prepared: Prepared, share: Cluster) -> None:
         job, decision = prepared.job, plan_for(prepared, share)
-        session = Session(prepared, decision)
         surface = Plain(Console(file=sys.stderr), head=f"{job.name}: ")
-        session.listen(Progress(decision, verbose=self._verbose, surface=surface))
-        session.listen(TensorBoard(prepared.store, job.name))
-        session.listen(ReportListener(prepared.store, job.name))
+        session = heard(prepared, decision, Progress(decision, verbose=self._verbose, surface=surface))
         run = Run(job, session, decision)
         self._running[run] = share
         if self.stopped:  # since it was looked at

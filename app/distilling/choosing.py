@@ -20,6 +20,7 @@ from trainwright.core.job import Job
 from trainwright.datasets.schedule import steps_per_epoch
 from trainwright.distilling.rehearsing import Rehearsed, rehearsals
 from trainwright.distilling.spec import WAYS, Distillation, Way
+from trainwright.distilling.teachers import Teacher
 from trainwright.distilling.waysview import ways_html, ways_text
 from trainwright.distilling.weighing import Case, Cost, reason_of
 from trainwright.log import RunLog
@@ -27,7 +28,7 @@ from trainwright.planner import Decision
 from trainwright.store import open_store
 
 SHARE = 0.05  # of the run's predicted time, that trying the ways may take
-TRIAL_S = 15.0  # to try one: assumed
+TRIAL_S = 20.0  # to try one: assumed
 TIE = 1.05  # times the quickest
 _KEPT = "targets/_ways/{}.json"  # beside the run, whose own folder begins with its log
 
@@ -127,7 +128,7 @@ def weigh(
 
     Raises:
         JobError: no way can be; says why none.
-        PlanError: a cluster was given.
+        PlanError: a cluster was given, or teachers are to be trained first.
         TrainwrightError: the teachers, the data, the storage or the cluster is not right.
     """
     from trainwright.discover import connect, discover
@@ -137,6 +138,7 @@ def weigh(
         raise PlanError("the ways of a distillation are tried where it runs", where="cluster", remedy=remedy)
     if not distillation.teachers:
         raise JobError(["teachers= is empty: there is nobody to ask, whichever way"])
+    _check_trained(distillation.teachers)
     connect(verbose)
     case, job = Case.of(distillation, discover()), distillation.student
     steps = job.epochs * steps_per_epoch(case.index.rows, job.batch_size, job.drop_last, job.epoch_samples)
@@ -148,6 +150,20 @@ def weigh(
         tried = [_tried(cost, case, trials.of) for cost in possible]
         refused = [cost for cost in found.costs if cost.refused]
         return replace(found, costs=ordered([*_explained(tried), *refused], steps), tried_rows=trials.rows)
+
+
+def _check_trained(teachers: Sequence[Teacher]) -> None:
+    """Raise PlanError for teachers that are to be trained first and have no checkpoint yet: nobody can ask them."""
+    runs = {teacher.name: teacher.job for teacher in teachers if teacher.train and teacher.job is not None}
+    heads = {name: RunLog(open_store(job.storage), job.name).head() for name, job in runs.items()}
+    missing = [name for name, head in heads.items() if head is None or not head.checkpoints]
+    if missing:
+        raise PlanError(
+            f"teachers are not trained yet: {', '.join(missing)}; ways are compared by what it takes to ask them",
+            where=", ".join(f"run {runs[name].name!r}" for name in missing),
+            remedy="tw.distill(...) trains them first, side by side, and tells then which way it asks them and why; "
+            "tw.plan(teacher.job) plans the run of one",
+        )
 
 
 def ordered(costs: Sequence[Cost], steps: int) -> tuple[Cost, ...]:

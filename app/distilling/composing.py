@@ -25,10 +25,12 @@ class Composed:
     Attributes:
         job: with the teachers in its data or in its loss.
         loss: of the students.
+        notes: what went wrong and was mended while teachers were asked.
     """
 
     job: Job
     loss: Distilled
+    notes: tuple[str, ...] = ()
 
 
 def composed(distillation: Distillation, *, verbose: bool = False) -> Composed:
@@ -44,7 +46,8 @@ def composed(distillation: Distillation, *, verbose: bool = False) -> Composed:
     lecturers = {teacher.name: teacher.load() for teacher in teachers}
     loss = loss_of(distillation, teachers, lecturers)
     check(distillation, loss, teachers, lecturers)
-    beside = _beside(distillation, teachers, lecturers, verbose)
+    notes: list[str] = []
+    beside = _beside(distillation, teachers, lecturers, verbose, notes.append)
     train = beside(job.train)
     changes: dict[str, Any] = {
         "train": train,
@@ -53,7 +56,8 @@ def composed(distillation: Distillation, *, verbose: bool = False) -> Composed:
         "loss": loss,
         "metrics": judged(job.metrics, loss),
     }
-    return Composed(job=job.replace(**changes, model=_model(distillation, loss, lecturers, train)), loss=loss)
+    model = _model(distillation, loss, lecturers, train)
+    return Composed(job=job.replace(**changes, model=model), loss=loss, notes=tuple(notes))
 
 
 def model_of(distillation: Distillation) -> Callable[[], Any]:
@@ -105,13 +109,18 @@ class Speaking:
 
 
 def _beside(
-    distillation: Distillation, teachers: tuple[Teacher, ...], lecturers: Mapping[str, Lecturer], verbose: bool
+    distillation: Distillation,
+    teachers: tuple[Teacher, ...],
+    lecturers: Mapping[str, Lecturer],
+    verbose: bool,
+    note: Callable[[str], object],
 ) -> Beside:
     """What puts the teachers' columns beside those of a data set."""
+    folder, keep, hang_s = distillation.folder, distillation.keep, distillation.student.hang_deadline_s
 
     def offline(data: Dataset) -> Dataset:
         told = [
-            stored_targets(teacher, data, folder=distillation.folder, keep=distillation.keep, verbose=verbose)
+            stored_targets(teacher, data, folder=folder, keep=keep, verbose=verbose, note=note, hang_deadline_s=hang_s)
             for teacher in teachers
         ]
         for each in told:

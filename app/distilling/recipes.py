@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from trainwright import api
 from trainwright.core.distillation import SoftLoss
-from trainwright.core.errors import JobError, RunFinished
+from trainwright.core.errors import CheckpointError, JobError, PlanError, RunFinished
 from trainwright.core.fields import Fields
 from trainwright.core.job import Job
 from trainwright.distilling.beginning import begun, teacher_of
@@ -18,13 +19,21 @@ from trainwright.distilling.spec import STUDENT, Distillation
 from trainwright.log import RunLog
 from trainwright.progress import say
 from trainwright.run import Run
-from trainwright.store import open_store
+from trainwright.store import Store, open_store
 
 Stage = Job | Distillation
 
+_AFRESH = "targets/_afresh/{}.json"  # beside the last run, whose own folder begins with its log
+
 
 class Recipe(Fields, ABC):
-    """Stages that `tw.distill` trains one after the other."""
+    """Stages that `tw.distill` trains one after the other.
+
+    Attributes:
+        distillation: of the last one, or of all that are taught.
+    """
+
+    distillation: Distillation
 
     @property
     @abstractmethod
@@ -37,16 +46,30 @@ class Recipe(Fields, ABC):
 
     def last(self) -> Distillation:
         """The last stage, where the others are done. Raises CheckpointError where they are not."""
-        *_, stage = self.stages()
+        stage: Stage | None = None
+        for stage in self.stages():
+            job = _job_of(stage)
+            if self._afresh.due(job):
+                remedy = "tw.distill goes on with what is left of the recipe"
+                raise CheckpointError(f"the run {job.name!r} is to begin afresh, and has not yet", remedy=remedy)
         assert isinstance(stage, Distillation), "a job comes before what it teaches"
         return stage
+
+    def upcoming(self) -> Stage:
+        """The stage whose turn it is: the first that is not finished, or is to begin afresh; the last where all are."""
+        for stage in self.stages():
+            job = _job_of(stage)
+            if job.name == self.runs[-1] or self._afresh.due(job) or not _done(job):
+                return stage
+        raise AssertionError("the last stage is the last")
 
     def distill(self, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
         """Train what is left of it. Stages that are finished are passed by, one that was begun goes on.
 
         Args:
             resume: go on with a stage that was begun although its job was changed.
-            fresh: begin all stages again; not the runs of teachers.
+            fresh: begin all stages again; not the runs of teachers. It is remembered: where this call is ended, one
+                without it goes on with the stages that were begun again, and begins the others again.
             verbose: show Ray's own output.
 
         Returns:
@@ -57,9 +80,11 @@ class Recipe(Fields, ABC):
             TrainwrightError: as `tw.distill`.
         """
         run: Run | None = None
+        if fresh:
+            self._afresh.ask(self.runs)
         for number, (name, stage) in enumerate(zip(self.runs, self.stages(), strict=True), 1):
             say(f"stage {number} of {len(self.runs)}: {name}", "good")
-            run = self._train(stage, resume=resume, fresh=fresh, verbose=verbose)
+            run = self._train(stage, resume=resume, verbose=verbose)
             if run is None:
                 say(f"{name} is finished")
             elif run.state == "stopped":
@@ -67,10 +92,10 @@ class Recipe(Fields, ABC):
         assert run is not None, "the last stage has a run, or raises"
         return run
 
-    def _train(self, stage: Stage, *, resume: bool, fresh: bool, verbose: bool) -> Run | None:
+    def _train(self, stage: Stage, *, resume: bool, verbose: bool) -> Run | None:
         """The run of a stage; None where it is finished and another one follows."""
-        job = stage if isinstance(stage, Job) else stage.student
-        last = job.name == self.runs[-1]
+        job = _job_of(stage)
+        last, fresh = job.name == self.runs[-1], self._afresh.begin(job)
         if resume and not (last or fresh) and _done(job):
             return None
         try:
@@ -81,6 +106,53 @@ class Recipe(Fields, ABC):
             if last:
                 raise
             return None
+
+    @property
+    def _afresh(self) -> Afresh:
+        """What is to begin again."""
+        return Afresh(open_store(self.distillation.student.storage), _AFRESH.format(self.runs[-1]))
+
+
+class Afresh:
+    """Runs that are to begin again: in a file, so that whoever goes on for a killed driver knows of them.
+
+    The file has for each run null, or, once it is its turn, the token of the driver that had it before: where another
+    one has taken it since, it has begun again.
+
+    Args:
+        store: of the file.
+        path: of it.
+    """
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store, self._path = store, path
+
+    def ask(self, runs: Iterable[str]) -> None:
+        """Have all of them begin again."""
+        self._write(dict.fromkeys(runs))
+
+    def due(self, job: Job) -> bool:
+        """Whether a job's run is to begin again, and has not yet."""
+        runs = self._read()
+        if job.name not in runs:
+            return False
+        before = runs[job.name]
+        return before is None or _token(job) <= before
+
+    def begin(self, job: Job) -> bool:
+        """Whether the run, whose turn it is, is to begin again; it has, as soon as a driver takes it."""
+        due = self.due(job)
+        if due:
+            self._write({**self._read(), job.name: _token(job)})
+        return due
+
+    def _read(self) -> dict[str, int | None]:
+        found = self._store.find(self._path)
+        runs: dict[str, int | None] = {} if found is None else json.loads(found)
+        return runs
+
+    def _write(self, runs: Mapping[str, int | None]) -> None:
+        self._store.put(self._path, json.dumps(runs).encode())
 
 
 class TwoStage(Recipe):
@@ -97,7 +169,6 @@ class TwoStage(Recipe):
         fields: of the first stage's job, where they are other than the second's: `{"epochs": 5}`.
     """
 
-    distillation: Distillation
     unlabelled: Any
     first: SoftLoss | None = None
     fields: Mapping[str, Any] = Field(default_factory=dict)
@@ -156,7 +227,6 @@ class SelfDistillation(Recipe):
         generations: that are taught; there is one more, the first.
     """
 
-    distillation: Distillation
     generations: Annotated[int, Field(ge=1)] = 1
 
     @model_validator(mode="after")
@@ -192,7 +262,35 @@ def _unlabelled(loss: SoftLoss) -> SoftLoss:
     return loss.replace(alpha=0.0, combine=combine)
 
 
+def next_stage(asked: Any) -> Any:
+    """Of a recipe the stage whose turn it is, which is said; anything else that can be planned as it is.
+
+    Raises:
+        PlanError: it is many runs at a time.
+        CheckpointError: an earlier stage has no checkpoint.
+    """
+    if isinstance(asked, Recipe):
+        stage = asked.upcoming()
+        say(f"the plan of {_job_of(stage).name}, of the stages {', '.join(asked.runs)}")
+        return stage
+    if hasattr(asked, "distill"):
+        what = f"a {type(asked).__name__} is many runs"
+        raise PlanError(what, remedy="plan one of them: tw.plan(search.distillation), or of its student's job")
+    return asked
+
+
+def _job_of(stage: Stage) -> Job:
+    """Whose run a stage is."""
+    return stage if isinstance(stage, Job) else stage.student
+
+
 def _done(job: Job) -> bool:
     """Whether the run came to its end, whatever its job was."""
     head = RunLog(open_store(job.storage), job.name).head()
     return head is not None and head.outcome == "done"
+
+
+def _token(job: Job) -> int:
+    """Of the driver that had the run last; 0 for none."""
+    head = RunLog(open_store(job.storage), job.name).head()
+    return 0 if head is None else head.token

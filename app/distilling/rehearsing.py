@@ -26,11 +26,12 @@ from trainwright.run import Run
 from trainwright.session import Session
 from trainwright.store import open_store
 
-SECONDS, STEPS = 3.0, 20  # of steps that are timed, at least
+SECONDS, STEPS = 6.0, 20  # of steps that are timed, at least
 ROWS, ROWS_BYTES = 8192, 64 * 2**20  # of the data, at most
 STALL_S = 300.0  # for the first step, and for those that are timed
 _WARM_STEPS = 10
-_AHEAD_CHUNKS, _CHUNK_ROWS = 6, 1024  # that actors may have computed before the first step: the rest shows their pace
+_AHEAD_CHUNKS, _CHUNK_ROWS = 12, 1024  # taken while actors get ahead, which slows the steps: the rest shows their pace
+AHEAD_S = 15.0  # of steps, in which they are ahead as far as they can be
 _MOST_ROWS = 2**21  # of all epochs
 
 
@@ -69,7 +70,7 @@ class Rehearsals:
         self._verbose = verbose
         student = job.replace(
             train=_part(job.train, index, self.rows), evaluate=None, metrics={}, storage=storage,
-            epochs=-(-_MOST_ROWS // self.rows), epoch_samples=None, spares=0, probe=False, keeper_s=0.0,
+            epochs=-(-_MOST_ROWS // self.rows), epoch_samples=None, spares=0, probe=False,
             checkpoint_steps=_MOST_ROWS, max_loss_ratio=None,
         )  # fmt: skip
         self._distillation = distillation.replace(student=student, targets=None)
@@ -142,14 +143,14 @@ class _Watch:
     """Hears of the steps of a run until there are enough. Its events come on another thread.
 
     Args:
-        ahead_rows: that say nothing of the pace.
+        ahead_rows: that say nothing of the pace, nor do more seconds of steps than actors need to get ahead.
     """
 
     def __init__(self, ahead_rows: int) -> None:
         self._ahead_rows = ahead_rows
         self._step_s: list[float] = []
         self._wait_s: list[float] = []
-        self._rows = 0
+        self._rows, self._seconds = 0, 0.0
         self.first_s: float | None = None
 
     def on(self, event: Event) -> None:
@@ -158,8 +159,8 @@ class _Watch:
             return
         self.first_s = self.first_s or time.monotonic() - sum(event.step_s[1:])
         for number, rows, step_s, wait_s in zip(event.step, event.samples, event.step_s, event.wait_s, strict=True):
-            self._rows += rows
-            if number > _WARM_STEPS and self._rows > self._ahead_rows:
+            self._rows, self._seconds = self._rows + rows, self._seconds + step_s * (number > 1)
+            if number > _WARM_STEPS and (self._rows > self._ahead_rows or self._seconds > AHEAD_S):
                 self._step_s.append(step_s)
                 self._wait_s.append(wait_s)
 

@@ -33,9 +33,9 @@ from trainwright.distilling.composing import Composed, composed, loss_of, taught
 from trainwright.distilling.found import ALONE, Found, Score, Setting
 from trainwright.distilling.foundpage import found_page
 from trainwright.distilling.measures import footprints
+from trainwright.distilling.outcomes import Outcome
 from trainwright.distilling.spec import Distillation
 from trainwright.distilling.tuning import Aim, Halving, train
-from trainwright.history import read_history
 from trainwright.store import Store, open_store
 from trainwright.strategies.distilling import Distilled, heard, judged
 from trainwright.strategies.students import Students
@@ -60,7 +60,8 @@ class Search(Fields):
         metric: of the student, by which they are compared.
         mode: whether more or less of it is better.
         stop_early: end the settings that are behind (ASHA: Li et al., 2020, A system for massively parallel
-            hyperparameter tuning): of those that came as far, the best in `reduction` go on.
+            hyperparameter tuning): of those that came as far, the best in `reduction` go on. A setting is judged by its
+            first seed alone then; False trains each with all seeds.
         grace: evaluations that each may have before.
         reduction: as said; at so many times as many evaluations they are compared again.
         concurrent: runs at a time; by default as many as the cluster has accelerators, or CPUs, for. A run has one
@@ -183,8 +184,7 @@ def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose
     if (past := store.find(FOUND)) is not None:
         return Found.decode(past)
     parts = Parts.of(search, verbose)
-    stopped = _trained(search, parts, verbose)
-    found = _confirmed(search, parts, store, stopped)
+    found = _confirmed(search, parts, store.uri, _trained(search, parts, verbose))
     store.put(PAGE, found_page(found).encode())
     store.put(FOUND, found.encode())
     return found
@@ -305,29 +305,26 @@ def _described(search: Search) -> dict[str, str]:
     return {**words, **{name: str(getattr(search, name)) for name in own}, "validation": rows, "teachers": str(told)}
 
 
-def _trained(search: Search, parts: Parts, verbose: bool) -> dict[str, int]:
+def _trained(search: Search, parts: Parts, verbose: bool) -> dict[str, Outcome]:
     """Train them all: first every setting with one seed, then what is left, and the student alone, with the others.
 
-    Gives the settings that were stopped, and after how many steps.
+    Gives what each run came to, by name.
     """
     names, (first, *others) = tuple(search.settings()), search.numbers
     aim = Aim(metric=search.metric, mode=search.mode)
     go = partial(train, aim=aim, concurrent=search.concurrent, verbose=verbose)
     if not search.stop_early or len(names) == 1:
-        go(parts.runs(search, (*names, ALONE), search.numbers))
-        return {}
+        return go(parts.runs(search, (*names, ALONE), search.numbers))
     halving = Halving(grace=search.grace, reduction=search.reduction)
-    behind = go(parts.runs(search, names, (first,)), halving=halving)
-    stopped = {name: behind[run] for name in names if (run := f"{name}-seed{first}") in behind}
-    left = [name for name in names if name not in stopped]
-    go({**parts.runs(search, left, others), **parts.runs(search, (ALONE,), search.numbers)})
-    return stopped
+    outcomes = go(parts.runs(search, names, (first,)), halving=halving)
+    left = [name for name in names if not outcomes[f"{name}-seed{first}"].stopped]
+    return outcomes | go({**parts.runs(search, left, others), **parts.runs(search, (ALONE,), search.numbers)})
 
 
-def _confirmed(search: Search, parts: Parts, store: Store, stopped: Mapping[str, int]) -> Found:
+def _confirmed(search: Search, parts: Parts, uri: str, outcomes: Mapping[str, Outcome]) -> Found:
     """Choose on the validation set, and look at the test set."""
-    settings = tuple(_summed(each, search, store, stopped) for each, _ in search.settings().values())
-    alone = _summed(Setting(name=ALONE), search, store, stopped)
+    settings = tuple(_summed(each, search, outcomes) for each, _ in search.settings().values())
+    alone = _summed(Setting(name=ALONE), search, outcomes)
     best = max if search.mode == "max" else min
     chosen = best((each for each in settings if not each.stopped), key=lambda each: each.validation.mean)
     tests = {
@@ -345,16 +342,17 @@ def _confirmed(search: Search, parts: Parts, store: Store, stopped: Mapping[str,
         together=said.get(f"{teacher_column('')}/{metric}"),
         student=student,
         teachers=tuple(replace(each, test=said[f"{teacher_column(each.name)}/{metric}"]) for each in teachers),
-        machine=here(), uri=store.uri,
+        machine=here(), uri=uri,
     )  # fmt: skip
 
 
-def _summed(setting: Setting, search: Search, store: Store, stopped: Mapping[str, int]) -> Setting:
-    """With what its runs came to, as their events say: at the end, or where it was stopped."""
-    end = stopped.get(setting.name)
-    last = []
-    for seed in search.numbers if end is None else search.numbers[:1]:
-        told = read_history(store, f"{setting.name}-seed{seed}").evaluated
-        last.append(next(each for each in reversed(told) if end is None or each.step <= end))
-    score = Score(values=tuple(each.metrics[search.metric] for each in last))
-    return replace(setting, validation=score, steps=max(each.step for each in last), stopped=end is not None)
+def _summed(setting: Setting, search: Search, outcomes: Mapping[str, Outcome]) -> Setting:
+    """With what its runs came to: at the end, or where it was stopped."""
+    runs = [f"{setting.name}-seed{seed}" for seed in search.numbers]
+    last = [outcomes[run] for run in runs if run in outcomes]  # of one that was stopped there are no other seeds
+    return replace(
+        setting,
+        validation=Score(values=tuple(each.value for each in last)),
+        steps=max(each.step for each in last),
+        stopped=any(each.stopped for each in last),
+    )

@@ -8,7 +8,8 @@ They are predictions in a form of their own: continued where they were stopped, 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ def stored_targets(
     fresh: bool = False,
     verbose: bool = False,
     meter: Told | None = None,
+    note: Callable[[str], object] = lambda _: None,
+    hang_deadline_s: float | None = None,
 ) -> Dataset:
     """What a teacher says of every row of a data set, for `data.beside(...)`; computed where it is not there yet.
 
@@ -60,6 +63,9 @@ def stored_targets(
         fresh: compute again what is there.
         verbose: show Ray's own output.
         meter: is told how far it has come; by default it is shown on stderr.
+        note: is told too what went wrong and was mended.
+        hang_deadline_s: for a batch, at most; a pool waits ten times as long as any took so far, 15 s at least. By
+            default that of the teacher's job, or 5 minutes (15, where its model is divided).
 
     Returns:
         A data set with `sample` and the teacher's columns, whole and as float32.
@@ -71,8 +77,8 @@ def stored_targets(
     """
     question = asked(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
     done = compute(
-        question, workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh, verbose=verbose,
-        meter=meter,
+        _within(question, hang_deadline_s), workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh,
+        verbose=verbose, meter=meter, note=note,
     )  # fmt: skip
     return parquet(done.uri).map_batches(Whole(columns=teacher.columns, form=Form.parse(keep)))
 
@@ -91,6 +97,14 @@ def asked(
         subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
         fresh=fresh,
     )  # fmt: skip
+
+
+def _within(question: Question, hang_deadline_s: float | None) -> Question:
+    """The same with a deadline of its own."""
+    if hang_deadline_s is None:
+        return question
+    job = question.subject.job.replace(hang_deadline_s=hang_deadline_s)
+    return replace(question, subject=replace(question.subject, job=job))
 
 
 def said_bytes(teacher: Teacher, data: Dataset, index: Index, form: Form) -> int:

@@ -14,9 +14,10 @@ def train(distillation: Distillation, *, resume: bool, fresh: bool, verbose: boo
     """See `tw.distill`."""
     train_missing(distillation.teachers, verbose=verbose)
     chosen = settled(distillation, fresh=fresh, verbose=verbose)
-    job = composed(chosen, verbose=verbose).job
+    whole = composed(chosen, verbose=verbose)
     remember(distillation, chosen, resume=resume, fresh=fresh)
-    run = DistilledRun(chosen, job, *ready(job, resume=resume, fresh=fresh, verbose=verbose))
+    driven = ready(whole.job, resume=resume, fresh=fresh, verbose=verbose, notes=whole.notes)
+    run = DistilledRun(chosen, whole.job, *driven)
     awaited(run)
     if judge:
         judged(run, verbose=verbose)

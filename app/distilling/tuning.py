@@ -12,7 +12,8 @@ import math
 import os
 import sys
 import tempfile
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,10 +21,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import cloudpickle
+import ray
 from ray import tune as ray_tune
 from ray.tune import Callback, Stopper, Trainable
 from ray.tune.experiment import Trial as TuneTrial
-from ray.tune.schedulers import AsyncHyperBandScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from rich.console import Console
 
 from trainwright import words
@@ -31,6 +33,7 @@ from trainwright.core.errors import ResourceError, TrainwrightError
 from trainwright.core.events import Evaluated, Event, RunStarted
 from trainwright.core.job import Job
 from trainwright.discover import connect
+from trainwright.distilling.outcomes import Outcome, mark_stopped, outcome_of
 from trainwright.history import read_history
 from trainwright.narration import Line
 from trainwright.planner import Decision
@@ -43,7 +46,6 @@ from trainwright.store import Store, open_store
 from trainwright.strategies.question import place
 from trainwright.travel import pack, unpack
 
-STOPPED = "stopped"  # folder of the runs that were stopped for good: after how many steps
 _LOST = 2  # times that the process of a trial may be lost
 _END_S = 60.0  # for a run that is stopped to take a checkpoint
 _FAR = 1_000_000  # evaluations, more than any run has
@@ -74,57 +76,50 @@ class Aim:
 
 def train(
     jobs: Mapping[str, Job], aim: Aim, *, concurrent: int | None, halving: Halving | None = None, verbose: bool = False
-) -> dict[str, int]:
-    """Have all these runs made, those that are done already left out.
+) -> dict[str, Outcome]:
+    """Have all these runs made, those that have ended already left out.
 
     Args:
         jobs: by the names of their runs, all in one storage.
         concurrent: at a time; by default as many as there is room for.
         halving: stop those that are behind.
 
-    Returns:
-        Those that were stopped, and after how many steps.
-
     Raises:
         TrainwrightError: one failed, with its own error, or there is no room.
         KeyboardInterrupt: it was stopped; runs go on from their checkpoints when it is called again.
     """
     store = open_store(next(iter(jobs.values())).storage)
-    stopped = {name for name in jobs if stopped_at(store, name) is not None}
-    ended = {name for name in jobs if name in stopped or read_history(store, name).state == "done"}
-    if ended != jobs.keys():
-        connect(verbose)
-        # In a comparison all take part, those that have ended with what they came to.
-        wanted = {name: job for name, job in jobs.items() if halving or name not in ended}
-        slots = min(concurrent or _room(next(iter(wanted.values()))), len(wanted))
-        teller = _Teller(store, aim, len(wanted), slots)
-        orders = {name: Order(job=pack(job), slots=slots, over=name in stopped) for name, job in wanted.items()}
-        _run(orders, aim, slots, halving, teller)
-        if teller.failure is not None:
-            raise teller.failure
-        if len(teller.ended) < len(wanted):
-            raise KeyboardInterrupt
-    return {name: step for name in jobs if (step := stopped_at(store, name)) is not None}
+    past = {name: outcome for name in jobs if (outcome := outcome_of(store, name, aim.metric)) is not None}
+    if past.keys() == jobs.keys():
+        return past
+    connect(verbose)
+    # In a comparison all take part, those that have ended before the others, with what they came to.
+    names = sorted((name for name in jobs if halving or name not in past), key=lambda name: name not in past)
+    # Of all, whatever has ended: a run that goes on has the threads that it had.
+    slots = min(concurrent or _room(next(iter(jobs.values()))), len(jobs))
+    teller = _Teller(store, aim, past, len(names), slots)
+    _run({name: Order(job=pack(jobs[name]), slots=slots, past=past.get(name)) for name in names}, aim, halving, teller)
+    if teller.failure is not None:
+        raise teller.failure
+    if len(teller.outcomes) < len(names):
+        raise KeyboardInterrupt
+    return {**past, **teller.outcomes}
 
 
-def stopped_at(store: Store, run: str) -> int | None:
-    """After how many steps a run was stopped since it was behind; None where it was not."""
-    found = store.find(f"{STOPPED}/{run}")
-    return None if found is None else int(found)
-
-
-def _run(orders: Mapping[str, Order], aim: Aim, slots: int, halving: Halving | None, teller: _Teller) -> None:
+def _run(orders: Mapping[str, Order], aim: Aim, halving: Halving | None, teller: _Teller) -> None:
     scheduler = None
     if halving is not None:
-        scheduler = AsyncHyperBandScheduler(
+        scheduler = _Comparing(
             metric="value", mode=aim.mode, max_t=_FAR, grace_period=halving.grace, reduction_factor=halving.reduction
         )
-    with _quiet(), tempfile.TemporaryDirectory() as scratch:
+    # Where Tune lets its own files lie: with those of this Ray session the scratch of a killed process goes too.
+    node: Any = ray._private.worker._global_node
+    with _quiet(), tempfile.TemporaryDirectory(prefix="search-", dir=node.get_session_dir_path()) as scratch:
         ray_tune.run(
             ray_tune.with_parameters(Trial, orders=orders, metric=aim.metric),
             config={"run": ray_tune.grid_search(list(orders))},
             resources_per_trial=_NEXT_TO_NONE,
-            max_concurrent_trials=slots,
+            max_concurrent_trials=next(iter(orders.values())).slots,
             scheduler=scheduler,
             callbacks=[teller],
             stop=teller.stopper,
@@ -134,6 +129,15 @@ def _run(orders: Mapping[str, Order], aim: Aim, slots: int, halving: Halving | N
             raise_on_failed_trial=False,
             verbose=0,
         )
+
+
+class _Comparing(AsyncHyperBandScheduler):
+    """Compares with all runs, but stops none that has ended: that was decided when it was made."""
+
+    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
+        """Whether it goes on."""
+        action: str = super().on_trial_result(tune_controller, trial, result)
+        return TrialScheduler.CONTINUE if result["settled"] else action
 
 
 @contextmanager
@@ -176,18 +180,18 @@ class Order:
     Attributes:
         job: packed.
         slots: runs that share the cluster.
-        over: it was stopped before, and is only told of.
+        past: what the run came to, where it has ended, and is only told of.
     """
 
     job: bytes
     slots: int
-    over: bool
+    past: Outcome | None
 
 
 class Trial(Trainable):
     """Drives one run after another; each step is an evaluation of it."""
 
-    _driven: _Driven | None = None
+    _driven: _Driven | _Retold | None = None
 
     def setup(  # type: ignore[override]
         self, config: dict[str, Any], *, orders: Mapping[str, Order], metric: str
@@ -203,13 +207,14 @@ class Trial(Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
-        """The next evaluation: its `value`, the `step`, whether the run has `finished`; or its `error`."""
+        """The next evaluation: see `_told`; or the run's `error`."""
         try:
             if self._driven is None:
-                self._driven = _Driven(self._orders[self._name], self._metric)
+                order = self._orders[self._name]
+                self._driven = _Driven(order, self._metric) if order.past is None else _Retold(order.past)
             return self._driven.next()
         except TrainwrightError as error:
-            return {"value": math.nan, "finished": False, "error": cloudpickle.dumps(error), "done": True}
+            return {**_told(0, math.nan, over=True), "error": cloudpickle.dumps(error)}
 
     def cleanup(self) -> None:
         """End the run where it stands, with a checkpoint."""
@@ -218,33 +223,48 @@ class Trial(Trainable):
             driven.end()
 
 
+class _Retold:
+    """A run that has ended, and what its evaluations said."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._told = deque(outcome.told.items())
+
+    def next(self) -> dict[str, Any]:
+        """As `Trial.step`."""
+        step, value = self._told.popleft()
+        return _told(step, value, over=not self._told, settled=True)
+
+    def end(self) -> None:
+        """There is nothing to end."""
+
+
 class _Driven:
-    """A run, and what its evaluations say: first those that are there already, then those that come."""
+    """A run, and what its evaluations say: first those of drivers before, then those that come."""
 
     def __init__(self, order: Order, metric: str) -> None:
-        self._metric, self._job = metric, unpack(order.job)
-        history = read_history(open_store(self._job.storage), self._job.name)
-        self._past = deque((each.step, each.metrics[metric]) for each in history.evaluated)
-        self._ended, self._last = order.over or history.state == "done", (0, math.nan)
-        self._run: Run | None = None
+        job = unpack(order.job)
+        prepared = prepare(job, resume=True)
+        decision = _narrowed(decide_plan(prepared), order.slots)
+        session = Session(prepared, decision)
+        session.listen(ReportListener(prepared.store, job.name))
         self._ear = _Ear()
-        if not self._ended:
-            self._start(order.slots)
+        session.listen(self._ear)
+        self._metric, self._total, self._last = metric, prepared.total_steps, (0, math.nan)
+        self._run: Run | None = Run(job, session, decision)
+        self._ear.begun.wait()  # from now on no driver before can tell more, though its process should live
+        self._past = deque(read_history(prepared.store, job.name).evaluated)
 
     def next(self) -> dict[str, Any]:
         """As `Trial.step`. Raises what the run raised."""
-        if self._past:
-            self._last = self._past.popleft()
-            return self._told(over=self._ended and not self._past)
         while self._run is not None:
-            event = self._ear.heard.get()
-            if event is None or event.step >= self._ear.total_steps:
+            event = self._past.popleft() if self._past else self._ear.heard.get()
+            if event is None or event.step >= self._total:
                 self._run.wait()
                 self._run = None
             if event is not None and event.step > self._last[0]:
                 self._last = (event.step, event.metrics[self._metric])
-                return self._told(over=self._run is None)
-        return self._told(over=True)
+                return _told(*self._last, over=self._run is None)
+        return _told(*self._last, over=True)
 
     def end(self) -> None:
         """Stop the run; what it fails with while it ends is in its journal."""
@@ -256,17 +276,10 @@ class _Driven:
                     run.stop(now=True)
                     run.wait()
 
-    def _start(self, slots: int) -> None:
-        prepared = prepare(self._job, resume=True)
-        decision = _narrowed(decide_plan(prepared), slots)
-        session = Session(prepared, decision)
-        session.listen(ReportListener(prepared.store, self._job.name))
-        session.listen(self._ear)
-        self._run = Run(self._job, session, decision)
 
-    def _told(self, *, over: bool) -> dict[str, Any]:
-        step, value = self._last
-        return {"value": value, "step": step, "finished": over, "done": over}
+def _told(step: int, value: float, *, over: bool, settled: bool = False) -> dict[str, Any]:
+    """What Tune hears of a run: the metric after so many steps, whether it has `finished`, and had done so before."""
+    return {"value": value, "step": step, "finished": over, "settled": settled, "done": over}
 
 
 class _Ear:
@@ -274,36 +287,44 @@ class _Ear:
 
     def __init__(self) -> None:
         self.heard: SimpleQueue[Evaluated | None] = SimpleQueue()
-        self.total_steps = 0
+        self.begun = threading.Event()
 
     def on(self, event: Event) -> None:
         """Take one event."""
         if isinstance(event, RunStarted):
-            self.total_steps = event.total_steps
+            self.begun.set()
         elif isinstance(event, Evaluated):
             self.heard.put(event)
 
     def close(self) -> None:
         """The run has ended."""
+        self.begun.set()
         self.heard.put(None)
 
 
 class _Teller(Callback):
-    """Says what each run came to, and remembers which were stopped.
+    """Says what each run came to, and has storage remember which were stopped.
 
     Attributes:
-        ended: names of the runs that have.
+        outcomes: of the runs that have ended, by name.
         failure: what the first one failed with that did.
         stopper: ends the others then.
     """
 
-    def __init__(self, store: Store, aim: Aim, total: int, slots: int) -> None:
-        self.ended: set[str] = set()
+    def __init__(self, store: Store, aim: Aim, past: Mapping[str, Outcome], total: int, slots: int) -> None:
+        self.outcomes: dict[str, Outcome] = {}
         self.failure: TrainwrightError | None = None
         self.stopper = _Failing()
-        self._store, self._aim, self._total = store, aim, total
+        self._store, self._aim, self._past, self._total = store, aim, past, total
+        self._told: dict[str, dict[int, float]] = defaultdict(dict)
         self._surface = surface_for(Console(file=sys.stderr))
         self._say(f"search in {store.uri}: {words.count(total, 'run')}, {slots} at a time")
+
+    def on_trial_result(
+        self, iteration: int, trials: Sequence[TuneTrial], trial: TuneTrial, result: dict[str, Any], **info: Any
+    ) -> None:
+        """A run was evaluated; one whose process was lost tells all again."""
+        self._told[trial.config["run"]][result["step"]] = result["value"]
 
     def on_trial_complete(
         self, iteration: int, trials: Sequence[TuneTrial], trial: TuneTrial, **info: Any
@@ -313,13 +334,13 @@ class _Teller(Callback):
         if "error" in result:
             self._fail(cloudpickle.loads(result["error"]))
             return
-        behind = not result["finished"]
-        if behind:
-            self._store.put(f"{STOPPED}/{name}", str(result["step"]).encode())
-        self.ended.add(name)
-        came = f"{self._aim.metric} {words.figure(result['value'])} after {words.count(result['step'], 'step')}"
-        why = ", stopped: behind others" if behind else ""
-        self._say(f"  {name}: {came}{why} ({len(self.ended)} of {self._total})")
+        outcome = self._past.get(name) or Outcome(told=self._told[name], stopped=not result["finished"])
+        if outcome.stopped and name not in self._past:
+            mark_stopped(self._store, name, outcome)
+        self.outcomes[name] = outcome
+        came = f"{self._aim.metric} {words.figure(outcome.value)} after {words.count(outcome.step, 'step')}"
+        why = ", stopped: behind others" if outcome.stopped else ""
+        self._say(f"  {name}: {came}{why} ({len(self.outcomes)} of {self._total})")
 
     def on_trial_error(self, iteration: int, trials: Sequence[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         """The process of a trial was lost too often."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -30,14 +31,15 @@ class Rooms:
     Args:
         plan: of the run.
         elastic: the world may change.
+        name: with which those of the groups begin, so that one who takes over finds those in which nobody lives.
         lasting: the room outlives the process that asked for it, for another one to take over; else Ray frees it then.
     """
 
-    def __init__(self, plan: Plan, *, elastic: bool, lasting: bool = True) -> None:
+    def __init__(self, plan: Plan, *, elastic: bool, name: str = "", lasting: bool = True) -> None:
         self._placement, self._elastic, self._workers = plan.placement, elastic, plan.workers
         self._first = plan.processes - plan.workers  # slot of a worker
         self._served: PlacementGroup | None = None
-        self._lifetime = "detached" if lasting else None
+        self._name, self._lifetime = name, "detached" if lasting else None
         self._together = 1 if elastic else tensor_workers(plan.mesh, plan.devices_per_worker)
         self._ends: tuple[int, ...] = ()  # the first slot after each bundle of the one group
         self._groups: dict[int, PlacementGroup] = {}
@@ -98,7 +100,7 @@ class Rooms:
     def _of_server(self, slot: int) -> PlacementGroupSchedulingStrategy:
         if self._served is None:
             bundles = [bundle(self._placement, serves=True)] * self._first
-            self._served = placement_group(bundles, strategy="SPREAD", lifetime=self._lifetime)
+            self._served = self._new(bundles, strategy="SPREAD")
         return PlacementGroupSchedulingStrategy(self._served, placement_group_bundle_index=slot)
 
     # --- the one group ------------------------------------------------------------------------------------
@@ -128,10 +130,11 @@ class Rooms:
 
     def _group(self, shares: Sequence[int]) -> PlacementGroup:
         """A group with bundles of so many slots."""
-        strategy = _STRATEGY[bool(self._placement.accelerators)]
-        group: PlacementGroup = placement_group(
-            bundles(self._placement, shares), strategy=strategy, lifetime=self._lifetime
-        )
+        return self._new(bundles(self._placement, shares), strategy=_STRATEGY[bool(self._placement.accelerators)])
+
+    def _new(self, bundles: list[dict[str, float]], **options: Any) -> PlacementGroup:
+        name = f"{self._name}/{uuid.uuid4().hex[:12]}"
+        group: PlacementGroup = placement_group(bundles, name=name, lifetime=self._lifetime, **options)
         return group
 
     def _bundle(self, slots: int) -> dict[str, float]:
@@ -154,8 +157,7 @@ class Rooms:
     def _move(self, number: int) -> None:
         """Have a bundle on a node that is not shunned, if one has room; the old one stays held, and empty."""
         elsewhere = [{NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}] if self._shunned else None
-        bundles = [self._bundle(self._together)]
-        group = placement_group(bundles, bundle_label_selector=elsewhere, lifetime=self._lifetime)
+        group = self._new([self._bundle(self._together)], bundle_label_selector=elsewhere)
         if _placed(group):
             self._groups[-1 - len(self._groups)] = self._moved[number] = group
             self._homes.pop(number, None)  # not known before the first of its processes is up there

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainwright.actors import KEEPER, WORKER, Berth
-from trainwright.adoption import BEAT_S, Beats, Found, keeper_name, lasting, run_name, take_over
+from trainwright.adoption import BEAT_S, Beats, Found, keeper_name, lasting, room_name, run_name, take_over
 from trainwright.causes import cause_of
 from trainwright.core import events
 from trainwright.core.errors import FencedError, RunConflict, TrainwrightError, WorkerLost
@@ -85,7 +85,7 @@ class World:
         self._fresh = fresh
         self._plan = order.plan
         self._together = order.plan.topology == "collective"
-        self._rooms = Rooms(order.plan, elastic=elastic)
+        self._rooms = Rooms(order.plan, elastic=elastic, name=room_name(self._name))
         self._ledger, self._emit = ledger, emit
         self._queue: queue.SimpleQueue[m.Happening | Callable[[], None]] = queue.SimpleQueue()
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []
@@ -349,9 +349,9 @@ class World:
         self._storage.submit(run)
 
     def _acquire(self) -> m.Happening:
-        """Take the log, then what lives of the driver before."""
+        """Take the log, then what lives of the driver before; where there was none, it is of a run that was deleted."""
         acquired = self._ledger.acquire()
-        found = take_over(self._name, self._order, acquired.token, fresh=self._fresh)
+        found = take_over(self._name, self._order, acquired.token, fresh=self._fresh or acquired.token == 1)
         told = self._ledger.told() if found.workers else 0
         self._queue.put(lambda: self._welcome(acquired.token, found, told))
         return replace(acquired, living=tuple(survivor.living for survivor in found.workers), kept=found.kept)

@@ -22,6 +22,8 @@ from torch.nn import functional
 import trainwright as tw
 from tests import exactly_once, jobs
 from tests.processes import wait_for
+from trainwright import predicting
+from trainwright.rowmeter import Meter
 
 ROWS, WIDTH, CLASSES, BATCH, EPOCHS = 1200, 8, 4, 100, 2
 STEPS = ROWS // BATCH * EPOCHS
@@ -180,7 +182,24 @@ def distillation(folder: Path, way: Any, script: Script = Script(), **fields: An
     return tw.Distillation(student=student, teachers=(big,), loss=soft, way=way, keep="fp32", cpus=0.5)
 
 
+class Heard(Meter):
+    """Leaves a mark of the process when it first hears of rows that a pool has computed."""
+
+    mark: Path
+
+    def add(self, rows: int) -> None:
+        super().add(rows)
+        self.mark.touch()
+
+
+def heard(marks: Marks, pid: int | None) -> Path:
+    """The mark of a driver that has heard of a batch."""
+    return marks.path(f"heard-{pid}")
+
+
 def drive(address: str, folder: str, way: str, script: Script) -> None:
     """A driver, as the target of a process."""
     os.environ["RAY_ADDRESS"] = address
+    Heard.mark = heard(Marks(str(Path(folder).parent)), os.getpid())
+    predicting.Meter = Heard  # type: ignore[misc]
     tw.distill(distillation(Path(folder), way, script))

@@ -66,11 +66,12 @@ def rows_of(part: str) -> range:
 
 
 def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
-    """An actor of the pool and the driver while targets are computed, the driver and a worker while it trains."""
+    """An actor of the pool and the driver while targets are computed, the driver and a worker while it trains; and
+    another actor of the pool freezes, which is found by what batches took before."""
     marks = Marks(str(folder.parent))
     kill = jobs.Kill(rank=1, step=16, folder=marks.folder)
-    pool = Fault(row=300, how="kill"), Fault(row=800, how="hold")
-    script = Script(teacher=pool, student=(kill,), hold=8)
+    pool = (300, "kill"), (800, "hold"), (900, "hold"), (900, "stop")
+    script = Script(teacher=tuple(Fault(row=row, how=how) for row, how in pool), student=(kill,), hold=8)
     with driver(folder, "offline", script) as process:
         await_held(marks, "hold-800", process)
         processes.wait_for(lambda: len(parts(folder)) >= 3)
@@ -79,6 +80,9 @@ def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
     await_gone(marks)
     marks.release("hold-800")
     with driver(folder, "offline", script) as process:
+        await_held(marks, "hold-900", process)
+        processes.wait_for(lambda: world.heard(marks, process.pid).exists() or not process.is_alive())
+        marks.release("hold-900")
         await_held(marks, "student", process)
         stored, asked = parts(folder), marks.asked()
     assert before.items() <= stored.items() and sum(map(len, map(rows_of, stored))) == world.ROWS
@@ -90,6 +94,12 @@ def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
     assert kill.mark.exists()
     assert parts(folder) == stored and marks.asked() == asked, "nothing was asked again"
     assert final_state(folder, NAME) == whole
+    frozen = int(marks.path("stop-900").read_text())
+    processes.wait_for(lambda: not Path(f"/proc/{frozen}").exists(), 20)
+    notes = [event.text for event in told(folder, NAME, events.Noted)]  # type: ignore[attr-defined]
+    (note,) = [text for text in notes if "nothing was heard" in text]
+    assert note.startswith("rows 720 to 959 begin again elsewhere: nothing was heard for 15 s, and no batch took")
+    assert f"pid {frozen})" in note
 
 
 def test_online_everything_fails_once(folder: Path, whole: State) -> None:

@@ -85,7 +85,8 @@ def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
         engine.train_step(feed(batch(step), step=step))
     store = open_store(job.storage)
     ledger = RunLedger(
-        store, job.name, job={}, keep=3, fresh=False, cursor=lambda step: Cursor(), facts={}, note=print
+        store, job.name, job={}, keep=3, fresh=False, cursor=lambda step: Cursor(), facts={}, note=print,
+        tell=lambda: None,
     )  # fmt: skip
     acquired = ledger.acquire()
     path, parent = checkpoint_path(steps, acquired.token), acquired.head.path if acquired.head else ""

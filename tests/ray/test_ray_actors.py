@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,21 @@ def test_one_that_hangs_with_a_batch_each_time_is_told_after_a_few(tmp_path: Pat
     assert len(marked(tmp_path, "tried")) >= DEATHS
     for process in marked(tmp_path, "tried"):
         wait_for(lambda process=process: not Path(f"/proc/{process}").exists(), 20)
+
+
+def test_a_class_of_a_job_file_which_no_other_process_can_import_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "own_job.py").write_text(
+        "class Model:\n    def __call__(self, columns):\n        return {**columns, 'double': 2 * columns['id']}\n"
+    )
+    spec = spec_from_file_location("trainwright_job_own_job", tmp_path / "own_job.py")
+    assert spec is not None and spec.loader is not None
+    own = sys.modules[spec.name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(own)
+        data = table({"id": np.arange(4)}).map_batches(own.Model, cpus=0.5)
+        assert data.sample(data.index())["double"] == [0]
+    finally:
+        del sys.modules[spec.name]
 
 
 def test_cpus_are_dealt_to_classes_and_tasks_in_turn(tmp_path: Path) -> None:

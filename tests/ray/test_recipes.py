@@ -18,7 +18,7 @@ from tests import jobs, processes
 from tests.ray.test_distilling import adam, cross_entropy, job, narrow, wide
 from trainwright.core.errors import JobError, RunFinished, UserCodeError
 from trainwright.distilling.composing import composed
-from trainwright.log import RunLog
+from trainwright.log import Owner, RunLog
 from trainwright.store import open_store
 
 UNLABELLED = tw.datasets.table({"x": np.random.default_rng(3).normal(size=(160, jobs.WIDTH)).astype(np.float32)})
@@ -80,10 +80,20 @@ def two_stages(folder: Path) -> tw.TwoStage:
     return tw.TwoStage(distillation=taught, unlabelled=UNLABELLED, fields={"optimizer": adam, "epochs": 2})
 
 
+def finished_before(folder: Path, runs: tuple[str, ...]) -> None:
+    """Runs of these names, of other jobs."""
+    for run in runs:
+        log = RunLog(open_store(str(folder)), run)
+        log.release(log.acquire(Owner.here(), {"model": "another one"}).token, "done")
+
+
 def test_two_stages_go_on_where_they_were(tmp_path: Path, ray_cluster: None) -> None:
-    """The driver is killed while two teachers train, and the second stage fails once."""
+    """Of which there are older runs: they begin again. The driver is killed while two teachers train, before either
+    stage began, and the second stage fails once."""
+    finished_before(tmp_path, two_stages(tmp_path).runs)
     program = (
-        f"import pathlib, tests.ray.test_recipes as t; t.tw.distill(t.two_stages(pathlib.Path({str(tmp_path)!r})))"
+        "import pathlib, tests.ray.test_recipes as t; "
+        f"t.tw.distill(t.two_stages(pathlib.Path({str(tmp_path)!r})), fresh=True)"
     )
     with processes.python("-c", program, cluster=processes.address()) as driver:
         processes.wait_until(lambda: met(tmp_path), driver)
@@ -98,7 +108,7 @@ def test_two_stages_go_on_where_they_were(tmp_path: Path, ray_cluster: None) -> 
     run = tw.distill(recipe)
     assert run.state == "done" and run.job.name == "student"
     counted = {name: drivers(tmp_path, name) for name in ("a", "b", "third", *recipe.runs)}
-    assert counted == {"a": 2, "b": 2, "third": 1, "student-unlabelled": 1, "student": 2}
+    assert counted == {"a": 2, "b": 2, "third": 1, "student-unlabelled": 1 + 1, "student": 1 + 2}
     student = recipe.distillation.student
     killed, _, unbroken = (state(each.job) for each in recipe.distillation.teachers)
     for name, value in unbroken.items():
@@ -128,7 +138,7 @@ def test_each_generation_is_taught_by_the_one_before(tmp_path: Path, ray_cluster
         "generation-0": tw.load_model(first),
         "generation-1": tw.load_model(composed(second).job).students["student"],
     }
-    assert {path.name.rpartition("-")[0].rsplit("-", 3)[0] for path in (tmp_path / "targets").iterdir()} == {*models}
+    assert len([*(tmp_path / "targets").glob("generation-*")]) == len(models)
     for name, model in models.items():
         (folder,) = (tmp_path / "targets").glob(f"{name}-*")
         said = np.stack(pq.read_table(folder)["output"].to_pylist())

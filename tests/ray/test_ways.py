@@ -24,6 +24,7 @@ def distillation(folder: Path, **fields: Any) -> tw.Distillation:
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_three_ways_are_tried_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsing, "SECONDS", 0.2)
+    monkeypatch.setattr(rehearsing, "AHEAD_S", 1.0)
     found = tw.plan(distillation(tmp_path))
     assert isinstance(found, Weighed) and found.tried_rows == 203
     by_way = {cost.way: cost for cost in found.costs}

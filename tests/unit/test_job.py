@@ -183,6 +183,8 @@ def test_a_file_without_a_distillation_is_a_job_file(tmp_path: Path) -> None:
     assert load(str(file), ["epochs=7"]).epochs == 7
     with pytest.raises(JobError, match="one distillation is needed; write `distillation ="):
         load_distillation(str(file))
+    file.write_text(FILE.format(name="job") + "recipe = {}\ndef search(): return recipe\n")
+    assert load(str(file)).name == "n"
 
 
 TYPED = """

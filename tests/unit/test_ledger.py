@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ from trainwright.log import RunLog
 from trainwright.store import open_store
 
 
-def ledger(folder: Path, notes: list[str], *, fresh: bool = False) -> RunLedger:
+def ledger(folder: Path, notes: list[str], *, fresh: bool = False, tell: Callable[[], object] = list) -> RunLedger:
     return RunLedger(
         open_store(str(folder)), "run", job={}, keep=2, fresh=fresh, cursor=lambda step: Cursor(position=step),
-        facts={}, note=notes.append,
+        facts={}, note=notes.append, tell=tell,
     )  # fmt: skip
 
 
@@ -43,6 +44,23 @@ def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -
     taken = ledger(tmp_path, [])
     assert taken.acquire().head == last
     taken.give_up()
+
+
+def test_events_are_stored_before_the_log_names_a_checkpoint_and_before_it_is_given_back(tmp_path: Path) -> None:
+    """So that the driver may be killed at any moment, and the next one's story has no gap."""
+    named: list[tuple[int, bool]] = []
+
+    def tell() -> None:
+        head = RunLog(open_store(str(tmp_path)), "run").head()
+        assert head is not None
+        named.append((len(head.checkpoints), head.owned))
+
+    owner = ledger(tmp_path, [], tell=tell)
+    owner.acquire()
+    first = owner.commit(commit(tmp_path, 5)).checkpoint
+    owner.commit(commit(tmp_path, 10, first.path))
+    owner.give_up()
+    assert named == [(0, True), (1, True), (2, True)]
 
 
 def test_files_that_the_driver_cannot_see_are_no_checkpoint(tmp_path: Path) -> None:

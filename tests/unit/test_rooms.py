@@ -44,7 +44,13 @@ class Place:
     now_s: float = 0.0
 
     def group(
-        self, bundles: Any, *, lifetime: str | None, bundle_label_selector: Any = None, strategy: str = "PACK"
+        self,
+        bundles: Any,
+        *,
+        name: str,
+        lifetime: str | None,
+        bundle_label_selector: Any = None,
+        strategy: str = "PACK",
     ) -> Group:
         made = Group(bundles, bundle_label_selector, lambda group: self.placed(group), self.waits, lifetime)
         self.groups.append(made)

@@ -21,8 +21,10 @@ from trainwright.distilling.choosing import Weighed, ordered
 from trainwright.distilling.composing import composed
 from trainwright.distilling.spec import WAYS, Distillation, Way
 from trainwright.distilling.weighing import START_S, Case, Cost
+from trainwright.log import Owner, RunLog
 from trainwright.planner import choose
 from trainwright.profiling import profile_job
+from trainwright.store import open_store
 from trainwright.strategies.memory import stage_memory
 
 CPUS = Cluster(nodes=(Node(name="one", cpus=4.0, memory_bytes=8 * 2**30),))
@@ -44,6 +46,10 @@ def narrow() -> nn.Module:
 
 def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.argmax(1) == targets
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -176,6 +182,39 @@ def test_the_choice_in_a_line() -> None:
         "teachers are asked offline: 2 min 00 s in all, 3,200 samples/s after 20.0 s; inline: 3 min 28 s in all, "
         "1,600 samples/s after 8.0 s; online cannot be: no CPUs (measured on 8,192 rows)"
     )
+
+
+def untrained(folder: Path, *names: str) -> tuple[tw.Teacher, ...]:
+    job = distillation(folder).student
+    return tuple(tw.Teacher(name=name, job=job.replace(name=f"run-{name}"), train=True) for name in names)
+
+
+def test_ways_to_ask_teachers_that_are_not_trained_yet_are_not_planned(tmp_path: Path) -> None:
+    wish = distillation(tmp_path, teachers=(tw.Teacher(name="c", model=wide, inputs="x"), *untrained(tmp_path, *"ab")))
+    for asked in (wish, tw.TwoStage(distillation=wish, unlabelled=wish.student.train)):
+        with pytest.raises(PlanError, match="not trained yet: a, b;") as caught:
+            tw.plan(asked)
+        assert caught.value.where == "run 'run-a', run 'run-b'" and "tw.distill(...) trains" in caught.value.remedy
+
+
+def test_the_plan_of_a_recipe_is_that_of_the_stage_whose_turn_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tw.SelfDistillation(distillation=distillation(tmp_path, teachers=()))
+    assert "A100" in str(tw.plan(recipe, cluster="1x2xA100-80GB"))
+    assert "the plan of student-generation-0, of the stages student-generation-0, student" in capsys.readouterr().err
+    log = RunLog(open_store(str(tmp_path)), "student-generation-0")
+    log.release(log.acquire(Owner.here(), {}).token, "done")
+    with pytest.raises(PlanError, match="tried where it runs"):  # it is a distillation's
+        tw.plan(recipe, cluster="1x2xA100-80GB")
+    assert "the plan of student, of" in capsys.readouterr().err
+
+
+def test_a_search_has_no_plan(tmp_path: Path) -> None:
+    wish = distillation(tmp_path)
+    student = wish.student.replace(evaluate=wish.student.train, metrics={"accuracy": right})
+    with pytest.raises(PlanError, match="a Search is many runs"):
+        tw.plan(tw.Search(distillation=wish.replace(student=student)))  # type: ignore[call-overload]
 
 
 def test_the_ways_are_not_planned_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:

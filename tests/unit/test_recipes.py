@@ -1,0 +1,95 @@
+"""A recipe that is begun again: what of it has begun and what has not, whenever it is killed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests.unit.test_ways import distillation
+from trainwright.core.errors import CheckpointError, RunFinished
+from trainwright.distilling.recipes import Stage
+from trainwright.log import Owner, RunLog
+from trainwright.store import open_store
+
+FIRST, SECOND, THIRD = "student-generation-0", "student-generation-1", "student"
+
+
+class Killed(Exception):
+    """The driver is gone."""
+
+
+@dataclass
+class Driver:
+    """Takes runs as a driver does and finishes them, or dies.
+
+    Attributes:
+        dies: with the run of this name, before it takes it or when it has it.
+        trained: names of runs, and whether they began again.
+    """
+
+    dies: tuple[str, str] = ("", "")
+    trained: list[tuple[str, bool]] = field(default_factory=list)
+
+    def __call__(self, stage: Stage, *, fresh: bool, **_: Any) -> Any:
+        job = stage if isinstance(stage, tw.Job) else stage.student
+        log = RunLog(open_store(job.storage), job.name, dead=lambda owner: True)
+        head = log.head()
+        if head is not None and head.outcome == "done" and not fresh:
+            raise RunFinished("it is finished")
+        if self.dies == (job.name, "before"):
+            raise Killed
+        entry = log.acquire(Owner.here(), {}, fresh=fresh)
+        self.trained.append((job.name, fresh))
+        if self.dies == (job.name, "within"):
+            raise Killed
+        log.release(entry.token, "done")
+        return SimpleNamespace(state="done")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> tw.SelfDistillation:
+    """Of three stages."""
+    return tw.SelfDistillation(distillation=distillation(tmp_path, teachers=()), generations=2)
+
+
+def drive(
+    recipe: tw.SelfDistillation, monkeypatch: pytest.MonkeyPatch, *dies: str, fresh: bool = False
+) -> list[tuple[str, bool]]:
+    """What a call trained, which was killed where that is said."""
+    driver = Driver(dies=(dies[0], dies[1]) if dies else ("", ""))
+    for name in ("fit", "distill"):
+        monkeypatch.setattr(f"trainwright.api.{name}", driver)
+    if dies:
+        with pytest.raises(Killed):
+            recipe.distill(fresh=fresh)
+    else:
+        assert recipe.distill(fresh=fresh).state == "done"
+    return driver.trained
+
+
+def test_each_stage_begins_again_once(recipe: tw.SelfDistillation, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drive(recipe, monkeypatch) == [(FIRST, False), (SECOND, False), (THIRD, False)]
+    assert recipe.last().student.name == THIRD
+    assert drive(recipe, monkeypatch, SECOND, "before", fresh=True) == [(FIRST, True)]
+    with pytest.raises(CheckpointError, match=f"'{SECOND}' is to begin afresh, and has not yet"):
+        recipe.last()
+    upcoming: Any = recipe.upcoming()
+    assert upcoming.student.name == SECOND
+    assert drive(recipe, monkeypatch, SECOND, "before") == [], "the first has begun again, and is finished"
+    assert drive(recipe, monkeypatch, SECOND, "within") == [(SECOND, True)]
+    assert drive(recipe, monkeypatch, THIRD, "within") == [(SECOND, False), (THIRD, True)]
+    assert recipe.last().student.name == THIRD
+    assert drive(recipe, monkeypatch) == [(THIRD, False)]
+    with pytest.raises(RunFinished):
+        drive(recipe, monkeypatch)
+
+
+def test_who_asks_again_has_all_of_it_begin_again(recipe: tw.SelfDistillation, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drive(recipe, monkeypatch, FIRST, "before", fresh=True) == []
+    assert drive(recipe, monkeypatch, THIRD, "within") == [(FIRST, True), (SECOND, True), (THIRD, True)]
+    assert drive(recipe, monkeypatch, fresh=True) == [(FIRST, True), (SECOND, True), (THIRD, True)]
