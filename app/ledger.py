@@ -26,6 +26,8 @@ class RunLedger:
         cursor: the data position after so many steps.
         facts: small values kept in every manifest.
         note: takes a line for the user; from the storage thread.
+        begin: takes the token when the run is this driver's, and has storage hold what was told of the beginning: no
+            worker has been asked for by then.
         tell: has storage hold the events so far, before the log names a checkpoint and before it is given back:
             whoever goes on from there, though this driver was killed, knows of all that was before.
     """
@@ -41,6 +43,7 @@ class RunLedger:
         cursor: Callable[[int], Cursor],
         facts: Mapping[str, Any],
         note: Callable[[str], object],
+        begin: Callable[[int], object],
         tell: Callable[[], object],
     ) -> None:
         self._store, self._run = store, run
@@ -49,7 +52,7 @@ class RunLedger:
         self._cursor, self._facts = cursor, dict(facts)
         self._heartbeat: Heartbeat | None = None
         self._token = 0
-        self._note, self._tell = note, tell
+        self._note, self._begin, self._tell = note, begin, tell
 
     def acquire(self) -> m.Acquired:
         """Take the run and find its newest whole checkpoint; what was passed over is noted.
@@ -71,6 +74,7 @@ class RunLedger:
             )
         for text in notes:
             self._note(text)
+        self._begin(entry.token)
         return m.Acquired(token=entry.token, head=head)
 
     def say(self, **facts: Any) -> None:

@@ -64,6 +64,7 @@ class Session:
             cursor=_schedule(prepared).cursor,
             facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
             note=lambda text: self._journal.write(events.Noted(text=text)),
+            begin=self._open_journal,
             tell=self.flush,
         )
         # First: the feeder's actors take what a look at a row needs.
@@ -118,8 +119,6 @@ class Session:
             for text in self._feeding.news():
                 self._journal.write(events.Noted(text=text))
             event = self._world.next()
-            if isinstance(event, m.Acquired):
-                self._open_journal(event)
             state, effects = decide(state, event, time.monotonic())
 
     def _settings(self) -> Settings:
@@ -187,13 +186,13 @@ class Session:
         gpus = cluster.accelerators - used if cluster.accelerator == "GPU" else 0
         return Feeding(prepared.job, prepared.train, prepared.evaluate, cpus=plan.placement.data_cpus, gpus=gpus)
 
-    def _open_journal(self, acquired: m.Acquired) -> None:
+    def _open_journal(self, token: int) -> None:
         plan = self._decision.chosen
-        self._journal.open(acquired.token)
+        self._journal.open(token)
         self._journal.write(
             events.RunStarted(
                 run=self._prepared.job.name,
-                token=acquired.token,
+                token=token,
                 job=self._prepared.description,
                 plan=asdict(plan),
                 rejected=others_of(self._decision),
@@ -207,6 +206,7 @@ class Session:
         )
         for text in self._notes:
             self._journal.write(events.Noted(text=text))
+        self._journal.flush()
 
 
 def _schedule(prepared: Prepared) -> Schedule:

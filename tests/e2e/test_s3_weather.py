@@ -355,7 +355,7 @@ def test_a_run_that_cannot_be_given_back_is_over_all_the_same(scene: Scene) -> N
     notes: list[str] = []
     ledger = RunLedger(
         scene.impatient(), "other", job={}, keep=2, fresh=False, cursor=lambda step: Cursor(), facts={},
-        note=notes.append, tell=lambda: None,
+        note=notes.append, begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
     assert ledger.acquire().head is None
     scene.weather.add(Fault(kind="answer", status=500))

@@ -86,7 +86,7 @@ def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
     store = open_store(job.storage)
     ledger = RunLedger(
         store, job.name, job={}, keep=3, fresh=False, cursor=lambda step: Cursor(), facts={}, note=print,
-        tell=lambda: None,
+        begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
     acquired = ledger.acquire()
     path, parent = checkpoint_path(steps, acquired.token), acquired.head.path if acquired.head else ""

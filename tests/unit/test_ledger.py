@@ -11,16 +11,25 @@ from trainwright.checkpoints import CheckpointWriter
 from trainwright.core.checkpoint import FileEntry, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.errors import CheckpointError, StorageError
+from trainwright.core.events import Noted
 from trainwright.driver import messages as m
+from trainwright.journal import Journal, read_events
 from trainwright.ledger import RunLedger
 from trainwright.log import RunLog
 from trainwright.store import open_store
 
 
-def ledger(folder: Path, notes: list[str], *, fresh: bool = False, tell: Callable[[], object] = list) -> RunLedger:
+def ledger(
+    folder: Path,
+    notes: list[str],
+    *,
+    fresh: bool = False,
+    begin: Callable[[int], object] = int,
+    tell: Callable[[], object] = list,
+) -> RunLedger:
     return RunLedger(
         open_store(str(folder)), "run", job={}, keep=2, fresh=fresh, cursor=lambda step: Cursor(position=step),
-        facts={}, note=notes.append, tell=tell,
+        facts={}, note=notes.append, begin=begin, tell=tell,
     )  # fmt: skip
 
 
@@ -61,6 +70,25 @@ def test_events_are_stored_before_the_log_names_a_checkpoint_and_before_it_is_gi
     owner.commit(commit(tmp_path, 10, first.path))
     owner.give_up()
     assert named == [(0, True), (1, True), (2, True)]
+
+
+def test_the_beginning_is_stored_before_anything_is_asked_for(tmp_path: Path) -> None:
+    """So that a driver killed in its first seconds has left what it was told of the runs before this one."""
+    journal = Journal(open_store(str(tmp_path)), "run")
+
+    def begin(token: int) -> None:
+        journal.open(token)
+        journal.write(Noted(text="rows 0 to 9 begin again elsewhere"))
+        assert journal.flush()
+
+    owner = ledger(tmp_path, [], begin=begin)
+    acquired = owner.acquire()
+    (event,) = read_events(open_store(str(tmp_path)), "run")
+    assert isinstance(event, Noted) and event.text == "rows 0 to 9 begin again elsewhere"
+    head = RunLog(open_store(str(tmp_path)), "run").head()
+    assert head is not None and head.token == acquired.token
+    owner.give_up()
+    journal.close()
 
 
 def test_files_that_the_driver_cannot_see_are_no_checkpoint(tmp_path: Path) -> None:
