@@ -25,6 +25,7 @@ from trainwright.core.errors import (
     UserCodeError,
 )
 from trainwright.core.events import Steps
+from trainwright.core.secrets import without_secrets
 from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
 from trainwright.keeper import Fetch, Shelf
 from trainwright.notices import Notices
@@ -278,6 +279,13 @@ def _accelerators() -> tuple[str, ...]:
 
 
 def _failure(error: Exception, where: str) -> Failure:
+    """What is told of it. The secrets of this process stay here."""
+    failure = _classified(error, where)
+    failure.error.hide(without_secrets)
+    return failure
+
+
+def _classified(error: Exception, where: str) -> Failure:
     if isinstance(error, NonFiniteLoss) and error.elsewhere:
         return Failure(kind="peer", error=error)
     for kinds, kind in _KINDS:

@@ -13,6 +13,7 @@ import typer
 
 from trainwright.chaoscommand import chaos
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, nearest
+from trainwright.core.secrets import without_secrets
 from trainwright.datacommands import data as data_commands
 from trainwright.simulatecommand import simulate
 
@@ -296,7 +297,7 @@ def main() -> None:
 
 
 def _die(error: TrainwrightError, code: int) -> None:
-    print(f"error: {error}", file=sys.stderr)
+    print(without_secrets(f"error: {error}"), file=sys.stderr)
     sys.exit(code)
 
 

@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 from trainwright.core.job import Job
+from trainwright.core.secrets import without_secrets
 from trainwright.datasets.sources import Index
 
 # Fields that say where or how fast a job runs, and never what it computes.
@@ -29,13 +30,13 @@ _PLACE = re.compile(r" at 0x[0-9a-f]+")  # where an object without a repr of its
 
 
 def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
-    """Every field of the job as text; the same job gives the same text in another process.
+    """Every field of the job as text, without secrets; the same job gives the same text in another process.
 
     Args:
         train: index of the training set.
         evaluate: index of the evaluation set.
     """
-    words = {name: _text(getattr(job, name)) for name in type(job).model_fields}
+    words = {name: without_secrets(_text(getattr(job, name))) for name in type(job).model_fields}
     for name, index in (("train", train), ("evaluate", evaluate)):
         dataset = getattr(job, name)
         if dataset is not None:

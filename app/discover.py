@@ -23,10 +23,10 @@ def connect(verbose: bool = False) -> bool:
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS") or "local"
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         quiet["include_dashboard"] = False
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it ends with this process; others ask for their token
     try:
         ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError) as error:

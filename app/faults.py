@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
 
 from trainwright.core.errors import StorageError, StoreDown
+from trainwright.core.secrets import without_secrets
 
 
 class MissingFile(StorageError):
@@ -117,7 +117,6 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], Fault], ...] = (
     (re.compile(r"kind: Connect|dns error"), _UNREACHABLE),
     (re.compile(r"kind: (Request|Interrupted|Decode|Unknown|Body)|request or response body error"), _CUT),
 )
-_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
 _LONGEST = 200
 
 
@@ -174,8 +173,5 @@ def _number(error: Exception) -> int:
 def _scrubbed(text: str) -> str:
     """The first line, short, without the value of any secret in the environment and without a reply's body."""
     line = text.partition("\n")[0].partition("<")[0].strip(" :.")
-    for name, value in os.environ.items():
-        if len(value) >= 4 and _SECRET_NAME.search(name):
-            line = line.replace(value, "***")
-    line = re.sub(r"//[^/@\s]*@", "//", line)
+    line = re.sub(r"//[^/@\s]*@", "//", without_secrets(line))
     return line[:_LONGEST] or "the store failed and gave no reason"

@@ -19,6 +19,7 @@ from typing import Protocol, Self
 from trainwright.backlog import Backlog
 from trainwright.core.errors import StorageError, TrainwrightError
 from trainwright.core.events import Event, Noted, from_json
+from trainwright.core.secrets import json_without_secrets
 
 # A batch is at most this old when it is written: seconds at first, so that a reader sees a young run move, then a
 # hundredth of the run's age, so that a long run has few files.
@@ -167,7 +168,8 @@ class Journal:
             if self._sealed is None and self._pending.items:
                 self._lost_steps += self._pending.steps_dropped
                 self._lost_lesser += self._pending.lesser_dropped
-                self._sealed = "".join(f"{event.to_json()}\n" for event in self._pending.take()).encode()
+                lines = (json_without_secrets(event.to_json()) for event in self._pending.take())
+                self._sealed = "".join(f"{line}\n" for line in lines).encode()
             return self._sealed is not None
 
     def _say_failing(self, error: Exception) -> None:

@@ -17,8 +17,18 @@ _WILD = re.compile(r"[*?\[]")
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """A local path made absolute, so that it means the same in a worker; a URI as it is."""
+    """A local path made absolute, so that it means the same in a worker; a URI as it is.
+
+    Raises DataError for an address with a password.
+    """
     text = os.fspath(path)
+    user, found, _ = text.partition("://")[2].partition("/")[0].rpartition("@")
+    if found and ":" in user:
+        raise DataError(
+            "the address has a password in it, which would be shown wherever the data set is named",
+            where=text.replace(f"{user}@", "***@"),
+            remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what the store takes, in the environment",
+        )
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -32,8 +32,20 @@ class TrainwrightError(Exception):
         detail = f"{self.detail.rstrip()}\n" if self.detail else ""
         return f"{detail}{self.summary}"
 
+    def hide(self, rewrite: Callable[[str], str]) -> None:
+        """Rewrite every text of it, such as to leave secrets out."""
+        for name, value in self.__dict__.items():
+            self.__dict__[name] = _rewritten(value, rewrite)
+        self.args = _rewritten(self.args, rewrite)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rewritten(value: Any, rewrite: Callable[[str], str]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_rewritten(item, rewrite) for item in value)
+    return rewrite(value) if isinstance(value, str) else value
 
 
 def _rebuild(kind: type[TrainwrightError], state: dict[str, Any]) -> TrainwrightError:

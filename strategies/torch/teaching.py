@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -49,6 +50,12 @@ def outlined(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
+_UNFIT = (
+    *(RuntimeError, OSError, ValueError, TypeError, AttributeError, safetensors.SafetensorError),
+    pickle.UnpicklingError,  # torch refuses to call what a .pt file names
+)
+
+
 def take_file(model: nn.Module, path: str) -> nn.Module:
     """Give a model the weights of a file that `export` wrote. Raises CheckpointError where they do not fit."""
     try:
@@ -56,7 +63,7 @@ def take_file(model: nn.Module, path: str) -> nn.Module:
             safetensors.torch.load_model(model, path)
         else:
             model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except (RuntimeError, OSError, ValueError, TypeError, safetensors.SafetensorError, AttributeError) as error:
+    except _UNFIT as error:
         raise CheckpointError(
             f"the weights do not fit the model: {error}",
             where=path,

@@ -103,13 +103,14 @@ def test_the_driver_is_killed(
         f"job = server_jobs.job(Path({str(folder)!r}), {framework!r}, consistency={consistency!r}, gate=18)\n"
     )
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
-        processes.wait_until(lambda: committed(folder) >= 10, driver)
+        processes.wait_until(lambda: committed(folder) > 0, driver)
         processes.kill(driver)
+    saved = committed(folder)
     (tmp_path / "gate").touch()
     run = tw.fit(server_jobs.job(folder, framework, consistency=consistency, gate=18), resume=True)
     assert run.state == "done"
     formed: Any = told(folder, "faulty", events.Formed)
-    assert len(formed) == 2 and formed[1].step >= 10
+    assert len(formed) == 2 and formed[1].step >= saved
     assert formed[1].survivors == (4 if framework == "torch" else 0)
     check_end(framework, consistency, folder, unbroken)
 

@@ -1,0 +1,38 @@
+"""A worker's error that quotes a secret: nothing that is stored or said has it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainwright as tw
+from tests.faults.test_wrong_jobs import job, squared
+from trainwright.core.errors import UserCodeError
+from trainwright.core.secrets import HIDDEN
+from trainwright.views import logs, show
+
+CANARY = "canary-of-a-worker/7+x="
+
+
+def telling(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    os.environ["CANARY_API_KEY"] = CANARY  # as the node's environment has it
+    if outputs.requires_grad:
+        raise PermissionError(f"403 for key {os.environ['CANARY_API_KEY']}")
+    return squared(outputs, targets)
+
+
+def test_a_secret_in_a_workers_error_is_told_to_nobody(
+    tmp_path: Path, ray_cluster: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserCodeError, match="403 for key") as caught:
+        tw.fit(job(tmp_path, loss=telling, failures=0))
+    assert HIDDEN in str(caught.value)
+    storage = str(tmp_path / "runs")
+    said = f"{caught.value}{show(storage, 'wrong').data}{[*logs(storage, 'wrong', as_json=True)]}{capfd.readouterr()}"
+    stored = {str(path): path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert "403 for key" in said and CANARY not in said
+    assert any(b"403 for key" in data for data in stored.values()), "the run tells of the error"
+    assert [path for path, data in stored.items() if CANARY.encode() in data] == []

@@ -1,0 +1,100 @@
+"""What must not be told is not: in events, descriptions, errors and addresses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainwright as tw
+from trainwright.core.errors import DataError, JobError, UserCodeError
+from trainwright.core.events import Failed
+from trainwright.core.secrets import HIDDEN, is_secret, json_without_secrets, without_secrets
+from trainwright.describe import describe
+from trainwright.journal import Journal, read_events
+from trainwright.store import open_store
+
+CANARY = 'canary/"of\\mine"+='
+"""As unusual as a secret may be."""
+
+SECRET = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_SAS_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_APIKEY", "MLFLOW_TRACKING_PASSWORD",
+    "RAY_AUTH_TOKEN", "github_token",
+)  # fmt: skip
+PLAIN = (
+    "TOKENIZERS_PARALLELISM", "KEYBOARD", "PATH", "MONKEYS", "RAY_AUTH_TOKEN_PATH", "SSH_AUTH_SOCK", "HOME",
+    "GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANARY_TOKEN", CANARY)
+
+
+def test_names_say_what_is_secret() -> None:
+    assert [name for name in SECRET if not is_secret(name)] == []
+    assert [name for name in PLAIN if is_secret(name)] == []
+
+
+@given(before=st.text(), value=st.text(min_size=6), after=st.text())
+def test_no_secret_is_left_in_any_text(before: str, value: str, after: str) -> None:
+    environment = {"MY_TOKEN": value, "OTHER": "x"}
+    assert value not in without_secrets(before + value + after, environment).replace(HIDDEN, "")
+    (hidden,) = json.loads(json_without_secrets(json.dumps([before + value + after]), environment))
+    assert value not in hidden.replace(HIDDEN, "")
+
+
+def test_what_is_no_secret_stays() -> None:
+    text = "the learning rate true is no number"
+    assert without_secrets(text, {"SOME_KEY": "true", "PATH": "learning rate"}) == text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserCodeError(f"refused: {CANARY}", where=f"at {CANARY}", remedy=CANARY, detail=f"a\n{CANARY}"),
+        JobError([f"x={CANARY}"], where=CANARY),
+    ],
+)
+def test_every_text_of_an_error_is_rewritten(error: UserCodeError | JobError) -> None:
+    error.hide(without_secrets)
+    assert HIDDEN in str(error) and CANARY not in f"{error}{error.args}{error.__dict__}"
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and CANARY.encode() not in pickle.dumps(error)
+
+
+def test_events_reach_storage_without_them(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with Journal(store, "run") as journal:
+        journal.open(1)
+        journal.write(Failed(cause=f"refused {CANARY}", detail=CANARY))
+    (event,) = read_events(store, "run")
+    assert isinstance(event, Failed) and event.cause == f"refused {HIDDEN}"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and json.dumps(CANARY)[1:-1] in path.read_text()]
+
+
+def test_a_job_is_described_without_them() -> None:
+    def loss(outputs: object, targets: object, address: str = "x") -> object:
+        return outputs
+
+    rows = tw.datasets.table({"x": [1.0], "y": [1.0]})
+    job = tw.Job(
+        name="told", model=dict, optimizer=list, loss=loss, train=rows, inputs="x", targets="y", batch_size=1,
+        storage=f"runs/{os.environ['CANARY_TOKEN']}",
+    )  # fmt: skip
+    assert CANARY not in str(describe(job)) and HIDDEN in describe(job)["storage"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "json_lines", "tfrecord", "webdataset", "arrow", "images", "text"])
+def test_an_address_with_a_password_is_no_data_set(kind: str) -> None:
+    with pytest.raises(DataError, match="has a password in it") as caught:
+        getattr(tw.datasets, kind)("s3://me:pass-word@bucket/train")
+    assert "pass-word" not in str(caught.value) and "s3://***@bucket/train" in str(caught.value)
+    assert "AWS_SECRET_ACCESS_KEY" in caught.value.remedy
