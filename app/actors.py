@@ -66,11 +66,13 @@ class Berth:
     Attributes:
         slot: of which it holds the bundle; None for a spare beside others.
         run: the run's name in the cluster.
+        lent: ids of the accelerators of a seat that is another's; None where Ray gives the process its own.
     """
 
     worker: int
     slot: int | None
     run: str
+    lent: tuple[str, ...] | None = None
 
 
 class WorkerProcess:
@@ -80,7 +82,7 @@ class WorkerProcess:
         self._berth, self._token = berth, token
         self._rank = -1  # that it was given last
         self._turn = threading.Condition()  # guards the token
-        self._orphanage = Orphanage()
+        self._orphanage = Orphanage(lent=berth.lent is not None)
         self._notices = Notices(order.preemption_s)  # here, since this is the main thread
         self._where = f"worker {berth.worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
@@ -94,6 +96,8 @@ class WorkerProcess:
         a spare it is told at once.
         """
         gc.disable()  # until the engine is built: imports make no garbage, and looking for some takes an eighth longer
+        if self._berth.lent is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._berth.lent)
         try:
             self._worker = Worker(self._order, socket.gethostname(), fetch_from(self._berth.run))
             if spare:
@@ -104,7 +108,7 @@ class WorkerProcess:
             node=socket.gethostname(),
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            accelerators=_accelerators(),
+            accelerators=_accelerators(self._berth),
             trouble=self._broken.error.summary if spare and self._broken else "",
         )
 
@@ -176,7 +180,7 @@ class WorkerProcess:
         here, berth, (plan, step) = ray.get_runtime_context(), self._berth, self._worker.held
         living = Living(
             worker=berth.worker, node=socket.gethostname(), pid=os.getpid(), slot=berth.slot,
-            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(), home=here.get_node_id(),
+            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(berth), home=here.get_node_id(),
             plan=plan, step=step,
         )  # fmt: skip
         return Adopted(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
@@ -272,8 +276,10 @@ def fetch_from(run: str) -> Fetch:
     return fetch
 
 
-def _accelerators() -> tuple[str, ...]:
-    """Ids of those that Ray gave this process."""
+def _accelerators(berth: Berth) -> tuple[str, ...]:
+    """Ids of those that Ray gave this process, or of its seat."""
+    if berth.lent is not None:
+        return berth.lent
     ids = ray.get_runtime_context().get_accelerator_ids()
     return tuple(str(number) for numbers in ids.values() for number in numbers)
 

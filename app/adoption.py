@@ -51,11 +51,12 @@ class Orphanage:
 
     Args:
         last: to do before.
+        lent: the bundle is another's, who gives it back.
     """
 
-    def __init__(self, last: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, last: Callable[[], object] = lambda: None, *, lent: bool = False) -> None:
         self._last = last
-        self._group: PlacementGroup | None = ray.util.get_current_placement_group()
+        self._group: PlacementGroup | None = None if lent else ray.util.get_current_placement_group()
         self._heard_s = time.monotonic()
         threading.Thread(target=self._look, name="trainwright-orphanage", daemon=True).start()
 

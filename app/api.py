@@ -170,7 +170,9 @@ def distill(
     """
     from trainwright.distilling.spec import Distillation
     from trainwright.distilling.training import train
+    from trainwright.raytrain import refuse
 
+    refuse("tw.distill", "call it from the driver, or train each student's job with tw.fit")
     if not isinstance(distillation, Distillation):
         return distillation.distill(resume=resume, fresh=fresh, verbose=verbose)
     return train(distillation, resume=resume, fresh=fresh, verbose=verbose, judge=judge)

@@ -54,6 +54,14 @@ def discover() -> Cluster:
     return Cluster(nodes=nodes)
 
 
+def nodes_by_id() -> dict[str, Node]:
+    """The living nodes of the connected cluster, by Ray's id of them."""
+    import ray
+
+    listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {facts["NodeID"]: _node(facts) for facts in listed if facts["Alive"]}
+
+
 def _node(facts: Mapping[str, Any]) -> Node:
     resources: Mapping[str, float] = facts["Resources"]
     accelerator = next((name for name in ACCELERATORS if resources.get(name, 0) >= 1), "")

@@ -20,6 +20,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.bundles import devices
 from trainwright.driver.decide import begin, decide
 from trainwright.driver.layouts import Layouts
+from trainwright.driver.rooms import Room
 from trainwright.driver.settings import Settings
 from trainwright.driver.world import World
 from trainwright.feeding import Feeding
@@ -46,12 +47,20 @@ class Session:
     Args:
         fresh: begin the run of this name again.
         notes: of what happened before, to be told in the run.
+        room: for the workers; by default it is asked of Ray.
     """
 
     def __init__(
-        self, prepared: Prepared, decision: Decision, *, fresh: bool = False, notes: Sequence[str] = ()
+        self,
+        prepared: Prepared,
+        decision: Decision,
+        *,
+        fresh: bool = False,
+        notes: Sequence[str] = (),
+        room: Room | None = None,
     ) -> None:
         self._prepared, self._decision, self._fresh, self._notes = prepared, decision, fresh, notes
+        self._room = room
         job = prepared.job
         self._layouts = _layouts(prepared, decision)
         self._journal = Journal(prepared.store, job.name)
@@ -71,7 +80,8 @@ class Session:
         self._row = job.train.row(prepared.train, job.columns) if job.train.stateful else None
         self._feeding = self._fed()
         self._journal.listen(self._feeding)
-        self._world = World(self._order(), self._ledger, self._journal.write, elastic=job.elastic, fresh=fresh)
+        order, write = self._order(), self._journal.write
+        self._world = World(order, self._ledger, write, elastic=job.elastic, fresh=fresh, room=room)
 
     @property
     def store(self) -> Store:
@@ -172,7 +182,7 @@ class Session:
             run=job.name,
             train=prepared.train,
             evaluate=prepared.evaluate,
-            identity=_identity(prepared, self._decision.chosen, self._layouts),
+            identity=_identity(prepared, self._decision.chosen, self._layouts, self._room),
             preemption_s=job.preemption_s,
             fetcher=self._feeding.train,
             evaluate_fetcher=self._feeding.evaluate,
@@ -220,13 +230,14 @@ def _layouts(prepared: Prepared, decision: Decision) -> Layouts | None:
     return layouts_of(job, question, decision.contenders or (decision.chosen,))
 
 
-def _identity(prepared: Prepared, plan: Plan, layouts: Layouts | None) -> str:
-    """Of job, data and plan, as far as a worker process is good for nothing else."""
+def _identity(prepared: Prepared, plan: Plan, layouts: Layouts | None, room: Room | None) -> str:
+    """Of job, data, plan and room that is another's, as far as a worker process is good for nothing else."""
     known = asdict(replace(plan, estimate=None, notes=()))
     lasting = ("batch_size", "precision", "keras_backend", "devices_per_worker", "placement")
     facts = {
         "job": essence(prepared.description),
         "plan": {name: known[name] for name in lasting} if layouts else known,
+        "room": room.name if room is not None else "",
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from trainwright.core.errors import ResourceError
 from trainwright.core.job import Job
 from trainwright.detached import RemoteSession
 from trainwright.discover import connect
+from trainwright.driver.rooms import Room
 from trainwright.planner import Decision
 from trainwright.prepare import Prepared, decide_plan, opens, prepare
 from trainwright.progress import Progress
+from trainwright.raytrain import inside, refuse
 from trainwright.report import ReportListener
 from trainwright.run import Drives, Run
 from trainwright.session import Session
@@ -27,6 +30,8 @@ def ready(
         job, resume, fresh, verbose, detached: as of `tw.start`.
         notes: of what happened before, for a run that is driven from here.
     """
+    if inside():
+        return _ready_inside(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
     own = opens(job) and connect(verbose)
     prepared = prepare(job, resume=resume, fresh=fresh)
     own = connect(verbose) or own
@@ -36,11 +41,26 @@ def ready(
     return heard(prepared, decision, Progress(decision, verbose=verbose), fresh=fresh, notes=notes), decision
 
 
+def _ready_inside(job: Job, detached: bool, **options: Any) -> tuple[Drives, Decision]:
+    """The same in a train function of Ray Train's."""
+    from trainwright.raytrain.driving import ready_inside
+
+    if detached:
+        refuse("tw.start(detached=True)", "leave detached out: FailureConfig(max_failures=...) starts rank 0 again")
+    return ready_inside(job, **options)
+
+
 def heard(
-    prepared: Prepared, decision: Decision, progress: Progress, *, fresh: bool = False, notes: Sequence[str] = ()
+    prepared: Prepared,
+    decision: Decision,
+    progress: Progress,
+    *,
+    fresh: bool = False,
+    notes: Sequence[str] = (),
+    room: Room | None = None,
 ) -> Session:
-    """What drives a run, heard by who shows it and by all who keep what they hear."""
-    session = Session(prepared, decision, fresh=fresh, notes=notes)
+    """What drives a run, heard by who shows it and by all who keep what they hear; `room` as of a Session."""
+    session = Session(prepared, decision, fresh=fresh, notes=notes, room=room)
     session.listen(progress)
     session.listen(TensorBoard(prepared.store, prepared.job.name))
     session.listen(ReportListener(prepared.store, prepared.job.name))

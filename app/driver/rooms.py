@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -14,12 +14,38 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainwright.core.arranging import rooms_of, tensor_workers
 from trainwright.core.plan import Plan
-from trainwright.driver.bundles import bundle, bundles
+from trainwright.driver.bundles import bundle, bundles, resources
 
 MOVE_S = 3.0  # room that is there is given at once, but for a busy head
 FULL_S = 30.0  # before room is looked for again
 NODE_LABEL = "ray.io/node-id"
 _STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
+
+
+class Room(Protocol):
+    """Where a run's processes are placed."""
+
+    @property
+    def name(self) -> str:
+        """Of this room, where it is another's, and no other; else of all rooms of the run."""
+
+    def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
+        """Ray's options for a slot's process, or for one that takes nothing from the slot that it stands beside."""
+
+    def lent(self, slot: int) -> tuple[str, ...] | None:
+        """Ids of the accelerators that another process holds for a slot; None where Ray gives a slot its own."""
+
+    def found(self, slot: int, node_id: str) -> None:
+        """A slot's process runs on this node."""
+
+    def shun(self, node_id: str) -> None:
+        """Place nothing on this node from now on, where there is another."""
+
+    def inherit(self, slot: int, group: PlacementGroup) -> None:
+        """A slot's bundle of one who was taken over."""
+
+    def give_back(self) -> None:
+        """All of it."""
 
 
 class Rooms:
@@ -39,7 +65,7 @@ class Rooms:
         self._placement, self._elastic, self._workers = plan.placement, elastic, plan.workers
         self._first = plan.processes - plan.workers  # slot of a worker
         self._served: PlacementGroup | None = None
-        self._name, self._lifetime = name, "detached" if lasting else None
+        self.name, self._lifetime = name, "detached" if lasting else None
         self._together = 1 if elastic else tensor_workers(plan.mesh, plan.devices_per_worker)
         self._ends: tuple[int, ...] = ()  # the first slot after each bundle of the one group
         self._groups: dict[int, PlacementGroup] = {}
@@ -65,6 +91,14 @@ class Rooms:
             self._hold(self._reserve())
         index = sum(end <= slot - self._first for end in self._ends)
         return PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=index)
+
+    def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
+        """Ray's options for a slot's process: what it holds, and where; one beside others holds nothing."""
+        held = {"num_cpus": 0} if beside else resources(self._placement, serves=slot < self._first)
+        return {**held, "scheduling_strategy": self.of(slot)}
+
+    def lent(self, slot: int) -> None:
+        """Ray gives each its own."""
 
     def found(self, slot: int, node_id: str) -> None:
         """A slot's process runs on this node."""
@@ -133,7 +167,7 @@ class Rooms:
         return self._new(bundles(self._placement, shares), strategy=_STRATEGY[bool(self._placement.accelerators)])
 
     def _new(self, bundles: list[dict[str, float]], **options: Any) -> PlacementGroup:
-        name = f"{self._name}/{uuid.uuid4().hex[:12]}"
+        name = f"{self.name}/{uuid.uuid4().hex[:12]}"
         group: PlacementGroup = placement_group(bundles, name=name, lifetime=self._lifetime, **options)
         return group
 

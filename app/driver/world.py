@@ -27,8 +27,7 @@ from trainwright.core.errors import FencedError, RunConflict, TrainwrightError, 
 from trainwright.core.group import Generation
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
-from trainwright.driver.bundles import resources
-from trainwright.driver.rooms import Rooms
+from trainwright.driver.rooms import Room, Rooms
 from trainwright.store import open_store
 from trainwright.workorder import WorkOrder
 
@@ -63,6 +62,7 @@ class World:
         emit: takes each event of the run.
         elastic: the number of workers may change.
         fresh: the run begins again: what lives of it is ended.
+        room: for the workers; by default it is asked of Ray.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class World:
         *,
         elastic: bool = False,
         fresh: bool = False,
+        room: Room | None = None,
     ) -> None:
         self._work, self._order = order, ray.put(order)
         self._uri = open_store(order.storage).uri_of(order.run)
@@ -85,7 +86,7 @@ class World:
         self._fresh = fresh
         self._plan = order.plan
         self._together = order.plan.topology == "collective"
-        self._rooms = Rooms(order.plan, elastic=elastic, name=room_name(self._name))
+        self._rooms: Room = room or Rooms(order.plan, elastic=elastic, name=room_name(self._name))
         self._ledger, self._emit = ledger, emit
         self._queue: queue.SimpleQueue[m.Happening | Callable[[], None]] = queue.SimpleQueue()
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []
@@ -178,13 +179,12 @@ class World:
     def _place(self, effect: m.Place) -> None:
         if effect.worker in self._unwanted:
             return
-        serves = effect.slot < self._plan.processes - self._plan.workers
-        options = {"num_cpus": 0} if effect.beside else resources(self._plan.placement, serves=serves)
         self._slots[effect.worker] = effect.slot
-        spot = self._rooms.of(effect.slot)
+        own, lent = None if effect.beside else effect.slot, self._rooms.lent(effect.slot)
+        options = self._rooms.options(effect.slot, beside=effect.beside)
         options |= lasting(f"{self._name}/worker-{effect.worker}-{self._token}")
-        berth = Berth(worker=effect.worker, slot=None if effect.beside else effect.slot, run=self._name)
-        actor = WORKER.options(scheduling_strategy=spot, **options).remote(self._order, berth, self._token)
+        berth = Berth(worker=effect.worker, slot=own, run=self._name, lent=lent)
+        actor = WORKER.options(**options).remote(self._order, berth, self._token)
         self._actors[effect.worker] = actor
         self._then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
 

@@ -1,0 +1,28 @@
+"""A job inside Ray Train's train function: its workers sit where Ray Train's do, and Ray Train hears how it goes."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from trainwright.core.errors import ResourceError
+
+
+def inside() -> bool:
+    """Whether this process is a worker of Ray Train's. Imports nothing that it has not."""
+    ray: Any = sys.modules.get("ray")
+    train: Any = sys.modules.get("ray.train")
+    if train is None or not ray.is_initialized() or ray.util.get_current_placement_group() is None:
+        return False
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of its first version, where there is no such context
+            return train.get_context().get_world_size() is not None
+    except (RuntimeError, DeprecationWarning):  # elsewhere, and in a function of Ray Tune's
+        return False
+
+
+def refuse(what: str, remedy: str) -> None:
+    """Raises ResourceError inside Ray Train, for what cannot be done there."""
+    if inside():
+        raise ResourceError(f"{what} cannot be called inside Ray Train", where="the train function", remedy=remedy)

@@ -1,0 +1,147 @@
+"""A job in a train function of Ray Train's: the same result in its seats, its figures there, and its failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train.tensorflow import TensorflowTrainer
+from ray.train.torch import TorchTrainer
+from ray.util.placement_group import placement_group_table
+
+import trainwright as tw
+from tests import jobs, keras_jobs
+from tests.processes import wait_for
+from tests.runs import State, final_state, told
+from trainwright.core import events
+from trainwright.raytrain.telling import POINTER
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+SEATS = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})  # all that the cluster has
+KILLED = 12  # steps of which the checkpoint after the tenth is stored
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train looks at its workers oftener than every 2 seconds, and leaves out what is not looked at here."""
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    monkeypatch.setenv("RAY_TRAIN_METRICS_ENABLED", "0")
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+
+
+def trainer(kind: Any, function: Callable[[], Any], folder: Path, failures: int = 0) -> Any:
+    config = RunConfig(
+        name="ray-train", storage_path=str(folder / "ray"), failure_config=FailureConfig(max_failures=failures)
+    )
+    return kind(function, scaling_config=SEATS, run_config=config)
+
+
+def left() -> list[str]:
+    """Actors of ours that have a name, and placement groups that hold something."""
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    table: dict[str, Any] = placement_group_table()
+    groups = [f"group {number}" for number, facts in table.items() if facts["state"] != "REMOVED"]
+    return [item["name"] for item in listed if item["namespace"] == "trainwright"] + groups
+
+
+def torch_job(folder: Path, **fields: Any) -> tw.Job:
+    return jobs.job(folder, evaluate=tw.datasets.table(jobs.data()), **fields)
+
+
+@pytest.fixture(scope="module")
+def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The same run outside of Ray Train."""
+    folder = tmp_path_factory.mktemp("plain")
+    tw.fit(torch_job(folder))
+    return final_state(folder, "faulty")
+
+
+def test_torch(tmp_path: Path, unbroken: State) -> None:
+    job = torch_job(tmp_path, workers=None)
+
+    def train() -> None:
+        run = tw.fit(job)
+        found = {"state": run.state, "metrics": run.metrics, "workers": run.plan.workers}
+        (tmp_path / f"rank-{ray.train.get_context().get_world_rank()}.json").write_text(json.dumps(found))
+
+    result = trainer(TorchTrainer, train, tmp_path).fit()
+    assert final_state(tmp_path, "faulty") == unbroken
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second and first["state"] == "done" and first["workers"] == 2
+    evaluation = {f"evaluation/{name}": value for name, value in first["metrics"].items()}
+    assert evaluation and evaluation.items() <= result.metrics.items()
+    assert result.metrics["step"] == 27 and result.metrics["epoch"] == 3
+    with result.checkpoint.as_directory() as folder:
+        pointer = json.loads((Path(folder) / POINTER).read_text())
+    assert pointer["step"] == 27 and Path(pointer["checkpoint"].removeprefix("file://"), "MANIFEST.json").exists()
+    assert left() == []
+
+
+def test_tensorflow(tmp_path: Path) -> None:
+    tw.fit(keras_jobs.job(tmp_path / "plain", epochs=1))
+    job = keras_jobs.job(tmp_path / "inside", epochs=1, workers=None)
+
+    def train() -> None:
+        assert "TF_CONFIG" in os.environ
+        tw.fit(job)
+
+    result = trainer(TensorflowTrainer, train, tmp_path).fit()
+    assert final_state(tmp_path / "inside", "faulty") == final_state(tmp_path / "plain", "faulty")
+    assert result.metrics["step"] == 9
+    (start,) = told(tmp_path / "inside", "faulty", events.RunStarted)
+    assert any("TF_CONFIG" in note for note in start.plan["notes"])  # type: ignore[attr-defined]
+    assert left() == []
+
+
+def test_a_lost_train_worker_and_a_failure_after_the_end_repeat_nothing(tmp_path: Path, unbroken: State) -> None:
+    """Rank 0's process, which drives, is killed in the middle; then the train function fails once the run is done."""
+    pid, struck, over = (tmp_path / name for name in ("pid", "struck", "over"))
+    paced = jobs.make_step((), str(tmp_path))
+
+    def step(model: Any, batch: Any) -> Any:
+        net = getattr(model, "module", model)
+        if net.training and int(net.steps) == KILLED and jobs.rank() == 0 and not struck.exists():
+            struck.touch()
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+            threading.Event().wait()  # until Ray Train's room goes, and this process with it
+        return paced(model, batch)
+
+    job = torch_job(tmp_path, step=step)
+
+    def train() -> None:
+        if ray.train.get_context().get_world_rank() == 0:
+            pid.write_text(str(os.getpid()))
+        run = tw.fit(job, fresh=True)
+        assert run.state == "done"
+        if not over.exists() and ray.train.get_context().get_world_rank() == 0:
+            over.touch()
+            raise RuntimeError("after the end")
+
+    result = trainer(TorchTrainer, train, tmp_path, failures=2).fit()
+    assert struck.exists() and over.exists()
+    assert final_state(tmp_path, "faulty") == unbroken
+    assert result.metrics["step"] == 27
+    starts: Any = told(tmp_path, "faulty", events.RunStarted)
+    assert len(starts) == 2, "what was done is not done again"
+    placed: Any = told(tmp_path, "faulty", events.Placed)
+    for process in placed:
+        wait_for(lambda process=process: not Path(f"/proc/{process.pid}").exists(), 20)
+    assert left() == []
+
+
+def test_a_wrong_job_is_told_once(tmp_path: Path) -> None:
+    job = torch_job(tmp_path, workers=3)
+    with pytest.raises(WorkerGroupError, match="the job asks for 3 workers, and Ray Train started 2") as caught:
+        trainer(TorchTrainer, lambda: tw.fit(job), tmp_path).fit()
+    assert list(caught.value.worker_failures) == [0]
+    assert "set ScalingConfig(num_workers=3)" in str(caught.value)
+    assert left() == []

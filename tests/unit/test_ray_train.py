@@ -1,0 +1,279 @@
+"""A job inside Ray Train, told without it: who sits where, what does not go together, and what is reported when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainwright as tw
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.errors import PlanError, ResourceError, TrainwrightError
+from trainwright.core.events import Checkpointed, Evaluated, Failed, Steps
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.driver.messages import Finish
+from trainwright.planner import Decision
+from trainwright.raytrain import driving, inside, room
+from trainwright.raytrain.seating import Seat, Seating
+from trainwright.raytrain.telling import Teller
+from trainwright.store import open_store
+
+NODES = {
+    name: Node(name=name, cpus=8.0, memory_bytes=800, accelerators=4, accelerator="GPU", kind="T4") for name in "ab"
+}
+
+
+def seat(rank: int, node: str = "a", *gpus: str, run: str = "run", kind: str = "GPU") -> Seat:
+    return Seat(rank=rank, node_id=node, run=run, accelerator=kind if gpus else "", accelerators=gpus)
+
+
+def seating(*seats: Seat, cpus: float = 2.0) -> Seating:
+    return Seating.of(seats, {one.rank: one.node_id for one in seats}, [{"CPU": cpus}] * len(seats))
+
+
+def job(**fields: Any) -> tw.Job:
+    train = tw.datasets.table({"x": [1, 2]})
+    given = {"name": "run", "model": lambda: None, "optimizer": lambda parameters: None, "train": train}
+    return tw.Job(**{**given, "step": lambda model, batch: None, "batch_size": 8, "storage": "nowhere", **fields})
+
+
+def decision(plan: Plan, *contenders: Plan) -> Decision:
+    nothing: Any = None
+    cluster = Cluster(nodes=())
+    return Decision(
+        chosen=plan, rejected=(), infeasible=(), profile=nothing, cluster=cluster, used=cluster, contenders=contenders
+    )
+
+
+def plan(workers: int = 2, gpus: int = 0, **fields: Any) -> Plan:
+    placement = Placement(cpus=0.5, accelerators=gpus, accelerator="GPU" if gpus else "", threads=7)
+    return Plan(
+        strategy="data_parallel", engine="", mesh=Mesh(data=workers), batch_size=8, placement=placement, **fields
+    )
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8), st.randoms())
+def test_each_rank_has_a_bundle_of_its_own_on_its_node(nodes: list[str], random: Any) -> None:
+    seats = [seat(rank, node) for rank, node in enumerate(nodes)]
+    bundles = dict(enumerate(random.sample(nodes, len(nodes))))
+    random.shuffle(seats)
+    found = Seating.of(seats, bundles, [{"CPU": 1.0}] * len(nodes))
+    assert [one.rank for one in found.seats] == list(range(len(nodes)))
+    assert [bundles[bundle] for bundle in found.bundles] == nodes and len(set(found.bundles)) == len(nodes)
+
+
+def test_the_cluster_is_what_the_seats_have() -> None:
+    found = seating(seat(0, "a", "0"), seat(1, "a", "3"), seat(2, "b", "1")).cluster(NODES)
+    assert [(node.name, node.cpus, node.accelerators, node.kind) for node in found.nodes] == [
+        ("a", 4.0, 2, "T4"),
+        ("b", 2.0, 1, "T4"),
+    ]
+    assert [node.memory_bytes for node in found.nodes] == [400, 200]
+    bare = seating(seat(0), seat(1), cpus=0.0).cluster(NODES)
+    assert bare == Cluster(nodes=(Node(name="a", cpus=2.0, memory_bytes=800),))
+
+
+@pytest.mark.parametrize(
+    ("seats", "told"),
+    [
+        ([seat(0), seat(1, run="other")], "train other runs: 'run' and 'other'"),
+        ([seat(0, "a", "1"), seat(1, "a", "1")], "share the GPU 1"),
+        ([seat(0, "a", "0", kind="TPU")], "does not train on TPUs"),
+    ],
+)
+def test_seats_that_no_job_can_sit_on(seats: list[Seat], told: str) -> None:
+    with pytest.raises(ResourceError, match=told):
+        seating(*seats)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"workers": 3}, r"asks for 3 workers, and Ray Train started 2 .*\n.*num_workers=3"),
+        ({"workers": 1}, r"asks for 1 workers.*\n.*num_workers=1"),
+        ({"min_workers": 3, "max_workers": 4}, r"asks for 3 to 4 workers.*\n.*num_workers=3"),
+    ],
+)
+def test_a_job_for_another_number(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ResourceError, match=told):
+        seating(seat(0), seat(1)).job(job(**fields))
+
+
+def test_a_job_has_as_many_workers_as_seats() -> None:
+    found = seating(seat(0), seat(1)).job(job(min_workers=1, max_workers=4))
+    assert (found.workers, found.min_workers, found.max_workers) == (2, None, None)
+
+
+def test_a_plan_takes_threads_of_its_seats() -> None:
+    found = seating(seat(0), seat(1), cpus=3.0).seated(decision(plan(), plan()), data_cpus=5.0)
+    for each in (found.chosen, *found.contenders):
+        assert (each.placement.threads, each.placement.data_cpus) == (3, 5.0)
+    pair = seating(seat(0, "a", "0"), seat(1, "a", "1"))
+    assert pair.seated(decision(plan(gpus=1)), data_cpus=0.0).chosen.placement.accelerators == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        (plan(1, 2), r"data_parallel is for 1 worker, and Ray Train started 2.*\n.*num_workers=1"),
+        (plan(2, 1), r"workers of 1 GPU, and those of Ray Train have 2 .*\n.*'GPU': 1\}, or devices=2"),
+    ],
+)
+def test_a_plan_for_other_seats(chosen: Plan, told: str) -> None:
+    pair = seating(seat(0, "a", "0", "1"), seat(1, "a", "2", "3"))
+    with pytest.raises(PlanError, match=told):
+        pair.seated(decision(chosen), data_cpus=0.0)
+
+
+def test_workers_sit_in_their_bundles_and_servers_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "PlacementGroupSchedulingStrategy", lambda group, **index: (group, *index.values()))
+    group: Any = object()
+    found = room.SeatRoom(seating(seat(0, "a", "5"), seat(1, "a", "7")), group, plan(2, 1, servers=1))
+    assert [found.options(slot) for slot in range(3)] == [
+        {"num_cpus": 0, "scheduling_strategy": (group, index)} for index in (1, 0, 1)
+    ]
+    assert [found.lent(slot) for slot in range(3)] == [(), ("5",), ("7",)]
+
+
+def test_outside_of_ray_train() -> None:
+    assert not inside()
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def steps(*numbers: int) -> Steps:
+    count = len(numbers)
+    return Steps(
+        step=[*numbers], loss=[float(number) for number in numbers], learning_rate=[0.1] * count,
+        samples=[8] * count, step_s=[0.5] * count, wait_s=[0.0] * count,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def teller() -> Teller:
+    return Teller(10, lambda step, path: {"checkpoint": path, "step": step}, clock=lambda: 0.0)
+
+
+def test_the_end_of_an_epoch_is_told_with_the_newest_figures(teller: Teller) -> None:
+    for number in range(1, 12):
+        teller.on(steps(number))
+    (news,) = first(teller.news())
+    assert news.metrics["step"] == 11 and news.metrics["epoch"] == 2 and news.metrics["train/loss"] == 11.0
+    assert news.metrics["speed/samples_per_s"] == 16.0 and news.pointer == {}
+
+
+def test_an_evaluation_comes_with_the_newest_checkpoint_and_nothing_twice(teller: Teller) -> None:
+    teller.on(Checkpointed(step=5, path="five"))
+    teller.on(Failed())
+    teller.on(Evaluated(step=9, metrics={"loss": 0.5}))
+    news = teller.news()
+    told = next(news)
+    assert told.metrics == {"evaluation/loss": 0.5, "failures": 1}
+    assert told.pointer == {"checkpoint": "five", "step": 5}
+    teller.end()
+    assert list(news) == []
+
+
+def test_the_last_figures_are_told_at_the_end_unless_it_failed(teller: Teller) -> None:
+    teller.on(Checkpointed(step=1, path="one"))
+    assert [news.pointer["step"] for news in first(teller.news())] == [1]
+    teller.on(steps(2))
+    teller.end()
+    assert [(news.metrics["step"], news.pointer["step"]) for news in teller.news()] == [(2, 1)]
+    teller.on(steps(3))
+    teller.end(silently=True)
+    assert list(teller.news()) == []
+
+
+def test_steps_alone_are_told_now_and_then() -> None:
+    now = iter([0.0, 0.005, 0.02, 0.02])
+    teller = Teller(1000, lambda step, path: {}, every_s=0.01, clock=lambda: next(now))
+    teller.on(steps(1))
+    (news,) = first(teller.news())
+    assert news.metrics["step"] == 1 and next(now, None) is None
+
+
+def first(news: Iterator[Any]) -> list[Any]:
+    """What is told now."""
+    return [next(news)]
+
+
+# --- rank 0 -----------------------------------------------------------------------------------------------------------
+
+
+class Desk:
+    """Hears what rank 0 says."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def say(self, word: Any) -> None:
+        self.said.append(word)
+
+    say_last = say
+
+
+class Session:
+    """Tells of two steps, and ends as it is told."""
+
+    store: Any = None
+
+    def __init__(self, end: Callable[[], Finish]) -> None:
+        self.end, self.stops, self.listener = end, 0, SimpleNamespace(on=print)
+
+    def listen(self, listener: Any) -> None:
+        self.listener = listener
+
+    def stop(self, now: bool = False) -> None:
+        self.stops += 1
+
+    def flush(self) -> None:
+        pass
+
+    def run(self) -> Finish:
+        self.listener.on(steps(1, 2))
+        return self.end()
+
+
+def lead(monkeypatch: pytest.MonkeyPatch, end: Callable[[], Finish], report: Callable[[Any], None]) -> Any:
+    monkeypatch.setattr(driving, "_report", report)
+    prepared: Any = SimpleNamespace(store=open_store("nowhere"), job=job(), steps_per_epoch=10)
+    desk, session = Desk(), Session(end)
+    leader = driving.Leader(desk, session, prepared)  # type: ignore[arg-type]
+    return leader.run(), desk.said, session.stops
+
+
+def test_every_rank_reports_and_hears_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    done = Finish(outcome="done", step=2)
+    finish, said, stops = lead(monkeypatch, lambda: done, reported.append)
+    assert finish is done and said[-1] is done and not stops
+    assert [word.metrics["step"] for word in said[:-1]] == [report.metrics["step"] for report in reported] == [2]
+
+
+def test_a_failure_reaches_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Finish(outcome="failed", step=2, error=TrainwrightError("no"))
+    finish, said, _ = lead(monkeypatch, lambda: failed, lambda report: None)
+    assert finish is failed and said == [failed]
+
+
+def test_what_is_no_error_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end() -> Finish:
+        raise KeyError("lost")
+
+    finish, said, _ = lead(monkeypatch, end, lambda report: None)
+    assert said == [finish] and "KeyError: 'lost'" in str(finish.error) and "in end" in finish.error.detail
+
+
+def test_a_report_that_is_refused_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report(_: Any) -> None:
+        raise RuntimeError("Unable to set up cluster storage")
+
+    finish, said, stops = lead(monkeypatch, lambda: Finish(outcome="done", step=2), report)
+    assert stops == 1 and said[-1] is finish and finish.outcome == "failed"
+    assert "did not take a report: Unable to set up" in str(finish.error)
