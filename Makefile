@@ -7,7 +7,7 @@ PYTHON ?=
 ARGS ?=
 MINUTES ?= 30
 BIN := $(VENV)/bin
-CODE := app strategies datasets examples benchmarks tests .ci
+CODE := app clusters strategies datasets examples benchmarks tests .ci
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # with it each of a thousand processes would compile what it imports
@@ -86,7 +86,7 @@ setup: ## make .venv, once
 links:
 	@rm -rf .typing/trainwright && mkdir -p .typing/trainwright
 	@for entry in app/*; do ln -s "../../$$entry" .typing/trainwright/; done
-	@ln -s ../../strategies ../../datasets .typing/trainwright/
+	@ln -s ../../strategies ../../datasets ../../clusters .typing/trainwright/
 
 .PHONY: clean
 clean: ## remove what the checks and builds left behind; keeps .venv, data/ and runs/

@@ -20,7 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-MAPPED = {"app": "trainwright", "strategies": "trainwright/strategies", "datasets": "trainwright/datasets"}
+MAPPED = {"app": "trainwright", "strategies": "trainwright/strategies", "datasets": "trainwright/datasets",
+          "clusters": "trainwright/clusters"}  # fmt: skip
 BRING_YOUR_OWN = {"IPython"}  # used only where it is already loaded: in a notebook
 LEFT_OUT = (".git", ".venv*", ".typing", "build", "dist", "data", "runs", "*.egg-info", "__pycache__", ".*cache")
 
@@ -105,6 +106,10 @@ def test_installed_wheel_runs_away_from_the_checkout(built: Built, tmp_path: Pat
     where = run(sys.executable, "-c", imports, cwd=tmp_path, path=built.installed)
     assert Path(where.strip()).is_relative_to(built.installed)
     assert "fit" in run(sys.executable, "-m", "trainwright", "--help", cwd=tmp_path, path=built.installed)
+    init = ("init", "--cluster", "aws", "--set", "region=eu-west-1", "--out", tmp_path / "mine.yaml")
+    run(sys.executable, "-m", "trainwright", *init, cwd=tmp_path, path=built.installed)
+    written, here = (tmp_path / "mine.yaml").read_text("utf-8"), (ROOT / "cluster.yaml").read_text("utf-8")
+    assert written == here.replace("region: us-west-2", "region: eu-west-1")
     assert "fit" in run(built.installed / "bin" / "trainwright", "--help", cwd=tmp_path, path=built.installed)
 
 

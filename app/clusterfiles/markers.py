@@ -1,0 +1,191 @@
+"""Values that a user changes: each stands on the line below `# CHANGE name: what it is`.
+
+Values are put in by line, so that comments stay; what came of it is read again, by the rules of the file's language.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import yaml
+
+from trainwright.core.errors import TrainwrightError, nearest
+
+_MARK = re.compile(r"^\s*# CHANGE (?P<name>[a-z][a-z0-9_]*): (?P<what>.+?)\s*$")
+_SHELL = re.compile(
+    r"""^(?P<lead>\s*(?:\#SBATCH\s+--[a-z-]+|(?:export\s+)?[A-Za-z_]\w*)=)
+        (?P<value>(?:"[^"]*"|'[^']*'|[^\s"'\#])*)(?P<tail>\s.*|)$""",
+    re.VERBOSE,
+)
+_ANCHOR = re.compile(r"&\w+\s+")
+_PLAIN = re.compile(r"[A-Za-z0-9~/.][A-Za-z0-9_./@~+-]*(:[A-Za-z0-9_./@~+-]+)*")
+
+
+class ClusterFileError(TrainwrightError, ValueError):
+    """A cluster file, or a value for one, is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """A value to change.
+
+    Attributes:
+        name: of the value, once in a file.
+        what: it is.
+        line: the value's, from 1.
+        value: as it stands there, as a text.
+    """
+
+    name: str
+    what: str
+    line: int
+    value: str
+
+    @property
+    def yours(self) -> bool:
+        """Whether the file cannot know it: it says `your …`, and holds a sample."""
+        return self.what.startswith("your ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """The line of a value: what comes before, the value as written, and what comes behind."""
+
+    before: str
+    written: str
+    behind: str
+    shell: bool
+
+    @property
+    def value(self) -> str:
+        """What the written value says."""
+        if self.shell:
+            return "".join(shlex.split(self.written))
+        said = yaml.safe_load(self.written)
+        return said if isinstance(said, str) else self.written
+
+    def holding(self, value: str) -> str:
+        """The line with another value."""
+        return f"{self.before}{self._write(value)}{self.behind}"
+
+    def _write(self, value: str) -> str:
+        if self.shell:
+            return shlex.quote(value)
+        said = yaml.safe_load(self.written)
+        if isinstance(said, list) and not value.startswith("["):
+            return f"[{value}]"
+        if not isinstance(said, str):
+            return value  # a number, a list: as written, and read again at the end
+        return value if _PLAIN.fullmatch(value) and yaml.safe_load(value) == value else _quoted(value)
+
+
+def markers(text: str) -> list[Marker]:
+    """Those of a file, in order. Raises ClusterFileError for a name that comes twice or a line that cannot be read."""
+    lines = text.splitlines()
+    found: dict[str, Marker] = {}
+    for number, line in enumerate(lines, 1):
+        mark = _MARK.match(line)
+        if mark is None:
+            continue
+        below = _line(lines[number]) if number < len(lines) else None
+        if below is None or mark["name"] in found:
+            said = "comes twice" if below else "is followed by no value"
+            raise ClusterFileError(f"CHANGE {mark['name']} {said}", where=f"line {number}", remedy="mend the file")
+        found[mark["name"]] = Marker(name=mark["name"], what=mark["what"], line=number + 1, value=below.value)
+    return list(found.values())
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """The text with these values by name, read again to see that each has arrived.
+
+    Raises:
+        ClusterFileError: there is no such name, or a value cannot stand there.
+    """
+    known = {marker.name: marker for marker in markers(text)}
+    lines = text.splitlines(keepends=True)
+    for name, value in values.items():
+        if name not in known:
+            raise ClusterFileError(
+                f"there is no value {name} in this file", where=f"--set {name}", remedy=nearest(name, known)
+            )
+        if value != known[name].value:
+            lines[known[name].line - 1] = _put(lines[known[name].line - 1], name, value)
+    changed = "".join(lines)
+    _verify(text, changed, values)
+    return changed
+
+
+def _put(line: str, name: str, value: str) -> str:
+    parts = _line(line.rstrip("\n"))
+    assert parts is not None, "markers() has read it"
+    sbatch = line.lstrip().startswith("#SBATCH")
+    if not value or not value.isprintable() or (sbatch and not re.fullmatch(r"[^\s#'\"\\]+", value)):
+        raise ClusterFileError(
+            f"{value!r} cannot stand there", where=f"--set {name}",
+            remedy="leave out spaces, quotes, # and \\" if sbatch else "give one line of text, which is not empty",
+        )  # fmt: skip
+    return parts.holding(value) + ("\n" if line.endswith("\n") else "")
+
+
+def _line(text: str) -> Line | None:
+    """A line with a value, taken apart; None where there is none."""
+    shell = _SHELL.match(text)
+    if shell is not None:
+        return Line(before=shell["lead"], written=shell["value"], behind=shell["tail"], shell=True)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return None
+    whole = node
+    while isinstance(node, yaml.CollectionNode) and not node.flow_style:
+        entry = node.value[0]
+        node = entry[1] if isinstance(entry, tuple) else entry
+    if node is whole or node is None or node.tag == "tag:yaml.org,2002:null":
+        return None
+    start, end = node.start_mark.column, node.end_mark.column
+    anchor = _ANCHOR.match(text, start)
+    start = anchor.end() if anchor else start
+    return Line(before=text[:start], written=text[start:end], behind=text[end:], shell=False)
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+def _verify(before: str, after: str, values: Mapping[str, str]) -> None:
+    """That every value arrived, and no other changed. Raises ClusterFileError."""
+    try:
+        now = {marker.name: marker.value for marker in markers(after)}
+        whole = not _is_yaml(before) or _types(before) == _types(after)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ClusterFileError(
+            f"a value cannot stand in the file: {error}", where="--set", remedy="give one as it stands in the sample"
+        ) from error
+    wanted = {marker.name: marker.value for marker in markers(before)} | dict(values)
+    wrong = sorted(name for name in wanted if now.get(name) not in (wanted[name], f"[{wanted[name]}]"))
+    if wrong or not whole:
+        names = ", ".join(f"--set {name}" for name in wrong or sorted(values))
+        raise ClusterFileError(
+            "a value cannot stand in the file: read again it says something else", where=names,
+            remedy="give a value of the same kind as the sample's: a number for a number, a list for a list",
+        )  # fmt: skip
+
+
+def _is_yaml(text: str) -> bool:
+    return not text.startswith("#!")
+
+
+def _types(text: str) -> list[tuple[str, str]]:
+    """The way to each value and its type."""
+    return [found for document in yaml.safe_load_all(text) for found in _below(document, "")]
+
+
+def _below(value: object, path: str) -> list[tuple[str, str]]:
+    if isinstance(value, dict):
+        return [found for key, below in value.items() for found in _below(below, f"{path}.{key}")]
+    if isinstance(value, list) and any(isinstance(entry, dict | list) for entry in value):
+        return [found for number, below in enumerate(value) for found in _below(below, f"{path}[{number}]")]
+    return [(path, type(value).__name__)]

@@ -1,0 +1,1 @@
+"""The cluster files themselves, so that they travel with the package; `trainwright.clusterfiles` reads them."""
