@@ -28,6 +28,7 @@ from trainwright.core.events import Steps
 from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
 from trainwright.keeper import Fetch, Shelf
 from trainwright.notices import Notices
+from trainwright.strategies.hosts import be_at
 from trainwright.worker import Worker
 from trainwright.workorder import WorkOrder
 
@@ -94,6 +95,7 @@ class WorkerProcess:
         """
         gc.disable()  # until the engine is built: imports make no garbage, and looking for some takes an eighth longer
         try:
+            be_at(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
             self._worker = Worker(self._order, socket.gethostname(), fetch_from(self._berth.run))
             if spare:
                 self._worker.rehearse()
