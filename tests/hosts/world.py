@@ -68,7 +68,7 @@ class World:
         """The head and the others."""
         return [self.hosts[name] for name in CLUSTER]
 
-    def wait(self, what: str, run: str, least: int, patience_s: float = 90.0) -> None:
+    def wait(self, what: str, run: str, least: int, patience_s: float = 150.0) -> None:
         """Until the run has told of so many steps or generations; see `store`."""
         self._ask("wait", what, run, least, patience_s, deadline_s=patience_s + 30)
 
