@@ -29,6 +29,7 @@ from trainwright.core.secrets import without_secrets
 from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
 from trainwright.keeper import Fetch, Shelf
 from trainwright.notices import Notices
+from trainwright.strategies.hosts import be_at
 from trainwright.worker import Worker
 from trainwright.workorder import WorkOrder
 
@@ -99,6 +100,7 @@ class WorkerProcess:
         if self._berth.lent is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._berth.lent)
         try:
+            be_at(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
             self._worker = Worker(self._order, socket.gethostname(), fetch_from(self._berth.run))
             if spare:
                 self._worker.rehearse()

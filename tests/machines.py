@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -73,6 +74,10 @@ class Machine:
         """Send a signal to a process by its number there."""
         self.run("sh", "-c", f"kill -{name} {pid}")
 
+    def end(self) -> None:
+        """Kill all that runs there at once."""
+        os.kill(self.holder, signal.SIGKILL)
+
     def await_port(self, port: int, deadline_s: float = 30.0) -> None:
         """Wait until somebody listens there."""
         self.run(sys.executable, "-S", "-c", CONNECT, port, deadline_s, deadline_s=2 * deadline_s)
@@ -81,7 +86,8 @@ class Machine:
         # The holder itself stays outside of the namespace that its children's process ids are from.
         own = ["--user", "--preserve-credentials"] if os.geteuid() else []
         pids = f"--pid=/proc/{self.holder}/ns/pid_for_children"
-        return ["nsenter", f"--target={self.holder}", *own, "--mount", "--uts", "--net", pids, f"--wd={ROOT}", "--"]
+        spaces = ["--mount", "--uts", "--ipc", "--net", pids]
+        return ["nsenter", f"--target={self.holder}", *own, *spaces, "--", "env", f"--chdir={ROOT}"]
 
 
 def _environment() -> dict[str, str]:
@@ -91,18 +97,23 @@ def _environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def machine(name: str = "") -> Iterator[Machine]:
-    """A machine of its own, until the block is left. `name` is its host name; by default that of this one."""
+def machine(name: str = "", prepare: str = "") -> Iterator[Machine]:
+    """A machine of its own, until the block is left.
+
+    Args:
+        name: of the host; by default that of this one.
+        prepare: shell commands that are run in its namespaces before it is up.
+    """
     own = ["--user", "--map-root-user"] if os.geteuid() else []
     dying = ["setpriv", "--pdeathsig", "KILL", "--"]  # with this process, however that ends
-    command = ["unshare", *own, "--pid", "--fork", "--mount-proc", "--uts", "--net", "--kill-child", "--"]
-    init = ["sh", "-c", SHARED_MEMORY, "-", sys.executable, "-S", "-c", INIT, name]
+    command = ["unshare", *own, "--pid", "--fork", "--mount-proc", "--uts", "--ipc", "--net", "--kill-child", "--"]
+    init = ["sh", "-ec", prepare + SHARED_MEMORY, "-", sys.executable, "-S", "-c", INIT, name]
     holder = subprocess.Popen([*dying, *command, *init], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    made = Machine(holder=holder.pid)
     try:
         assert holder.stdout is not None and holder.stderr is not None
         up = holder.stdout.readline()
         assert up == "up\n", f"no namespaces for a test's machine: {holder.stderr.read()}"
-        made = Machine(holder=holder.pid)
         yield made
     finally:
         holder.kill()
@@ -121,12 +132,12 @@ class Cable:
 
     def cut(self) -> None:
         """Nothing gets through any more, and nobody is told."""
-        _ip(self.one, "link", "set", "cable", "down")
+        ip(self.one, "link", "set", "cable", "down")
 
     def mend(self) -> None:
         """As before."""
-        _ip(self.one, "link", "set", "cable", "up")
-        _ip(self.one, "route", "replace", "default", "via", self.addresses[1])
+        ip(self.one, "link", "set", "cable", "up")
+        ip(self.one, "route", "replace", "default", "via", self.addresses[1])
 
 
 ENDS = ("10.77.0.1", "10.77.0.2")
@@ -163,15 +174,16 @@ class OwnEnd:
 def cable(one: Machine, other: Machine) -> Cable:
     """Connect two machines of which neither has a cable yet; needs the rights of root."""
     addresses = ENDS
-    _ip(one, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(other.holder))
+    ip(one, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(other.holder))
     for end, address, far in ((one, *addresses), (other, *reversed(addresses))):
-        _ip(end, "address", "add", f"{address}/24", "dev", "cable")
-        _ip(end, "link", "set", "cable", "up")
-        _ip(end, "route", "add", "default", "via", far)  # hosts look for their address there; nobody forwards
+        ip(end, "address", "add", f"{address}/24", "dev", "cable")
+        ip(end, "link", "set", "cable", "up")
+        ip(end, "route", "add", "default", "via", far)  # hosts look for their address there; nobody forwards
     return Cable(one=one, addresses=addresses)
 
 
-def _ip(at: Machine, *arguments: str) -> None:
+def ip(at: Machine, *arguments: str) -> None:
+    """`ip` in the network of a machine, with the rights of this process."""
     # Only in its network: names of other processes' namespaces are looked up outside.
     _run("nsenter", f"--net=/proc/{at.holder}/ns/net", "--", "ip", *arguments)
 

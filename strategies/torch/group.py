@@ -24,7 +24,7 @@ from trainwright.strategies.hosts import LOOPBACK, own_host
 from trainwright.strategies.torch import gloo
 from trainwright.strategies.torch.failures import let_go
 
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
 _ENDING_S = 1.0  # a group of which nothing is under way has ended in hundredths
 
@@ -186,17 +186,23 @@ def _one_host(group: Group) -> bool:
 
 @contextmanager
 def _interface(group: Group) -> Iterator[None]:
-    """Make gloo listen where the peers expect this rank; by itself it takes what the host's name resolves to."""
-    own = LOOPBACK if _one_host(group) else group.peers[group.rank].address.host
-    name = interface_of(own)
-    if name is None or _GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_GLOO_INTERFACE] = name
+    """Make gloo and NCCL use the address at which the peers expect this rank, unless the user chose otherwise.
+
+    By itself gloo takes what the host's name resolves to, which may be loopback (Debian's 127.0.1.1), and NCCL the
+    first interface that is neither loopback nor Docker's. NCCL looks once in a process, at a `=` for the exact name.
+    """
+    host = group.peers[group.rank].address.host
+    wanted = {
+        _GLOO_INTERFACE: interface_of(LOOPBACK if _one_host(group) else host),
+        _NCCL_INTERFACE: f"={name}" if (name := interface_of(host)) else None,
+    }
+    ours = {variable: name for variable, name in wanted.items() if name and variable not in os.environ}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        del os.environ[_GLOO_INTERFACE]
+        for variable in ours:
+            del os.environ[variable]
 
 
 def interface_of(host: str) -> str | None:

@@ -1,0 +1,53 @@
+"""Debian packages that the test hosts have and this machine may lack, unpacked into a folder: nothing is installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+PACKAGES = ("openssh-server", "rsync", "munge", "slurmctld", "slurmd", "slurm-client")
+COMMAND_S = 180.0
+# What the packages' own scripts would choose by update-alternatives.
+ALTERNATIVES = "-wlm"
+
+
+def unpacked(folder: Path) -> Path:
+    """A folder with a `usr` that holds the packages and all they depend on; made once, by apt, in `folder`."""
+    home = folder / "-".join(PACKAGES)
+    if not home.is_dir():
+        assert shutil.which("apt-get"), f"the test hosts need the Debian packages {', '.join(PACKAGES)}, and apt-get"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as name:
+            _unpack(_fetched(Path(name)), Path(name) / "whole")
+            (Path(name) / "whole").rename(home)
+    return home
+
+
+def _fetched(folder: Path) -> list[Path]:
+    """Package files: those that are installed already are among them, so that the folder stands for itself."""
+    for part in ("lists/partial", "cache/archives/partial"):
+        (folder / part).mkdir(parents=True)
+    own = ["-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache", "-o", "Debug::NoLocking=1"]
+    quiet = ["-o", "APT::Sandbox::User=", "--yes", "--no-install-recommends", "--download-only"]
+    _apt("update", *own, "-o", "APT::Sandbox::User=")
+    _apt("install", "--reinstall", *quiet, *own, *PACKAGES)
+    return [*(folder / "cache" / "archives").glob("*.deb")]
+
+
+def _apt(*arguments: str) -> None:
+    done = subprocess.run(["apt-get", *arguments], capture_output=True, text=True, timeout=COMMAND_S)
+    assert done.returncode == 0, (
+        f"the test hosts need the Debian packages {', '.join(PACKAGES)}, and apt-get {arguments[0]} fetched none: "
+        f"{done.stderr}"
+    )
+
+
+def _unpack(files: list[Path], home: Path) -> None:
+    for file in files:
+        subprocess.run(["dpkg", "-x", str(file), str(home)], check=True, timeout=COMMAND_S)
+    for program in (home / "usr" / "sbin").glob(f"*{ALTERNATIVES}"):
+        program.with_name(program.name.removesuffix(ALTERNATIVES)).symlink_to(program.name)
+    for library in (home / "usr" / "lib").glob(f"*/slurm{ALTERNATIVES}"):
+        library.with_name("slurm").symlink_to(library.name)

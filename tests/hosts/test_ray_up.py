@@ -1,0 +1,149 @@
+"""`ray up clusters/local.yaml` on three hosts, the main example on it, a host killed, another cut off, `ray down`."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from tests import processes
+from tests.hosts import ssh, store
+from tests.hosts.files import changed
+from tests.hosts.lan import HOME, PORTS
+from tests.hosts.world import CHECKOUT, ENV_FILE, World, checkout, job_text, world
+from tests.runs import final_state, told
+from trainwright.core import events
+from trainwright.log import RunLog
+from trainwright.store import open_store
+
+pytestmark = pytest.mark.hosts
+RAY = Path(sys.executable).with_name("ray")
+USER = {"RAY_AUTH_MODE": "token", "PATH": f"{RAY.parent}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(HOME)}
+FILE = "clusters/local.yaml"
+PACE_S = 0.3
+FIELDS = {"workers": 3, "min_workers": 1, "shrink_s": 15.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
+# What the comments of the file say that a firewall has to let pass between the hosts.
+OPEN = {22, 6379, *range(6380, 6387), *range(10002, 11000), *range(PORTS[0], PORTS[1] + 1)}
+LAST_S = 100.0  # until the last process of a host without a head has ended
+JOINED = """
+import ray, sys, time
+ray.init(address="auto", log_to_driver=False)
+until_s = time.monotonic() + 60
+while (alive := sum(node["Alive"] for node in ray.nodes())) < int(sys.argv[1]):
+    assert time.monotonic() < until_s, f"{alive} hosts came"
+    time.sleep(0.2)
+"""
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A world with the cluster that `ray up` started from the laptop."""
+    shared = tmp_path_factory.mktemp("hosts")
+    with world(shared) as made:
+        prepare(made)
+        start = f"cd {CHECKOUT} && {RAY} up -y {FILE} --no-config-cache 2>&1"
+        made.laptop.machine.run("sh", "-c", start, env=USER, deadline_s=150)
+        head = made.hosts["head"].machine
+        head.run(sys.executable, "-c", JOINED, len(made.cluster), env=USER, deadline_s=90)
+        yield made
+
+
+def prepare(made: World) -> None:
+    """What the comments of the file tell the user to do on the laptop."""
+    checkout(made.shared / "checkout")
+    head, *others = (host.address for host in made.cluster)
+    values = {
+        "head_ip": head, "worker_ips": f"[{', '.join(others)}]", "ssh_user": "root", "ssh_key": ssh.KEY,
+        "install": f"ln -sfn {sys.prefix} ~/.trainwright/venv",
+        "object_store_bytes": 200_000_000,
+    }  # fmt: skip
+    file = made.shared / "checkout" / FILE
+    file.write_text(changed(file.read_text(), values))
+    project = made.shared / "project"
+    project.mkdir()
+    (project / "job.py").write_text(job_text(**FIELDS))
+    made.laptop.machine.run("cp", "-r", made.shared / "checkout", CHECKOUT)
+    made.laptop.write(f"{HOME}/.ray/auth_token", secrets.token_hex(32), 0o600)
+    made.laptop.write(str(ENV_FILE), (made.shared / store.ENVIRONMENT).read_text(), 0o600)
+
+
+@pytest.fixture(scope="module")
+def tunnel(up: World) -> None:
+    """The job port, forwarded by `ray dashboard`."""
+    up.laptop.machine.start("sh", "-c", f"cd {CHECKOUT} && exec {RAY} dashboard {FILE} >/tmp/tunnel 2>&1", env=USER)
+    up.laptop.machine.await_port(8265)
+
+
+def typed(made: World, *settings: str) -> subprocess.Popen[str]:
+    """`ray job submit` as one types it."""
+    command = f"cd {made.shared}/project && exec {RAY} job submit --address http://127.0.0.1:8265 --working-dir ."
+    fit = " ".join(["python -m trainwright fit job.py", *(f"--set {setting}" for setting in settings)])
+    return made.laptop.machine.start("sh", "-c", f"{command} -- {fit}", env=USER)
+
+
+def submit(made: World, *settings: str) -> subprocess.Popen[str]:
+    """A job by the user's command."""
+    return typed(made, *settings)
+
+
+def test_a_job_typed_by_hand(up: World, tunnel: None) -> None:
+    said = ended(typed(up, "name=unbroken", "min_workers=3"))
+    formed: Any = told(up.runs(), "unbroken", events.Formed)
+    assert set(formed[0].nodes) == {host.name for host in up.cluster}, said
+
+
+def test_a_host_is_killed_and_another_cut_off(up: World, tunnel: None) -> None:
+    submitted = submit(up, "name=broken", f"pace_s={PACE_S}")
+    up.wait("steps", "broken", 5)
+    assert listening(up) <= OPEN, "ports that the comments of the file do not tell"
+    up.hosts["one"].kill()
+    up.wait("formed", "broken", 2)
+    up.hosts["two"].cut()
+    up.wait("formed", "broken", 3)
+    up.hosts["two"].mend()
+    said = ended(submitted)
+    folder = up.runs()
+    formed: Any = told(folder, "broken", events.Formed)
+    assert [event.steps_lost for event in formed[:3]] == [0, 0, 0], said
+    failed: Any = told(folder, "broken", events.Failed)
+    assert [event.node for event in failed][:2] == ["one", "two"], said
+    ours, theirs = final_state(folder, "broken"), final_state(folder, "unbroken")
+    assert ours.step == theirs.step
+    mine, plain = (load(state.files["model.safetensors"]) for state in (ours, theirs))
+    apart = {name: float(np.abs(mine[name] - plain[name]).max()) for name in plain}
+    assert max(apart.values()) < 1e-4, (apart, formed)
+
+
+def test_ray_down_leaves_nothing(up: World) -> None:
+    """The last test: the cluster is gone afterwards."""
+    up.laptop.machine.run("sh", "-c", f"cd {CHECKOUT} && {RAY} down -y {FILE} 2>&1", env=USER)
+    left = [up.hosts[name] for name in ("head", "two")]
+    for host in left:
+        processes.wait_for(lambda host=host: not host.processes("ray", "trainwright"), LAST_S)  # type: ignore[misc]
+        assert host.machine.run("ls", "-A", "/dev/shm") == "", host.name
+    folder = up.runs()
+    for run in ("unbroken", "broken"):
+        entry = RunLog(open_store(str(folder)), run).head()
+        assert entry is not None and entry.outcome == "done", run
+        assert not [*(folder / run / "owner").glob("*")], "the heart of an owner beats on"
+
+
+def ended(submitted: subprocess.Popen[str]) -> str:
+    """What a job said that ended well."""
+    said, _ = submitted.communicate(timeout=150)
+    assert submitted.returncode == 0, said
+    return said
+
+
+def listening(made: World) -> set[int]:
+    """Ports of the cluster that other hosts can reach."""
+    lines = [line for host in made.cluster for line in host.machine.run("ss", "-Hltn").splitlines()]
+    addresses = [line.split()[3].rpartition(":") for line in lines]
+    return {int(port) for host, _, port in addresses if not host.startswith(("127.", "[::ffff:127.", "[::1]"))}
