@@ -15,6 +15,8 @@ from trainwright.chaoscommand import chaos
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, nearest
 from trainwright.datacommands import data as data_commands
 from trainwright.simulatecommand import simulate
+from trainwright.submitcommand import submit
+from trainwright.submitting.arriving import arrived
 
 app = typer.Typer(
     name="trainwright",
@@ -26,6 +28,7 @@ app = typer.Typer(
 app.add_typer(data_commands, name="data")
 app.command()(chaos)
 app.command()(simulate)
+app.command()(submit)
 
 WIDTH = 120  # of tables in files and pipes
 
@@ -283,7 +286,8 @@ def logs(
 def main() -> None:
     """Entry of the console script: errors of ours in plain words, exit 2 for a wrong job and 1 for a failed run."""
     try:
-        app()
+        with arrived():
+            app()
     except JobError as error:
         _die(error, 2)
     except Stopped as error:
