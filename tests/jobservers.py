@@ -20,6 +20,7 @@ CLUSTER = """
 import functools, json, sys
 import ray
 from ray._private.parameter import RayParams
+from ray._private.utils import write_ray_address
 
 # Its usual port is another cluster's, where there is one on this machine.
 RayParams.__init__ = functools.partialmethod(RayParams.__init__, dashboard_agent_listen_port=int(sys.argv[2]))
@@ -27,6 +28,8 @@ held = ray.init(
     address="local", num_cpus=2, include_dashboard=True, dashboard_port=0, _temp_dir=sys.argv[1], log_to_driver=False,
     logging_level="ERROR",
 )
+# As `ray start` does: a job's driver would else be given any cluster that it finds on this machine.
+write_ray_address(held.address_info["gcs_address"], sys.argv[1])
 print(json.dumps({"address": "http://" + held.dashboard_url, "gcs": held.address_info["gcs_address"]}), flush=True)
 sys.stdin.read()
 ray.shutdown()

@@ -16,7 +16,7 @@ _FIGURES = re.compile(
 )
 _RAYS_OWN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\s+INFO \w+\.py:\d+ -- |Running entrypoint for job ")
 _NO_TRAINWRIGHT = re.compile(
-    r"No module named '?trainwright['.]?|Error while finding module specification for 'trainwright"
+    r"No module named '?trainwright\b|Error while finding module specification for 'trainwright"
 )
 
 

@@ -1,4 +1,4 @@
-"""`trainwright submit` against a real job server: codes, credentials, a stop and its resumption, a broken connection."""
+"""`trainwright submit` against a real job server: codes, credentials, a stop and what resumes, a broken connection."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def wait(step, total):
 
 def job(name="patient"):
     return tw.Job(
-        name=name, model=build, loss=lambda outputs, targets: functional.cross_entropy(outputs, targets, reduction="none"),
+        name=name, model=build, loss=lambda given, labels: functional.cross_entropy(given, labels, reduction="none"),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2), schedule=wait, inputs="x", targets="y",
         train=tw.datasets.table({{"x": x, "y": (x[:, 0] > 0).astype("int64")}}), batch_size=10, workers=1, spares=0,
         keeper_s=0, storage={storage!r},
@@ -68,7 +68,7 @@ def job(name="patient"):
 SHOWN = (
     "/api/jobs/", "/api/v0/actors?detail=1", "/api/v0/tasks?detail=1", "/api/v0/workers?detail=1", "/api/v0/jobs",
     "/api/v0/runtime_envs?detail=1", "/api/v0/nodes?detail=1", "/api/v0/placement_groups?detail=1",
-    "/nodes?view=summary", "/logical/actors", "/api/cluster_metadata", "/events",
+    "/nodes?view=summary", "/logical/actors", "/api/cluster_status", "/events",
 )  # fmt: skip
 
 
@@ -115,7 +115,12 @@ def test_the_command_ends_with_the_jobs_own_code(
 ) -> None:
     done = submit(cluster, ending(tmp_path, name, line))
     assert done.code == code, done
-    said = {"raises": "no such thing", "wrong": "nonsense", "exits": "the last word", "killed": "submitted job killed-1"}
+    said = {
+        "raises": "no such thing",
+        "wrong": "nonsense",
+        "exits": "the last word",
+        "killed": "submitted job killed-1",
+    }
     assert said[name] in done.text and "INFO job_manager" not in done.text
 
 
@@ -196,7 +201,10 @@ def test_a_log_is_whole_and_told_once_over_a_connection_that_breaks(cluster: Clu
     go = tmp_path / "go"
     first, second = "for i in $(seq 40); do echo first $i; done", "for i in $(seq 40); do echo second $i; done"
     JobServer(cluster.address).submit(
-        "talker-1", f"{first}; while [ ! -e {go} ]; do sleep 0.1; done; {second}; printf end", runtime_env={}, metadata={}
+        "talker-1",
+        f"{first}; while [ ! -e {go} ]; do sleep 0.1; done; {second}; printf end",
+        runtime_env={},
+        metadata={},
     )
     host, port = cluster.address.removeprefix("http://").split(":")
     proxy = Proxy((host, int(port)))
