@@ -18,15 +18,19 @@ if TYPE_CHECKING:
 _WIDTH = 120  # of lines in files and pipes
 
 
+Address = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Of Ray's dashboard; by default RAY_ADDRESS or http://127.0.0.1:8265."),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
+]
+
+
 def submit(
     file: Annotated[str, typer.Argument(metavar="FILE.py", help="Python with a Job, Distillation or recipe in it.")],
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Of Ray's dashboard; by default RAY_ADDRESS or http://127.0.0.1:8265."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
-    ] = None,
+    address: Address = None,
+    overrides: Overrides = None,
     strategy: Annotated[str | None, typer.Option(help="Pin a strategy.")] = None,
     workers: Annotated[int | None, typer.Option(help="Pin the number of workers.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")] = False,
