@@ -17,6 +17,8 @@ from trainwright.core.secrets import without_secrets
 from trainwright.datacommands import data as data_commands
 from trainwright.initcommand import init
 from trainwright.simulatecommand import simulate
+from trainwright.submitcommand import submit
+from trainwright.submitting.arriving import arrived
 
 app = typer.Typer(
     name="trainwright",
@@ -29,6 +31,7 @@ app.add_typer(data_commands, name="data")
 app.command()(chaos)
 app.command()(init)
 app.command()(simulate)
+app.command()(submit)
 
 WIDTH = 120  # of tables in files and pipes
 
@@ -286,7 +289,8 @@ def logs(
 def main() -> None:
     """Entry of the console script: errors of ours in plain words, exit 2 for a wrong job and 1 for a failed run."""
     try:
-        app()
+        with arrived():
+            app()
     except JobError as error:
         _die(error, 2)
     except Stopped as error:

