@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainwright import datasets as datasets
     from trainwright import schedules as schedules
+    from trainwright import trackers as trackers
     from trainwright.api import chaos as chaos
     from trainwright.api import distill as distill
     from trainwright.api import evaluate as evaluate
@@ -84,7 +85,7 @@ _HOMES = {
     "students": "trainwright.distilling.runs",
     "transformer_profile": "trainwright.core.profile",
 }
-_MODULES = ("datasets", "schedules")
+_MODULES = ("datasets", "schedules", "trackers")
 
 __all__ = [
     "Calibration",
@@ -122,6 +123,7 @@ __all__ = [
     "search",
     "start",
     "students",
+    "trackers",
     "transformer_profile",
 ]
 

@@ -22,7 +22,7 @@ _FREE = frozenset(
         "accelerator",        "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
         "replace_stragglers", "devices", "tf_config",
-        "tpu",
+        "tpu", "trackers",
     }
 )  # fmt: skip
 _DATA = ", data "  # what follows says what a data set holds, whatever it is called and wherever it lies
@@ -37,6 +37,7 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
         evaluate: index of the evaluation set.
     """
     words = {name: without_secrets(_text(getattr(job, name))) for name in type(job).model_fields}
+    words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
     for name, index in (("train", train), ("evaluate", evaluate)):
         dataset = getattr(job, name)
         if dataset is not None:

@@ -106,7 +106,7 @@ class History:
             owner_alive: tells a running driver from one that died without a word.
             state: what the run's log says of the state, where it knows better than the events.
         """
-        folding = _Folding()
+        folding = Folding()
         for event in events:
             folding.add(event)
         return folding.history(state or folding.state(owner_alive))
@@ -203,8 +203,8 @@ def epoch_of(step: int, steps_per_epoch: int) -> int:
     return (max(step, 1) - 1) // steps_per_epoch + 1 if steps_per_epoch > 0 else 1
 
 
-class _Folding:
-    """Takes events one by one. Only `History.fold` uses it."""
+class Folding:
+    """Takes events one by one, for `History.fold` and for who counts while a run goes."""
 
     def __init__(self) -> None:
         self.start = RunStarted()
@@ -290,7 +290,7 @@ class _Folding:
 
     def _started(self, event: RunStarted) -> None:
         if event.fresh:
-            self.__dict__.update(_Folding().__dict__)
+            self.__dict__.update(Folding().__dict__)
         self._close_start()
         if event.plan != self.start.plan:
             self.measured.clear()
@@ -358,7 +358,8 @@ class _Folding:
             return _OUTCOMES.get(self.end.outcome, "failed")
         return "running" if owner_alive else "interrupted"
 
-    def _totals(self) -> Totals:
+    def totals(self) -> Totals:
+        """Where the time went so far."""
         start_s = self.start_s
         if self.sessions and not self.formed:
             start_s += self.sessions[-1].ended_s - self.sessions[-1].started_s
@@ -389,5 +390,5 @@ class _Folding:
             nodes=self.nodes, processes=tuple(self.processes[worker] for worker in sorted(self.processes)),
             sessions=tuple(self.sessions), measured=tuple(self.measured), stale=tuple(self.stale),
             waiting=self.waiting, error=self.end.error if self.end else "", judged=self.judged,
-            totals=self._totals(), last_s=self.last_s,
+            totals=self.totals(), last_s=self.last_s,
         )  # fmt: skip

@@ -36,6 +36,7 @@ from trainwright.strategies import engine_class
 from trainwright.strategies.question import Question
 from trainwright.travel import pack
 from trainwright.versions import versions
+from trainwright.watching.dashboard import dashboard
 from trainwright.workorder import WorkOrder
 
 CALL_DEADLINE_S = 180.0  # to form a group and to load a checkpoint, at least
@@ -72,7 +73,7 @@ class Session:
             fresh=fresh,
             cursor=_schedule(prepared).cursor,
             facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
-            note=lambda text: self._journal.write(events.Noted(text=text)),
+            note=self.say,
             begin=self._open_journal,
             tell=self.flush,
         )
@@ -91,6 +92,10 @@ class Session:
     def listen(self, listener: Listener) -> None:
         """Add somebody who hears every event, those so far first."""
         self._journal.listen(listener)
+
+    def say(self, text: str) -> None:
+        """Tell something in the run."""
+        self._journal.write(events.Noted(text=text))
 
     def stop(self, now: bool = False) -> None:
         """Ask the run to end: after a checkpoint, or at once."""
@@ -176,7 +181,7 @@ class Session:
     def _order(self) -> WorkOrder:
         prepared, job = self._prepared, self._prepared.job
         return WorkOrder(
-            job=pack(job),
+            job=pack(job.replace(trackers=())),  # they are the driver's, and may hold a secret
             plan=self._decision.chosen,
             storage=prepared.store.uri,
             run=job.name,
@@ -207,6 +212,7 @@ class Session:
                 plan=asdict(plan),
                 rejected=others_of(self._decision),
                 cluster=str(self._decision.cluster),
+                dashboard=dashboard(),
                 timeline=self._decision.timeline,
                 versions=versions(),
                 total_steps=self._prepared.total_steps,

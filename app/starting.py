@@ -19,6 +19,9 @@ from trainwright.run import Drives, Run
 from trainwright.session import Session
 from trainwright.signals import stopping
 from trainwright.tensorboard import TensorBoard
+from trainwright.watching.metrics import Metrics
+from trainwright.watching.trackers import check
+from trainwright.watching.tracking import Tracking
 
 
 def ready(
@@ -30,6 +33,7 @@ def ready(
         job, resume, fresh, verbose, detached: as of `tw.start`.
         notes: of what happened before, for a run that is driven from here.
     """
+    check(job.trackers)
     if inside():
         return _ready_inside(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
     own = opens(job) and connect(verbose)
@@ -64,6 +68,9 @@ def heard(
     session.listen(progress)
     session.listen(TensorBoard(prepared.store, prepared.job.name))
     session.listen(ReportListener(prepared.store, prepared.job.name))
+    session.listen(Metrics())
+    for tracker in prepared.job.trackers:
+        session.listen(Tracking(tracker, prepared.store, prepared.job.name, say=session.say))
     return session
 
 

@@ -60,7 +60,7 @@ class TensorBoard:
             case Formed():
                 self._add(session_start(event.step + 1, event.time_s))
             case Steps():
-                for step, scalars in _scalars(event):
+                for step, scalars in scalars_of(event):
                     self._add(scalar_event(step, event.time_s, scalars))
             case Measured() if event.noise:
                 self._add(scalar_event(event.step, event.time_s, {"train/gradient_noise_scale": event.noise["scale"]}))
@@ -107,7 +107,7 @@ def _append(path: Path, data: bytes, time_s: float) -> None:
         file.write((record(version_event(time_s)) if file.tell() == 0 else b"") + data)
 
 
-def _scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
+def scalars_of(event: Steps) -> list[tuple[int, dict[str, float]]]:
     """Scalars of each step; what is not a number is left out."""
     rows = []
     norms = event.gradient_norm or [None] * len(event.step)

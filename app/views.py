@@ -7,7 +7,8 @@ Times are seconds since the epoch, sizes bytes, durations seconds; what is not k
 
 `show`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s, wait_share,
 plan, plan_line, mesh: [{node, ranks, data, stage, shard, tensor}],
-nodes: {node: ranks}, others, cluster, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
+nodes: {node: ranks}, others, cluster, dashboard: {url, job, node}, versions, job,
+checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
 worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
 data, start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}],
 noise_scale: {step, scale, low, high, batch, count}, noise, staleness: {text, mean,
@@ -44,6 +45,7 @@ from trainwright.narration import event_line, failure_text, recovery_text, waiti
 from trainwright.parts import staleness_of, staleness_text
 from trainwright.planview import other_rows, plan_from, plan_line
 from trainwright.store import Store, open_store
+from trainwright.watching.dashboard import dashboard_text
 
 _COLOURS: dict[State, str] = {
     "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red",
@@ -182,6 +184,7 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
         "nodes": dict(history.nodes),
         "others": start.rejected,
         "cluster": start.cluster,
+        "dashboard": start.dashboard or None,
         "versions": start.versions,
         "job": start.job,
         "checkpoints": _checkpoints(store, run),
@@ -294,6 +297,7 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("recoveries", f"{len(data['recoveries'])}, {words.count(data['steps_lost'], 'step')} lost"),
         ("folder", data["uri"]),
         ("report", data["report"] or ""),
+        ("dashboard", dashboard_text(data["dashboard"] or {})),
     ]
     return [(name, value) for name, value in rows if value]
 

@@ -36,6 +36,12 @@ def inconsistencies(job: Job) -> list[str]:
         problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
     if job.on_crash_loop == "skip" and job.failures < LOOP:
         problems.append(f'on_crash_loop="skip" tells a loop by {LOOP} failures alike: set failures={LOOP} or more')
+    for tracker in job.trackers:
+        problems += [
+            f"trackers= has {type(tracker).__name__}, which has no {name}(): see tw.trackers.Tracker"
+            for name in ("begin", "log", "end")
+            if not callable(getattr(tracker, name, None))
+        ]
     problems += _padding_problems(job) + _bounds_problems(job) + _alone_problems(job)
     return problems
 

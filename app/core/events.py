@@ -31,7 +31,7 @@ class Event:
 class RunStarted(Event):
     """A driver took the run.
 
-    `job`, `plan` and `versions` are readable facts for the report, `timeline` is an SVG of one step as it is expected.
+    `job`, `plan`, `versions`, `dashboard` are readable facts for the report, `timeline` is an SVG of an expected step.
     """
 
     kind = "run_started"
@@ -41,6 +41,7 @@ class RunStarted(Event):
     plan: dict[str, Any] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
     cluster: str = ""
+    dashboard: dict[str, str] = field(default_factory=dict)
     timeline: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     total_steps: int = 0
@@ -114,9 +115,8 @@ class Straggling(Event):
     @property
     def text(self) -> str:
         """`rank 1 (node-a) is a straggler: its part of a step takes 2.1 times the others' (42 ms, not 20 ms)`."""
-        times = f"{self.own_s * 1e3:.0f} ms, not {self.usual_s * 1e3:.0f} ms"
-        who = f"rank {self.rank} ({self.node}) is a straggler"
-        return f"{who}: its part of a step takes {self.ratio:.1f} times the others' ({times})"
+        times = f"{self.ratio:.1f} times the others' ({self.own_s * 1e3:.0f} ms, not {self.usual_s * 1e3:.0f} ms)"
+        return f"rank {self.rank} ({self.node}) is a straggler: its part of a step takes {times}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,8 @@ class Replanned(Event):
     @property
     def text(self) -> str:
         """`the layout changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
-        workers = f"{self.workers} worker{'s' if self.workers != 1 else ''}"
-        text = f"the layout changes from {self.former} to {self.name} on {workers}"
+        many = "s" if self.workers != 1 else ""
+        text = f"the layout changes from {self.former} to {self.name} on {self.workers} worker{many}"
         return f"{text}: {self.why}" if self.why else f"{text}, as in the beginning"
 
 

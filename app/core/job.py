@@ -131,6 +131,7 @@ class Job(Fields):
         on_spike: what to do then: `raise`, or `rollback`: go back to the newest state from before it, in memory or in
             storage, and pass its batch by; its samples get a line in the quarantine.
         skip_limit: samples that each worker may skip, and steps, before the run ends all the same.
+        trackers: who are told of the run while it goes, such as `tw.trackers.MLflow(uri=...)`; see `docs/watching.md`.
         hang_deadline_s: seconds without a completed step, or for an evaluation, after which the workers that hang are
             replaced; by default 30 times the longest wait so far, between 2 and 15 minutes.
     """
@@ -196,6 +197,7 @@ class Job(Fields):
     on_crash_loop: Literal["raise", "skip"] = "raise"
     skip_limit: Annotated[int, Field(ge=0)] = 100
     hang_deadline_s: Annotated[float, Field(gt=0)] | None = None
+    trackers: tuple[Any, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:

@@ -46,6 +46,7 @@ PUBLIC = {
     "plan",
     "predict",
     "schedules",
+    "trackers",
     "start",
 }
 
@@ -73,7 +74,8 @@ def test_import_loads_nothing_heavy(module: str) -> None:
 
 
 def test_what_a_job_file_names_loads_nothing_heavy() -> None:
-    assert loaded_by("import trainwright as tw\ntw.Job, tw.Terms, tw.Plan, tw.Cluster, tw.schedules") == set()
+    named = "tw.Job, tw.Terms, tw.Plan, tw.Cluster, tw.schedules, tw.trackers.MLflow, tw.trackers.WandB"
+    assert loaded_by(f"import trainwright as tw\n{named}") == set()
 
 
 def test_command_line_loads_no_framework_until_it_trains() -> None:
