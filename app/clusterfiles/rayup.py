@@ -36,7 +36,9 @@ def _unknown_provider(provider: Item, kind: str) -> Finding:
     place = provider.at("type") or provider
     if kind in _FOREIGN:
         return place.finding("provider", "doubtful", f"nothing is known here of {kind}", "check what is below by hand")
-    return place.finding("provider", "bad", f"{kind or 'nothing'} is no provider", closest(kind, PROVIDERS))
+    if not kind:
+        return place.finding("provider", "bad", "it has no type", f"add type: {closest(kind, PROVIDERS)}")
+    return place.finding("provider", "bad", f"{kind} is no provider", closest(kind, PROVIDERS))
 
 
 def _starts(file: Item) -> list[starts.Start]:
