@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainwright import schedules as schedules
     from trainwright.api import chaos as chaos
     from trainwright.api import distill as distill
+    from trainwright.api import doctor as doctor
     from trainwright.api import evaluate as evaluate
     from trainwright.api import export as export
     from trainwright.api import fit as fit
@@ -70,6 +71,7 @@ _HOMES = {
     "calibrate": "trainwright.strategies.fitting",
     "chaos": "trainwright.api",
     "distill": "trainwright.api",
+    "doctor": "trainwright.api",
     "estimate": "trainwright.strategies.estimating",
     "evaluate": "trainwright.api",
     "export": "trainwright.api",
@@ -109,6 +111,7 @@ __all__ = [
     "chaos",
     "datasets",
     "distill",
+    "doctor",
     "estimate",
     "evaluate",
     "export",

@@ -14,6 +14,7 @@ import typer
 from trainwright.chaoscommand import chaos
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, nearest
 from trainwright.datacommands import data as data_commands
+from trainwright.doctorcommand import doctor
 from trainwright.simulatecommand import simulate
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(data_commands, name="data")
 app.command()(chaos)
+app.command()(doctor)
 app.command()(simulate)
 
 WIDTH = 120  # of tables in files and pipes
