@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainwright import trackers as trackers
     from trainwright.api import chaos as chaos
     from trainwright.api import distill as distill
+    from trainwright.api import doctor as doctor
     from trainwright.api import evaluate as evaluate
     from trainwright.api import export as export
     from trainwright.api import fit as fit
@@ -71,6 +72,7 @@ _HOMES = {
     "calibrate": "trainwright.strategies.fitting",
     "chaos": "trainwright.api",
     "distill": "trainwright.api",
+    "doctor": "trainwright.api",
     "estimate": "trainwright.strategies.estimating",
     "evaluate": "trainwright.api",
     "export": "trainwright.api",
@@ -110,6 +112,7 @@ __all__ = [
     "chaos",
     "datasets",
     "distill",
+    "doctor",
     "estimate",
     "evaluate",
     "export",

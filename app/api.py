@@ -1,4 +1,4 @@
-"""What a user calls: plan, fit, start, distill, evaluate, predict, generate, load_model, export, chaos;
+"""What a user calls: plan, fit, start, distill, evaluate, predict, generate, load_model, export, chaos, doctor;
 with a Job or its file's path."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainwright.distilling.choosing import Weighed
     from trainwright.distilling.runs import DistilledRun
     from trainwright.distilling.spec import Distillation, Recipe
+    from trainwright.doctoring.diagnosis import Diagnosis
     from trainwright.ordeal.verdict import Verdict
     from trainwright.planner import Decision
     from trainwright.predicting import Prediction
@@ -350,6 +351,36 @@ def chaos(
 
     wish = trial.Wish(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
     return trial.chaos(_job(job), wish, say)
+
+
+def doctor(
+    file: str | None = None,
+    *,
+    address: str | None = None,
+    storage: str | None = None,
+    job: Job | str | None = None,
+    imports: bool = True,
+    deadline_s: float = 60.0,
+) -> Diagnosis:
+    """Look at every node of the cluster, where one is connected or named, else at this machine, or at a cluster file.
+
+    Args:
+        file: that describes a cluster (`.yaml`, `.sbatch`); no machine is looked at then.
+        address: of a Ray cluster, HOST:PORT; by default `RAY_ADDRESS`, or what `ray.init` connected.
+        storage: URI to write to, read and delete from; by default the job's, if one is given.
+        job: whose storage is tried, and whose data is looked for.
+        imports: import Ray and the frameworks too, each in a process of its own.
+        deadline_s: for a node to answer.
+
+    Raises:
+        TrainwrightError: the file is no cluster file, the job or the storage's URI is wrong.
+    """
+    from trainwright.doctoring.examine import examine, examine_file, wish_for
+
+    if file is not None:
+        return examine_file(file)
+    wanted = wish_for(storage or "", None if job is None else _job(job), imports=imports, deadline_s=deadline_s)
+    return examine(wanted, address or "")
 
 
 def _job(job: Job | str) -> Job:

@@ -15,6 +15,7 @@ from trainwright.chaoscommand import chaos
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, nearest
 from trainwright.core.secrets import without_secrets
 from trainwright.datacommands import data as data_commands
+from trainwright.doctorcommand import doctor
 from trainwright.initcommand import init
 from trainwright.simulatecommand import simulate
 from trainwright.submitcommand import submit
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.add_typer(data_commands, name="data")
 app.command()(chaos)
+app.command()(doctor)
 app.command()(init)
 app.command()(simulate)
 app.command()(submit)

@@ -21,6 +21,7 @@ PUBLIC = {
     "SoftLoss",
     "Teacher",
     "distill",
+    "doctor",
     "Calibration",
     "Estimate",
     "Measurement",
