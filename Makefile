@@ -33,7 +33,7 @@ test: setup ## run all tests, in two processes; ARGS="-k word" picks some
 	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 .PHONY: hosts
-hosts: setup ## run the tests of several hosts, in network namespaces; needs the rights of root
+hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
 	@$(BIN)/python -m pytest tests -m hosts $(ARGS)
 
 .PHONY: test-unit

@@ -23,7 +23,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its work
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need a GPU where there is none, and those of several hosts, which `make hosts` runs."""
+    """Deselect the tests that need a GPU where there is none, and those that `make hosts` runs."""
     unwanted = [] if Path("/dev/nvidiactl").exists() else ["gpu"]
     unwanted += [] if config.option.markexpr == "hosts" else ["hosts"]
     deselected = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]

@@ -28,8 +28,16 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """Environment variables by scheme."""
 
 _FILES = frozenset({"GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"})
-_SCHEME = re.compile(r"\b(s3|gs|az)://")
-_WITH_USER = re.compile(r"\b([a-z][a-z0-9+]*)://[^/\s'\"]*@")
+_KINDS = {
+    "s3": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+}  # also as pyarrow.fs spells them
+_SCHEME = re.compile(rf"\b({'|'.join(_KINDS)})://")
+_WITH_USER = re.compile(r"\b([a-z][a-z0-9+]*)://[^/\s'\"@]*:[^/\s'\"]*@")  # abfs://CONTAINER@ACCOUNT holds none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +83,7 @@ def schemes_of(text: str) -> tuple[str, ...]:
             f"an address of the job holds credentials: {found[1]}://...@...",
             remedy=f"write {found[1]}://BUCKET/PREFIX; credentials belong into environment variables",
         )
-    return tuple(sorted(set(_SCHEME.findall(text))))
+    return tuple(sorted({_KINDS[scheme] for scheme in _SCHEME.findall(text)}))
 
 
 def credentials_of(schemes: Iterable[str], named: Iterable[str], environment: Mapping[str, str]) -> Credentials:

@@ -25,6 +25,7 @@ from trainwright.submitting.following import Follower, Screen
 from trainwright.submitting.jobserver import JobServer
 from trainwright.use import load_model
 
+pytestmark = pytest.mark.hosts  # a cluster of its own with a job server: two minutes
 CANARY = "canary-7c1f-of-the-tests"
 # Nothing but the end: it runs where Ray runs it, and not where it is read before.
 ENDING = """

@@ -207,7 +207,7 @@ def test_the_token_may_be_turned_on_for_the_whole_container() -> None:
 KEY = re.compile(r"^\s*(?:- (?:\{ )?)?([A-Za-z_]{4,}):", re.MULTILINE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_a_slip_in_any_key_is_found_and_the_key_is_named(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*RAY_UP, *KUBERNETES]))

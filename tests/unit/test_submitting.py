@@ -183,6 +183,7 @@ def test_credentials_are_the_schemes_own_and_those_named(tmp_path: Path) -> None
 
 def test_addresses_name_their_schemes_and_may_hold_no_credentials() -> None:
     assert schemes_of("storage='s3://b/runs' train=parquet('gs://d') teams3://x") == ("gs", "s3")
+    assert schemes_of("parquet('abfss://box@me.dfs.core.windows.net/train'), gcs://d") == ("az", "gs")
     with pytest.raises(StorageError) as caught:
         schemes_of("storage='s3://key:secret@b/runs'")
     assert "secret" not in str(caught.value)
