@@ -28,14 +28,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """Environment variables by scheme."""
 
 _FILES = frozenset({"GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"})
-_KINDS = {
-    "s3": "s3",
-    "gs": "gs",
-    "gcs": "gs",
-    "az": "az",
-    "abfs": "az",
-    "abfss": "az",
-}  # also as pyarrow.fs spells them
+_KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}  # pyarrow.fs's ways to spell
 _SCHEME = re.compile(rf"\b({'|'.join(_KINDS)})://")
 _WITH_USER = re.compile(r"\b([a-z][a-z0-9+]*)://[^/\s'\"@]*:[^/\s'\"]*@")  # abfs://CONTAINER@ACCOUNT holds none
 

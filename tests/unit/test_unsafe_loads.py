@@ -16,8 +16,8 @@ from trainwright.strategies.torch.teaching import take_file
 
 # Pickles that never lie in storage: they go from a process of the run to another, over Ray.
 WITHIN_THE_RUN = {
-    "app/raytrain/desk.py", "app/travel.py", "app/distilling/tuning.py", "datasets/ray_source.py", "datasets/rays.py", "datasets/pipeline.py",
-    "datasets/feeder.py",
+    "app/raytrain/desk.py", "app/travel.py", "app/distilling/tuning.py", "datasets/ray_source.py", "datasets/rays.py",
+    "datasets/pipeline.py", "datasets/feeder.py",
 }  # fmt: skip
 UNSAFE = {
     "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open", "joblib.load",
@@ -38,12 +38,8 @@ def unsafe(source: str, *, within: bool) -> list[str]:
         options = {one.arg: ast.literal_eval(one.value) for one in call.keywords if isinstance(one.value, ast.Constant)}
         wanted = ONLY_WITH.get(name)
         safe = wanted is None or options.get(wanted[0]) is wanted[1]
-        if (
-            name in UNSAFE
-            or not safe
-            or options.get("safe_mode") is False
-            or (options.get("shell") is True and name.startswith("subprocess."))
-        ):
+        shell = name.startswith("subprocess.") and options.get("shell") is True
+        if name in UNSAFE or not safe or shell or options.get("safe_mode") is False:
             found.append(f"{name} in line {call.lineno}")
         if name in ("cloudpickle.loads", "cloudpickle.load") and not within:
             found.append(f"{name} in line {call.lineno}")
