@@ -36,13 +36,13 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
         train: index of the training set.
         evaluate: index of the evaluation set.
     """
-    words = {name: without_secrets(_text(getattr(job, name))) for name in type(job).model_fields}
+    words = {name: _text(getattr(job, name)) for name in type(job).model_fields}
     words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
     for name, index in (("train", train), ("evaluate", evaluate)):
         dataset = getattr(job, name)
         if dataset is not None:
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{_contents(dataset.functions, index)}"
-    return words
+    return {name: without_secrets(text) for name, text in words.items()}
 
 
 def _rows(index: Index | None) -> str:

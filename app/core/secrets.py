@@ -23,26 +23,31 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text with every secret of the environment replaced."""
-    for value in _secrets(environment):
-        text = text.replace(value, HIDDEN)
-    return text
+    """The text with every secret of the environment replaced: as it is, and as JSON and Python quote it."""
+    return _hidden(text, _secrets(environment))
 
 
 def json_without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """The same of one JSON document: in its strings, so that it stays one."""
-    found = [value for value in _secrets(environment) if json.dumps(value)[1:-1] in text]
+    found = [secret for secret in _secrets(environment) if json.dumps(secret)[1:-1] in text]
     return json.dumps(_rewritten(json.loads(text), found)) if found else text
 
 
 def _secrets(environment: Mapping[str, str]) -> list[str]:
-    return [value for name, value in environment.items() if len(value) >= _LEAST and is_secret(name)]
+    """The longest first, so that none is hidden in part by another."""
+    values = [value for name, value in environment.items() if len(value) >= _LEAST and is_secret(name)]
+    quoted = [form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])]
+    return sorted(dict.fromkeys(quoted), key=len, reverse=True)
+
+
+def _hidden(text: str, secrets: list[str]) -> str:
+    return reduce(lambda told, secret: told.replace(secret, HIDDEN), secrets, text)
 
 
 def _rewritten(value: Any, secrets: list[str]) -> Any:
     match value:
         case str():
-            return reduce(lambda text, secret: text.replace(secret, HIDDEN), secrets, value)
+            return _hidden(value, secrets)
         case list():
             return [_rewritten(item, secrets) for item in value]
         case dict():

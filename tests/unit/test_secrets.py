@@ -51,6 +51,13 @@ def test_no_secret_is_left_in_any_text(before: str, value: str, after: str) -> N
     assert value not in hidden.replace(HIDDEN, "")
 
 
+def test_a_secret_is_found_as_it_is_quoted_and_none_hides_a_part_of_another() -> None:
+    environment = {"SHORT_KEY": "canary", "LONG_KEY": CANARY}
+    for quoted in (repr(CANARY), json.dumps(CANARY), CANARY):
+        hidden = without_secrets(f"{quoted} canary", environment)
+        assert "mine" not in hidden and "canary" not in hidden
+
+
 def test_what_is_no_secret_stays() -> None:
     text = "the learning rate true is no number"
     assert without_secrets(text, {"SOME_KEY": "true", "PATH": "learning rate"}) == text
@@ -84,12 +91,14 @@ def test_a_job_is_described_without_them() -> None:
     def loss(outputs: object, targets: object, address: str = "x") -> object:
         return outputs
 
-    rows = tw.datasets.table({"x": [1.0], "y": [1.0]})
+    rows = tw.datasets.parquet("s3://bucket/" + CANARY)
     job = tw.Job(
         name="told", model=dict, optimizer=list, loss=loss, train=rows, inputs="x", targets="y", batch_size=1,
         storage=f"runs/{os.environ['CANARY_TOKEN']}",
     )  # fmt: skip
-    assert CANARY not in str(describe(job)) and HIDDEN in describe(job)["storage"]
+    told = describe(job)
+    assert not [name for name, text in told.items() if CANARY in text]
+    assert HIDDEN in told["storage"] and HIDDEN in told["train"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "json_lines", "tfrecord", "webdataset", "arrow", "images", "text"])
