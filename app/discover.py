@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from trainwright.autoscaling import NodeType, limits
 from trainwright.core.cluster import ACCELERATORS, Cluster, Node
 from trainwright.core.errors import ResourceError
 
@@ -38,20 +39,26 @@ def connect(verbose: bool = False) -> bool:
     return address == "local"
 
 
-def discover() -> Cluster:
+def discover(*, possible: bool = False) -> Cluster:
     """The living nodes of the connected cluster.
 
+    Args:
+        possible: also those that it would start.
+
     Raises:
-        ResourceError: no node is alive.
+        ResourceError: no node is alive, and none would be started.
     """
     import ray
 
     listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    nodes = tuple(_node(facts) for facts in listed if facts["Alive"])
-    nodes = tuple(node for node in nodes if node.cpus > 0)
-    if not nodes:
+    alive = [facts for facts in listed if facts["Alive"]]
+    nodes = tuple(node for node in map(_node, alive) if node.cpus > 0)
+    known = limits(alive) if possible else None
+    left = known.left(alive) if known is not None else ()
+    more = tuple(_node_of(kind, number) for number, kind in enumerate(left, 1))
+    if not nodes and not more:
         raise ResourceError("the Ray cluster has no living node with a CPU", remedy="add nodes, or start a new cluster")
-    return Cluster(nodes=nodes)
+    return Cluster(nodes=nodes, possible=more)
 
 
 def nodes_by_id() -> dict[str, Node]:
@@ -60,6 +67,11 @@ def nodes_by_id() -> dict[str, Node]:
 
     listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return {facts["NodeID"]: _node(facts) for facts in listed if facts["Alive"]}
+
+
+def _node_of(kind: NodeType, number: int) -> Node:
+    """One that would be started, of a name of its own."""
+    return _node({"Resources": kind.resources, "Labels": kind.labels, "NodeManagerHostname": f"{kind.name}#{number}"})
 
 
 def _node(facts: Mapping[str, Any]) -> Node:

@@ -10,6 +10,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
 from trainwright.datasets.index import Index
+from trainwright.growing import enough
 from trainwright.planner import choose, usable
 from trainwright.profiling import profile_job
 from trainwright.strategies.question import place
@@ -35,6 +36,7 @@ def layout(
     Raises:
         ResourceError, PlanError, UserCodeError, JobError: as `plan_pool`.
     """
+    cluster = enough(cluster, subject.job, workers or 1)
     job, divided = subject.job, None if workers else _divided(subject, index, cluster)
     if divided is not None and not _torn(subject, divided):
         return plan_on(cluster, divided, job), 0

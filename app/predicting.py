@@ -209,7 +209,7 @@ def compute(
         job = question.subject.job
         rows = batch_size or min(job.batch_size, _BATCH_ROWS)
         connect(verbose)
-        plan, size = layout(question.subject, question.index, len(question.waiting), discover(), workers)
+        plan, size = layout(question.subject, question.index, len(question.waiting), discover(possible=True), workers)
         begin(question, fresh)
         done = question.index.rows - sum(part.rows for part in question.waiting)
         with meter or Meter(question.index.rows, done) as told:
@@ -297,10 +297,11 @@ def _order(question: Question, job: Job, plan: Plan, batch_size: int) -> Predict
 
 def _compute(question: Question, order: PredictOrder, size: int, meter: Told, note: Callable[[str], object]) -> None:
     """Let a pool of workers, each with the whole model, compute what is missing."""
+    from trainwright.discover import discover
     from trainwright.pool import Patience, Pool
 
     job, placement = question.subject.job, order.plan.placement
-    patience = Patience(place_s=job.place_deadline_s, hang_s=job.hang_deadline_s or _HANG_S)
+    patience = Patience(place_s=job.patience_s(discover(possible=True)), hang_s=job.hang_deadline_s or _HANG_S)
     device = placement.accelerator or f"CPU, {words.count(placement.threads, 'thread')} each"
     meter.note(
         f"{question.manifest.who}: {words.count(len(question.waiting), 'part')} of "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trainwright.core.cluster import Cluster
-from trainwright.core.errors import JobError, RunConflict, RunFinished, nearest
+from trainwright.core.errors import JobError, PlanError, ResourceError, RunConflict, RunFinished, nearest
 from trainwright.core.events import Probed, RunStarted
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan, Rejected
@@ -17,6 +17,7 @@ from trainwright.datasets.sources import Index
 from trainwright.describe import changes, describe
 from trainwright.discover import discover
 from trainwright.feeding import without_data
+from trainwright.growing import expansions, told
 from trainwright.journal import read_events
 from trainwright.layouts import pays
 from trainwright.log import Entry, RunLog
@@ -113,18 +114,28 @@ def profile_of(prepared: Prepared) -> ModelProfile:
 
 def decide_plan(prepared: Prepared) -> Decision:
     """The plan for the connected cluster."""
-    return plan_for(prepared, discover())
+    return plan_for(prepared, discover(possible=True))
 
 
 def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
-    """The plan for a given cluster."""
-    profile = profile_of(prepared)
+    """The plan for a given cluster, or for as many nodes more as it has to start for one."""
+    profile, failed = profile_of(prepared), None
+    for grown in expansions(cluster, prepared.job):
+        try:
+            return _plan_on(prepared, profile, grown)
+        except (PlanError, ResourceError) as error:
+            failed = error
+    assert failed is not None, "there is one expansion at least"
+    raise failed
+
+
+def _plan_on(prepared: Prepared, profile: ModelProfile, cluster: Cluster) -> Decision:
     job = with_plan(prepared.job, profile, cluster)
     asked = job.replace(probe=True) if prepared.measured else job  # for what it was measured among
     room, kept = without_data(cluster, prepared.job)
     decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
-    notes = [*decision.chosen.notes, *kept]
+    notes = [*told(cluster, prepared.job), *decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:

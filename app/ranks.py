@@ -24,6 +24,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.index import Index
 from trainwright.datasets.stream import schedule_of
+from trainwright.discover import discover
 from trainwright.driver.bundles import devices, resources
 from trainwright.driver.layouts import Predicting, Reservation
 from trainwright.driver.loops import backoff_s
@@ -183,13 +184,13 @@ class Ranks:
             berth, where = Berth(worker=slot, slot=slot, run=self._run), self._rooms.of(slot)
             made = WORKER.options(scheduling_strategy=where, **options)  # not detached: Ray ends it with this process
             self._actors.append(made.remote(self._order, berth, TOKEN))
+        patience_s = self._job.patience_s(discover(possible=True))
         late = ResourceError(
-            f"the cluster did not start {words.count(self._plan.workers, 'worker')} within "
-            f"{self._job.place_deadline_s:g} s",
+            f"the cluster did not start {words.count(self._plan.workers, 'worker')} within {patience_s:g} s",
             where=self._job.name,
             remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True (--here)",
         )
-        hellos = self._answers([actor.hello.remote() for actor in self._actors], self._job.place_deadline_s, late)
+        hellos = self._answers([actor.hello.remote() for actor in self._actors], patience_s, late)
         for slot, hello in enumerate(hellos):
             self._rooms.found(slot, hello.node_id)
         order = seats(self._plan.mesh, [hello.node_id for hello in hellos], self._plan.devices_per_worker)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
+from trainwright.autoscaling import Lookout
 from trainwright.core import events
 from trainwright.core.group import Capabilities
 from trainwright.core.plan import Plan
@@ -81,6 +82,8 @@ class Session:
         self._row = job.train.row(prepared.train, job.columns) if job.train.stateful else None
         self._feeding = self._fed()
         self._journal.listen(self._feeding)
+        if decision.cluster.grows:
+            self._journal.listen(Lookout(self._journal.write))
         order, write = self._order(), self._journal.write
         self._world = World(order, self._ledger, write, elastic=job.elastic, fresh=fresh, room=room)
 
@@ -167,7 +170,7 @@ class Session:
             samples_of=partial(_samples_of, _schedule(self._prepared), plan),
             layouts=self._layouts,
             probe_share=SHARE,
-            place_deadline_s=job.place_deadline_s,
+            place_deadline_s=job.patience_s(self._decision.cluster),
             shrink_s=job.shrink_s,
             replace_stragglers=job.replace_stragglers,
             preemption_s=job.preemption_s,

@@ -14,6 +14,7 @@ from trainwright.core.events import Probed, Replanned, RunStarted
 from trainwright.core.job import Job
 from trainwright.core.plan import Mesh, Plan
 from trainwright.discover import connect, discover
+from trainwright.growing import enough
 from trainwright.journal import read_events
 from trainwright.planner import usable
 from trainwright.planview import plan_from
@@ -57,7 +58,7 @@ def replica_of(plan: Plan) -> Plan:
 def plan_here(plan: Plan, job: Job, verbose: bool = False) -> Plan:
     """As `plan_on`, on the connected cluster."""
     connect(verbose)
-    return plan_on(discover(), plan, job)
+    return plan_on(discover(possible=True), plan, job)
 
 
 def plan_on(cluster: Cluster, plan: Plan, job: Job) -> Plan:
@@ -66,7 +67,7 @@ def plan_on(cluster: Cluster, plan: Plan, job: Job) -> Plan:
     Raises:
         ResourceError: there is no room for a whole replica.
     """
-    room = usable(cluster, job.alone())
+    room = usable(enough(cluster, job, plan.workers * plan.devices_per_worker), job.alone())
     most = room_of(room) // (plan.devices_per_worker if room.accelerators else 1)
     for workers in range(min(plan.workers, most), 0, -1):
         try:

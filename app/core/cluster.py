@@ -35,6 +35,7 @@ class Node:
         network_bytes_per_s: of the whole machine, one direction; 0 where it is what the accelerator usually has.
         region: of the provider, between which links are long; empty where that is not known.
         preemptible: it may be taken back at any time (a spot instance).
+        coming: it does not run yet: the cluster starts it when it is asked for.
     """
 
     name: str
@@ -47,13 +48,20 @@ class Node:
     network_bytes_per_s: float = 0.0
     region: str = ""
     preemptible: bool = False
+    coming: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines a job may use."""
+    """The machines a job may use.
+
+    Attributes:
+        nodes: of it.
+        possible: nodes that the cluster would start if they were asked for, named `TYPE#NUMBER`.
+    """
 
     nodes: tuple[Node, ...]
+    possible: tuple[Node, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -139,6 +147,21 @@ class Cluster:
             return self.accelerators
         return sum(2 if node.cpus >= 2 else 1 for node in self.nodes)
 
+    @property
+    def coming(self) -> tuple[Node, ...]:
+        """Nodes that have to be started first."""
+        return tuple(node for node in self.nodes if node.coming)
+
+    @property
+    def grows(self) -> bool:
+        """Whether there are nodes that do not run yet."""
+        return bool(self.possible or self.coming)
+
+    def grown(self, number: int) -> Cluster:
+        """With so many of the possible nodes, the first ones."""
+        asked = tuple(replace(node, coming=True) for node in self.possible[:number])
+        return Cluster(nodes=(*self.nodes, *asked), possible=self.possible[number:])
+
     def only(self, accelerator: str) -> Cluster:
         """The nodes that have this accelerator."""
         return Cluster(
@@ -156,7 +179,8 @@ class Cluster:
         regions = len({node.region for node in self.nodes})
         apart = f", in {regions} regions" if regions > 1 else ""
         spot = f", {self.preemptible} preemptible" if self.preemptible else ""
-        return f"{count} node{'s' if count != 1 else ''}, {self.cpus:g} CPUs, {devices}{apart}{spot}"
+        coming = f", {len(self.coming)} to be started first" if self.coming else ""
+        return f"{count} node{'s' if count != 1 else ''}, {self.cpus:g} CPUs, {devices}{apart}{spot}{coming}"
 
 
 def _imagined(name: str, each: int, kind: str, network: float, text: str) -> Node:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from trainwright.core.cluster import Cluster
 from trainwright.core.collation import Collation, Pad
 from trainwright.core.consistency import inconsistencies
 from trainwright.core.data import Batch, Feed
@@ -19,6 +20,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.plantext import lone
 
 Names = tuple[str, ...]
+PLACED_S, STARTED_S = 300.0, 1800.0  # for workers to start on nodes that run, on nodes that may have to be started
 
 
 class Job(Fields):
@@ -118,7 +120,8 @@ class Job(Fields):
         failures: failures in a row without a completed step in between after which the run ends.
         failures_an_hour: failures within any hour after which the run ends, even where each was recovered from; by
             default any number.
-        place_deadline_s: seconds to wait for the cluster to start the workers.
+        place_deadline_s: seconds to wait for the cluster to start the workers; by default 300, or 1,800 on one that
+            starts nodes when they are asked for.
         on_error: `raise`, or `skip` samples that cannot be read or transformed: they get weight 0, and a line in the
             quarantine beside the run.
         on_nonfinite: what to do where the loss or its gradient is NaN or infinite: `raise`, or `skip` the step: it
@@ -189,7 +192,7 @@ class Job(Fields):
     tensor_plan: Mapping[str, Literal["column", "row", "gathered", "vocabulary"]] = Field(default_factory=dict)
     failures: Annotated[int, Field(ge=0)] = 3
     failures_an_hour: Annotated[int, Field(ge=0)] | None = None
-    place_deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    place_deadline_s: Annotated[float, Field(gt=0)] | None = None
     on_error: Literal["raise", "skip"] = "raise"
     on_nonfinite: Literal["raise", "skip"] = "raise"
     max_loss_ratio: Annotated[float, Field(gt=1)] | None = None
@@ -215,6 +218,10 @@ class Job(Fields):
         one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": plan}
         apart = {"consistency": None, "wire": "full", "local_steps": 1, "outer": None}
         return self.replace(**{**one, **apart, **fields})
+
+    def patience_s(self, cluster: Cluster) -> float:
+        """Seconds to wait for this cluster to start the workers."""
+        return self.place_deadline_s or (STARTED_S if cluster.grows else PLACED_S)
 
     @property
     def elastic(self) -> bool:

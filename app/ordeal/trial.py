@@ -205,6 +205,8 @@ def train(
     """
     import ray
 
+    from trainwright.discover import discover
+
     named_job = job.replace(name=named(job, suffix), storage=bench.storage)
     order = bench.folder / f"{suffix}.job"
     write_order(order, pack(named_job))
@@ -217,7 +219,7 @@ def train(
         named_job.name,
         order,
         environment={"RAY_ADDRESS": context.gcs_address},
-        silence_s=PATIENCE_S + job.place_deadline_s + (job.hang_deadline_s or 0.0),
+        silence_s=PATIENCE_S + job.patience_s(discover(possible=True)) + (job.hang_deadline_s or 0.0),
         strikes=wanted,
         outages=outages,
         spent=spent,
