@@ -25,6 +25,7 @@ from trainwright.core.events import Event, Formed, Noted, RunEnded, RunStarted, 
 HEAD = "node:__internal_head__"  # a resource that the head alone has
 LOOK_S = 2.0  # between two looks at what is being started
 ASK_S = 30.0  # for the head to answer
+_UNTOLD = "the provider refused (monitor.log on the head says why)"  # Ray 2.60 keeps the reason to itself
 _OPTION = "--autoscaling-config="
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -55,7 +56,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
-        """Of the autoscaler's configuration. Types whose resources are not told are left out: they may hold anything."""
+        """Of the autoscaler's configuration. Types whose resources are not told may hold anything, and are left out."""
         head, types = config.get("head_node_type"), config.get("available_node_types") or {}
         known = tuple(
             NodeType(
@@ -175,7 +176,7 @@ class Starting:
     refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """`2 nodes (1 gpu asked for, 1 gpu booting); none came for 2 gpu: InsufficientInstanceCapacity`."""
+        """`2 nodes (1 gpu asked for, 1 gpu booting); none came for gpu: InsufficientInstanceCapacity`."""
         parts = [f"{number} {name} asked for" for name, number in sorted(self.asked.items())]
         parts += [f"{number} {name} booting" for name, number in sorted(self.booting.items())]
         total = sum(self.asked.values()) + sum(self.booting.values())
@@ -201,7 +202,7 @@ def news(status: Any) -> Starting:
         asked[launch.ray_node_type_name] += launch.count
     for node in status.pending_nodes:
         booting[node.ray_node_type_name] += 1
-    refused = {f"{launch.count} {launch.ray_node_type_name}: {launch.details}" for launch in status.failed_launches}
+    refused = {f"{launch.ray_node_type_name}: {launch.details or _UNTOLD}" for launch in status.failed_launches}
     return Starting(asked=asked, booting=booting, refused=tuple(sorted(refused)))
 
 

@@ -1,7 +1,7 @@
 """A cloud for Ray's autoscaler: nodes are raylets of this machine, which it may be slow to give, or refuse.
 
-`provider` in the configuration names `Nodes`, which Ray's monitor imports; `fake_multinode` is not used by its own name,
-since Ray's package lacks the file that the newer autoscaler reads then.
+`provider` in the configuration names `Nodes`, which Ray's monitor imports. By the name `fake_multinode` Ray's newer
+autoscaler would look for a file that its package lacks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EMPTY = (
 
 
 class Nodes(FakeMultiNodeProvider):
-    """Ray's fake nodes; `slow_s` in its configuration is how long each launch takes, `refuse` names types it has not."""
+    """Ray's fake nodes; `slow_s` in its configuration is how long each launch takes, `refuse` names types it lacks."""
 
     def create_node_with_resources_and_labels(
         self, node_config: Any, tags: dict[str, str], count: int, resources: Any, labels: Any
@@ -67,7 +67,7 @@ def configuration(port: int, types: Mapping[str, Any], *, most: int, slow_s: flo
         },
         "auth": {},
         "file_mounts": {},
-        **dict.fromkeys(EMPTY, []),
+        **{name: [] for name in EMPTY},
         "head_node_type": HEAD,
         "available_node_types": {HEAD: head, **workers},
     }  # fmt: skip
@@ -103,7 +103,8 @@ def cloud(
         "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "PYTHONPATH": str(ROOT),
         "RAY_enable_autoscaler_v2": "1" if newer else "0",
     }  # fmt: skip
-    identity = {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID, "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD}
+    names = ("RAY_OVERRIDE_NODE_ID_FOR_TESTING", "RAY_CLOUD_INSTANCE_ID")
+    identity = {**dict.fromkeys(names, HEAD_ID), "RAY_NODE_TYPE_NAME": HEAD}
     with patch.dict(os.environ, environment):
         cluster = Cluster(
             initialize_head=True,

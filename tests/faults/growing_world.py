@@ -1,0 +1,62 @@
+"""Runs on a cluster that starts nodes when they are asked for; see test_autoscaling.py.
+
+Run as `python -m tests.faults.growing_world grows|refuses FOLDER`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import trainwright as tw
+from tests import jobs
+from tests.faults.cloud import cloud
+from tests.faults.elastic_world import Smooth, world_size
+from trainwright.core.errors import ResourceError
+
+FEWEST, MOST = 2, 4
+CPU = {"resources": {"CPU": 4}, "max_workers": 2}
+SLOW_S = 0.2  # a step before the others have come
+
+
+def slow_step(grows: bool) -> Any:
+    """The step of `tests.jobs`, which dawdles until the world has grown."""
+    inner = jobs.make_step(())
+
+    def step(model: Any, batch: dict[str, Any]) -> Any:
+        if grows and model.training and world_size() == FEWEST:
+            threading.Event().wait(SLOW_S)
+        return inner(model, batch)
+
+    return step
+
+
+def growing_job(folder: Path, grows: bool, **fields: Any) -> tw.Job:
+    """In float64."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return jobs.job(folder, model=Smooth, step=slow_step(grows), epochs=30, **fields)
+
+
+def grows(folder: Path) -> None:
+    """Begin on the one node that two workers need, and take in two more when another node has come."""
+    with cloud(folder, {"cpu": CPU}) as address:
+        ray.init(address=address, log_to_driver=False)
+        tw.fit(growing_job(folder / "runs", True, workers=None, min_workers=FEWEST, max_workers=MOST))
+
+
+def refuses(folder: Path) -> None:
+    """Wait for a node that the provider does not give."""
+    with cloud(folder, {"rare": CPU}, refuse=("rare",)) as address:
+        ray.init(address=address, log_to_driver=False)
+        try:
+            tw.fit(growing_job(folder / "runs", False, workers=FEWEST, place_deadline_s=12.0))
+        except ResourceError as error:
+            print(error)
+
+
+if __name__ == "__main__":
+    {"grows": grows, "refuses": refuses}[sys.argv[1]](Path(sys.argv[2]))
