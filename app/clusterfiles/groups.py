@@ -88,16 +88,8 @@ def room(file: Item, groups: Sequence[Group], need: Need, limit: int | None = No
                 "raise the most nodes of a type and of all, take larger machines, or plan with --workers",
             )
         ]
-    if least < need.workers:
-        return [
-            file.finding(
-                "workers",
-                "doubtful",
-                f"the plan needs {wanted}; {least} fit on the nodes that are kept running",
-                "raise the nodes kept running: a plan sees running nodes only",
-            )
-        ]
-    return [file.finding("workers", "good", f"{wanted} fit; at most {most}")]
+    kept = f", {least} of them on the nodes that are kept running" if least < most else ""
+    return [file.finding("workers", "good", f"{wanted} fit; at most {most}{kept}")]
 
 
 def _most(groups: Sequence[Group], need: Need, limit: int | None) -> int:

@@ -238,12 +238,13 @@ def keys_of(name: str) -> list[re.Match[str]]:
 
 @pytest.mark.parametrize(
     ("need", "verdict"),
-    [(Need(workers=2), "good"), (Need(workers=8), "doubtful"), (Need(workers=9), "bad"),
+    [(Need(workers=2), "good"), (Need(workers=8), "good"), (Need(workers=9), "bad"),
      (Need(workers=1, each=2), "bad"), (Need(workers=2, resource="TPU"), "bad"), (2, "good")],
 )  # fmt: skip
 def test_a_plan_is_held_against_the_nodes(need: Need | int, verdict: str) -> None:
     (found,) = [one for one in check(CLUSTERS / "aws.yaml", workers=need) if one.subject == "workers"]
     assert found.verdict == verdict
+    assert ("at most 8, 2 of them on the nodes that are kept running" in found.what) == (verdict == "good")
 
 
 def test_a_slice_has_several_hosts() -> None:
