@@ -24,7 +24,7 @@ NETWORK = "10.78.0"
 PRIVATE = ("/tmp", "/run", "/root", "/var/tmp")
 HOME = Path("/root")
 # Ports that the system hands out; fewer than usual, so that a test can say which a firewall has to open.
-PORTS = (40000, 44999)
+PORTS = (40000, 43999)
 HOSTS_FILE = """127.0.0.1 localhost
 127.0.1.1 {name}
 """

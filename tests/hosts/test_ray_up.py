@@ -15,8 +15,9 @@ from safetensors.numpy import load
 
 from tests.hosts import ssh, store
 from tests.hosts.files import changed
-from tests.hosts.lan import HOME, PORTS
+from tests.hosts.lan import HOME, PORTS, Host
 from tests.hosts.world import CHECKOUT, ENV_FILE, World, checkout, job_text, world
+from tests.processes import wait_for
 from tests.runs import final_state, told
 from trainwright.core import events
 
@@ -25,9 +26,10 @@ RAY = Path(sys.executable).with_name("ray")
 USER = {"RAY_AUTH_MODE": "token", "PATH": f"{RAY.parent}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(HOME)}
 FILE = "clusters/local.yaml"
 PACE_S = 0.3
+GONE_S = 40.0  # a host gives up 10 s after the head is gone, as the file says
 FIELDS = {"workers": 3, "min_workers": 1, "shrink_s": 15.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
 # What the comments of the file say that a firewall has to let pass between the hosts.
-OPEN = {22, 6379, *range(6380, 6387), *range(10002, 11000), *range(PORTS[0], PORTS[1] + 1)}
+OPEN = {22, 6379, *range(6380, 6389), *range(10002, 11000), *range(PORTS[0], PORTS[1] + 1)}
 JOINED = """
 import ray, sys, time
 ray.init(address="auto", log_to_driver=False)
@@ -84,9 +86,11 @@ def typed(made: World, *settings: str) -> subprocess.Popen[str]:
     return made.laptop.machine.start("sh", "-c", f"{command} -- {fit}", env=USER)
 
 
-def submit(made: World, *settings: str) -> subprocess.Popen[str]:
-    """A job by the user's command."""
-    return typed(made, *settings)
+def submitted(made: World, *settings: str) -> subprocess.Popen[str]:
+    """`trainwright submit`, with what reaches the storage in its environment."""
+    fit = " ".join(["submit job.py", *(f"--set {setting}" for setting in settings)])
+    command = f"cd {made.shared}/project && exec {RAY.with_name('trainwright')} {fit}"
+    return made.laptop.machine.start("sh", "-c", command, env={**USER, **made.credentials()})
 
 
 def test_a_job_typed_by_hand(up: World, tunnel: None) -> None:
@@ -96,7 +100,7 @@ def test_a_job_typed_by_hand(up: World, tunnel: None) -> None:
 
 
 def test_a_host_is_killed_and_another_cut_off(up: World, tunnel: None) -> None:
-    submitted = submit(up, "name=broken", f"pace_s={PACE_S}")
+    job = submitted(up, "name=broken", f"pace_s={PACE_S}")
     up.wait("steps", "broken", 5)
     assert listening(up) <= OPEN, "ports that the comments of the file do not tell"
     up.hosts["one"].kill()
@@ -104,7 +108,7 @@ def test_a_host_is_killed_and_another_cut_off(up: World, tunnel: None) -> None:
     up.hosts["two"].cut()
     up.wait("formed", "broken", 3)
     up.hosts["two"].mend()
-    said = ended(submitted)
+    said = ended(job)
     folder = up.runs()
     formed: Any = told(folder, "broken", events.Formed)
     assert [event.steps_lost for event in formed[:3]] == [0, 0, 0], said
@@ -114,14 +118,30 @@ def test_a_host_is_killed_and_another_cut_off(up: World, tunnel: None) -> None:
     assert ours.step == theirs.step
     mine, plain = (load(state.files["model.safetensors"]) for state in (ours, theirs))
     apart = {name: float(np.abs(mine[name] - plain[name]).max()) for name in plain}
-    # Sums of other shares differ in the last bit; 48 steps of float32 make 0.001 of it (measured).
-    assert max(apart.values()) < 3e-3, (apart, formed)
+    # 48 steps may make much of the last bits, 1e-16; a sample used twice or never in one of them moves weights by 1e-4.
+    assert max(apart.values()) < 1e-9, (apart, formed)
 
 
-def ended(submitted: subprocess.Popen[str]) -> str:
+def test_ray_down_leaves_nothing(up: World) -> None:
+    """Of the two hosts that are left; the head has started Ray again on the one that came back."""
+    left = [up.hosts[name] for name in ("head", "two")]
+    left[0].machine.run(sys.executable, "-c", JOINED, len(left), env=USER, deadline_s=90)
+    up.laptop.machine.run("sh", "-c", f"cd {CHECKOUT} && {RAY} down -y {FILE} 2>&1", env=USER)
+    for host in left:
+        wait_for(lambda host=host: not others(host), GONE_S)  # type: ignore[misc]
+        assert host.machine.run("ls", "-A", "/dev/shm") == "", host.name
+
+
+def others(host: Host) -> list[str]:
+    """Processes there that are not the test's."""
+    lines = host.machine.run("ps", "-eo", "args=").splitlines()
+    return [line for line in lines if "signal.pause()" not in line and not line.startswith(("sshd: ", "ps "))]
+
+
+def ended(job: subprocess.Popen[str]) -> str:
     """What a job said that ended well."""
-    said, _ = submitted.communicate(timeout=150)
-    assert submitted.returncode == 0, said
+    said, _ = job.communicate(timeout=150)
+    assert job.returncode == 0, said
     return said
 
 
