@@ -74,8 +74,10 @@ bench: setup ## measure against plain DDP, Ray Train, torchrun and others
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 .PHONY: dist
-dist: setup ## build wheel and sdist into dist/
+dist: setup ## build wheel and sdist into dist/, beside the versions that they were tested with
+	@rm -rf dist
 	@$(BIN)/python -m build --no-isolation
+	@cp constraints.txt dist/
 
 .PHONY: setup
 setup: ## make .venv, once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,18 @@ GONE_S = 40.0  # a host gives up 10 s after the head is gone, as the file says
 FIELDS = {"workers": 3, "min_workers": 1, "shrink_s": 15.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
 # What the comments of the file say that a firewall has to let pass between the hosts.
 OPEN = {22, 6379, *range(6380, 6389), *range(10002, 11000), *range(PORTS[0], PORTS[1] + 1)}
+# In place of an environment made from a package index: one that holds nothing, and finds all but trainwright here.
+ENVIRONMENT = f"""
+venv=~/.trainwright/venv
+{sys.base_prefix}/bin/python3 -m venv --without-pip $venv
+echo {sysconfig.get_path("purelib")} >$(echo $venv/lib/python*/site-packages)/here.pth
+sed "1s,.*,#!$venv/bin/python," {RAY} >$venv/bin/ray
+chmod +x $venv/bin/ray
+"""
+INSTALLED = """
+import trainwright
+assert trainwright.__file__.startswith("/root/.trainwright/venv/"), trainwright.__file__
+"""
 JOINED = """
 import ray, sys, time
 ray.init(address="auto", log_to_driver=False)
@@ -48,6 +61,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         prepare(made)
         start = f"cd {CHECKOUT} && {RAY} up -y {FILE} --no-config-cache 2>&1"
         made.laptop.machine.run("sh", "-c", start, env=USER, deadline_s=150)
+        for host in made.cluster:
+            host.machine.run(HOME / ".trainwright/venv/bin/python", "-c", INSTALLED, env={"PYTHONPATH": ""})
         head = made.hosts["head"].machine
         head.run(sys.executable, "-c", JOINED, len(made.cluster), env=USER, deadline_s=90)
         yield made
@@ -59,15 +74,16 @@ def prepare(made: World) -> None:
     head, *others = (host.address for host in made.cluster)
     values = {
         "head_ip": head, "worker_ips": f"[{', '.join(others)}]", "ssh_user": "root", "ssh_key": ssh.KEY,
-        "install": f"ln -sfn {sys.prefix} ~/.trainwright/venv",
-        "object_store_bytes": 200_000_000,
+        "environment": f"sh {made.shared}/environment", "object_store_bytes": 200_000_000,
     }  # fmt: skip
+    (made.shared / "environment").write_text(ENVIRONMENT)
     file = made.shared / "checkout" / FILE
     file.write_text(changed(file.read_text(), values))
     project = made.shared / "project"
     project.mkdir()
     (project / "job.py").write_text(job_text(**FIELDS))
     made.laptop.machine.run("cp", "-r", made.shared / "checkout", CHECKOUT)
+    made.laptop.machine.run("make", "-C", CHECKOUT, "-o", "setup", f"VENV={sys.prefix}", "dist")
     made.laptop.write(f"{HOME}/.ray/auth_token", secrets.token_hex(32), 0o600)
     made.laptop.write(str(ENV_FILE), (made.shared / store.ENVIRONMENT).read_text(), 0o600)
 
