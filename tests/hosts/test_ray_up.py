@@ -61,10 +61,10 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         prepare(made)
         start = f"cd {CHECKOUT} && {RAY} up -y {FILE} --no-config-cache 2>&1"
         made.laptop.machine.run("sh", "-c", start, env=USER, deadline_s=150)
-        for host in made.cluster:
-            host.machine.run(HOME / ".trainwright/venv/bin/python", "-c", INSTALLED, env={"PYTHONPATH": ""})
         head = made.hosts["head"].machine
         head.run(sys.executable, "-c", JOINED, len(made.cluster), env=USER, deadline_s=90)
+        for host in made.cluster:
+            host.machine.run(HOME / ".trainwright/venv/bin/python", "-c", INSTALLED, env={"PYTHONPATH": ""})
         yield made
 
 
