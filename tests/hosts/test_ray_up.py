@@ -15,11 +15,11 @@ import pytest
 from safetensors.numpy import load
 
 from tests.hosts import ssh, store
-from tests.hosts.files import changed
 from tests.hosts.lan import HOME, PORTS, Host
 from tests.hosts.world import CHECKOUT, ENV_FILE, World, checkout, job_text, world
 from tests.processes import wait_for
 from tests.runs import final_state, told
+from trainwright.clusterfiles.markers import fill
 from trainwright.core import events
 
 pytestmark = pytest.mark.hosts
@@ -73,12 +73,12 @@ def prepare(made: World) -> None:
     checkout(made.shared / "checkout")
     head, *others = (host.address for host in made.cluster)
     values = {
-        "head_ip": head, "worker_ips": f"[{', '.join(others)}]", "ssh_user": "root", "ssh_key": ssh.KEY,
-        "environment": f"sh {made.shared}/environment", "object_store_bytes": 200_000_000,
+        "head_ip": head, "worker_ips": f"[{', '.join(others)}]", "ssh_user": "root", "ssh_key": str(ssh.KEY),
+        "environment": f"sh {made.shared}/environment", "object_store_bytes": "200000000",
     }  # fmt: skip
     (made.shared / "environment").write_text(ENVIRONMENT)
     file = made.shared / "checkout" / FILE
-    file.write_text(changed(file.read_text(), values))
+    file.write_text(fill(file.read_text(), values))
     project = made.shared / "project"
     project.mkdir()
     (project / "job.py").write_text(job_text(**FIELDS))
