@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from safetensors.numpy import load
 from tests.hosts import ssh, store
 from tests.hosts.lan import HOME, PORTS, Host
 from tests.hosts.world import CHECKOUT, ENV_FILE, World, checkout, job_text, world
-from tests.processes import wait_for
 from tests.runs import final_state, told
 from trainwright.clusterfiles.markers import fill
 from trainwright.core import events
@@ -31,11 +31,13 @@ GONE_S = 40.0  # a host gives up 10 s after the head is gone, as the file says
 FIELDS = {"workers": 3, "min_workers": 1, "shrink_s": 15.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
 # What the comments of the file say that a firewall has to let pass between the hosts.
 OPEN = {22, 6379, *range(6380, 6389), *range(10002, 11000), *range(PORTS[0], PORTS[1] + 1)}
-# In place of an environment made from a package index: one that holds nothing, and finds all but trainwright here.
+# In place of one made from a package index: an environment with all packages of this one but trainwright.
 ENVIRONMENT = f"""
 venv=~/.trainwright/venv
 {sys.base_prefix}/bin/python3 -m venv --without-pip $venv
-echo {sysconfig.get_path("purelib")} >$(echo $venv/lib/python*/site-packages)/here.pth
+cd $venv/lib/python*/site-packages
+ln -sf {sysconfig.get_path("purelib")}/* .
+rm -f *trainwright*
 sed "1s,.*,#!$venv/bin/python," {RAY} >$venv/bin/ray
 chmod +x $venv/bin/ray
 """
@@ -144,7 +146,10 @@ def test_ray_down_leaves_nothing(up: World) -> None:
     left[0].machine.run(sys.executable, "-c", JOINED, len(left), env=USER, deadline_s=90)
     up.laptop.machine.run("sh", "-c", f"cd {CHECKOUT} && {RAY} down -y {FILE} 2>&1", env=USER)
     for host in left:
-        wait_for(lambda host=host: not others(host), GONE_S)  # type: ignore[misc]
+        until_s = time.monotonic() + GONE_S
+        while (found := others(host)) and time.monotonic() < until_s:
+            time.sleep(0.5)
+        assert not found, host.name
         assert host.machine.run("ls", "-A", "/dev/shm") == "", host.name
 
 
