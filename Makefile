@@ -34,7 +34,7 @@ test: setup ## run all tests, in two processes; ARGS="-k word" picks some
 
 .PHONY: hosts
 hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
-	@$(BIN)/python -m pytest tests -m hosts $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m hosts $(ARGS)
 
 .PHONY: test-unit
 test-unit: setup ## run the tests that need no Ray
@@ -74,8 +74,10 @@ bench: setup ## measure against plain DDP, Ray Train, torchrun and others
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 .PHONY: dist
-dist: setup ## build wheel and sdist into dist/
+dist: setup ## build wheel and sdist into dist/, beside the versions that they were tested with
+	@rm -rf dist
 	@$(BIN)/python -m build --no-isolation
+	@cp constraints.txt dist/
 
 .PHONY: setup
 setup: ## make .venv, once

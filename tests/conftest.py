@@ -15,7 +15,8 @@ from tests import clusters
 pytest_plugins = ["tests.s3"]
 
 
-ORDER = ("tests/faults/", "tests/ray/", "tests/conformance/", "tests/e2e/", "tests/unit/")  # the small ones last
+FOLDERS = ("faults", "ray", "conformance", "hosts", "e2e", "unit")  # the small ones last
+ORDER = tuple(f"tests/{folder}/" for folder in FOLDERS)
 GROUPS = (ORDER[:2], ORDER[2:3])  # that share a Ray cluster, or ranks and the runs that they are compared with
 STAND_BACK = 1  # niceness, beside the group that takes longest
 gc.disable()  # until all is collected: imports make no garbage

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,11 @@ while True:
             raise
         time.sleep(0.05)
 """
+
+
+PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "mount", "ssh", "ps")
+ADMIN = "CAP_SYS_ADMIN (docker run --privileged)"
+USERS = "namespaces for users who are not root (sysctl -w kernel.unprivileged_userns_clone=1), or root"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,36 @@ class Machine:
         return ["nsenter", f"--target={self.holder}", *own, *spaces, "--", "env", f"--chdir={ROOT}"]
 
 
+def demand_rights() -> None:
+    """Fail where this machine lacks a right or a program for machines that are connected, and say which."""
+    lacking = missing_rights()
+    assert not lacking, f"tests of several hosts need {lacking}"
+
+
+def missing_rights() -> str:
+    """The first that lacks; empty where none does."""
+    if os.geteuid():
+        return "the rights of root: run `make hosts` as root"
+    lacking = [name for name in PROGRAMS if not shutil.which(name)]
+    if lacking:
+        return f"{', '.join(lacking)}: apt-get install iproute2 util-linux openssh-client procps"
+    tries = {
+        ADMIN: ("unshare", "--pid", "--fork", "--mount-proc", "--net", "true"),
+        "CAP_NET_ADMIN (docker run --privileged) and the kernel's bridge": (
+            "unshare", "--net", "ip", "link", "add", "switch", "type", "bridge",
+        ),
+        "the kernel's veth": ("unshare", "--net", "ip", "link", "add", "one", "type", "veth", "peer", "name", "other"),
+        "the kernel's overlay file system": (
+            "unshare", "--mount", "mount", "-t", "overlay", "-o", "lowerdir=/usr:/etc", "overlay", "/mnt",
+        ),
+    }  # fmt: skip
+    for right, command in tries.items():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        if done.returncode:
+            return f"{right}: {done.stderr.strip()}"
+    return ""
+
+
 def _environment() -> dict[str, str]:
     """This process's, without what a Ray that runs in it has set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -113,7 +149,8 @@ def machine(name: str = "", prepare: str = "") -> Iterator[Machine]:
     try:
         assert holder.stdout is not None and holder.stderr is not None
         up = holder.stdout.readline()
-        assert up == "up\n", f"no namespaces for a test's machine: {holder.stderr.read()}"
+        needed = USERS if own else ADMIN
+        assert up == "up\n", f"a machine of its own needs {needed}: {holder.stderr.read()}"
         yield made
     finally:
         holder.kill()
@@ -173,6 +210,7 @@ class OwnEnd:
 
 def cable(one: Machine, other: Machine) -> Cable:
     """Connect two machines of which neither has a cable yet; needs the rights of root."""
+    demand_rights()
     addresses = ENDS
     ip(one, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(other.holder))
     for end, address, far in ((one, *addresses), (other, *reversed(addresses))):

@@ -118,18 +118,24 @@ def _rays_own(document: Item, found: list[Finding]) -> list[Finding]:
 
 
 def _sources(document: Item, folder: Path) -> list[Finding]:
-    """Whether a mounted checkout is one, seen from the file's folder or from here."""
+    """Whether there is a wheel in the folder that is mounted, seen from the file's folder or from here, and a token."""
     mounts = document.at("file_mounts")
     found = []
     for remote, item in (mounts.fields if mounts else {}).items():
         places = [(base / os.path.expanduser(str(item.value))) for base in (Path.cwd(), folder)]
-        if remote.endswith("/trainwright") and not any((place / "constraints.txt").is_file() for place in places):
-            said = f"{item.value} is no checkout of trainwright, which nodes install"
-            found.append(item.finding("files", "doubtful", said, "call `ray up` in a checkout, or name its folder"))
+        if remote.endswith(("/trainwright", "/wheel")) and not any(_installable(place) for place in places):
+            said = f"{item.value} holds no wheel of trainwright, which nodes install, or not just one"
+            remedy = "write it: `make dist` in a checkout; call `ray up` there, or name its folder dist"
+            found.append(item.finding("files", "doubtful", said, remedy))
         elif remote.endswith("auth_token") and not places[0].is_file():
             remedy = "make it: ray get-auth-token --generate; chmod 600 ~/.ray/auth_token"
             found.append(item.finding("token", "doubtful", f"{item.value} is not there yet", remedy))
     return found
+
+
+def _installable(folder: Path) -> bool:
+    """Whether this is what `make dist` writes."""
+    return len([*folder.glob("trainwright-*.whl")]) == 1 and (folder / "constraints.txt").is_file()
 
 
 def _once(found: list[Finding]) -> list[Finding]:

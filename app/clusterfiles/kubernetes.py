@@ -31,9 +31,11 @@ def look_at(document: Item, need: Need | None) -> list[Finding]:
 
 
 def _other(document: Item, kind: str) -> list[Finding]:
-    place = document.at("kind") or document
-    if document.text("apiVersion").startswith("ray.io/") or not kind:
-        return [place.finding("kinds", "bad", f"{kind or 'nothing'} is no kind of KubeRay's", closest(kind, KINDS))]
+    if not kind:
+        return [document.finding("kinds", "bad", "it does not say what it is", f"add kind: one of {', '.join(KINDS)}")]
+    place = document.fields["kind"]
+    if document.text("apiVersion").startswith("ray.io/"):
+        return [place.finding("kinds", "bad", f"{kind} is no kind of KubeRay's", closest(kind, KINDS))]
     if kind == "Secret" and (document.at("stringData") or document.at("data")):
         remedy = "make it with `kubectl create secret generic NAME --from-file=…` and name it here only"
         return [place.finding("secrets", "bad", "a secret stands here, whatever its encoding", remedy)]

@@ -12,7 +12,7 @@ from trainwright.core.findings import Finding
 
 HEALTH = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
 _CALL = re.compile(r"\bray\s+(?:start|symmetric-run)\b")
-_SET = re.compile(r"(?:^|\s)(?:export\s+)?(RAY_\w+)=(\S*)")
+_SET = re.compile(r"(?:^|[\s(])(?:export\s+)?(RAY_\w+)=(\S*)")
 _OPTION = re.compile(r"(?<=\s)--([a-z][\w-]*)(?:[=\s]+([^\s-]\S*))?")
 _ANYWHERE = ("0.0.0.0", "::", "[::]", "*")
 _TOKEN = (

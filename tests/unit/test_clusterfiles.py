@@ -273,12 +273,20 @@ def test_values_that_only_the_user_knows_are_asked_for() -> None:
     assert open_ones == {"ssh_key", "key_name"}
 
 
-def test_a_file_that_is_away_from_its_checkout_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(CLUSTERS / "aws.yaml", tmp_path / "mine.yaml")
+@pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml", "spot.yaml", "tpu.yaml", "local.yaml"])
+def test_a_wheel_or_token_that_is_not_there_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(CLUSTERS / name, tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    asked = {"files", "token"}
     found = check(tmp_path / "mine.yaml")
-    assert {"files", "token"} <= {one.subject for one in found if one.verdict == "doubtful"}
+    assert asked <= {one.subject for one in found if one.verdict == "doubtful"}
+    for file in ("dist/trainwright-1-py3-none-any.whl", "dist/constraints.txt", ".ray/auth_token"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    assert not asked & {one.subject for one in check(tmp_path / "mine.yaml")}
+    (tmp_path / "dist/trainwright-0-py3-none-any.whl").touch()
+    assert "files" in {one.subject for one in check(tmp_path / "mine.yaml")}, "one of two would be installed"
 
 
 def test_what_ray_itself_refuses_is_told(tmp_path: Path) -> None:

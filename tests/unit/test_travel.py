@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -43,6 +44,24 @@ def test_what_cannot_travel_is_said() -> None:
     lock = threading.Lock()
     with pytest.raises(JobError, match="cannot be sent to the workers"):
         pack(job(model=lambda: lock))
+
+
+def test_a_module_that_two_names_are_for_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "another_name", sys.modules[__name__])
+    lock = threading.Lock()
+    with pytest.raises(JobError, match="cannot be sent to the workers"):
+        pack(job(model=lambda: lock))
+
+
+def test_packages_of_another_environment_go_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does where PYTHONPATH leads to it."""
+    packages = tmp_path / "lib" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "elsewhere.py").write_text("def build():\n    return 'what only the package holds'\n")
+    monkeypatch.syspath_prepend(str(packages))
+    elsewhere = importlib.import_module("elsewhere")
+    packed = pack(job(model=elsewhere.build))
+    assert b"elsewhere" in packed and b"what only" not in packed
 
 
 def test_the_same_job_is_described_alike_and_a_changed_one_is_not() -> None:
