@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from tests import processes
+from tests.hosts.files import changed
 from tests.hosts.lan import Host
 
+SCRIPT = processes.ROOT / "clusters" / "slurm.sbatch"
+USER = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 CPUS = 2
 CONFIG = """
 ClusterName=test
@@ -17,7 +25,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
-KillWait=5
+SlurmdTimeout=10
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmdSpoolDir=/tmp/slurmd
@@ -33,6 +41,46 @@ mkdir -p -m 700 /tmp/munge && mkdir -p -m 755 /run/munge && chown 0:0 /etc/munge
 exec munged --force --foreground --socket=/run/munge/munge.socket.2 --log-file=/tmp/munge/log \
     --seed-file=/tmp/munge/seed --pid-file=/tmp/munge/pid
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One that was submitted, by its number; `folder` is where it was and what it says lies."""
+
+    head: Host
+    number: str
+    folder: Path
+
+    def ended(self, patience_s: float = 150.0) -> str:
+        """Wait for its end: its state and exit code, as `COMPLETED 0:0`."""
+        processes.wait_for(lambda: self._facts()["JobState"] in ENDED, patience_s)
+        facts = self._facts()
+        return f"{facts['JobState']} {facts['ExitCode']}"
+
+    def cancel(self, *options: str) -> None:
+        """By `scancel`."""
+        self.head.machine.run("scancel", *options, self.number, env=USER)
+
+    def nodes(self) -> list[str]:
+        """Names of those that Slurm gave it."""
+        return self.head.machine.run("scontrol", "show", "hostnames", self._facts()["NodeList"], env=USER).split()
+
+    def said(self) -> str:
+        """All that it said."""
+        files = sorted(self.folder.glob(f"*-{self.number}*"))
+        return "\n".join(f"{file.name}: {file.read_text(errors='replace')}" for file in files)
+
+    def _facts(self) -> dict[str, str]:
+        words = self.head.machine.run("scontrol", "--oneliner", "show", "job", self.number, env=USER).split()
+        return dict(word.partition("=")[::2] for word in words)
+
+
+def submit(head: Host, script: Path, values: Mapping[str, object]) -> Job:
+    """`sbatch` the script of `clusters/`, changed by a user's values, from the folder where it lies."""
+    own = {"venv": sys.prefix, "output": "said-%j", "object_store_bytes": 200_000_000}
+    script.write_text(changed(SCRIPT.read_text(), {**own, **values}))
+    at = ("sh", "-c", f"cd {script.parent} && sbatch --parsable {script.name}")
+    return Job(head=head, number=head.machine.run(*at, env=USER).strip(), folder=script.parent)
 
 
 def start(hosts: Sequence[Host]) -> None:

@@ -1,98 +1,157 @@
-"""`sbatch clusters/slurm.sbatch` on three hosts with Debian's Slurm: to the end, and stopped."""
+"""`sbatch clusters/slurm.sbatch` on hosts with Debian's Slurm: to the end, stopped, resumed, cancelled, a node lost."""
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests import processes
+from tests.conformance import reference_case
 from tests.hosts import lan, packages, slurm
-from tests.hosts.files import changed
 from tests.hosts.lan import Host
 from tests.processes import ROOT
-from tests.runs import told
+from tests.runs import final_state, told
 from trainwright.core import events
 from trainwright.log import RunLog
 from trainwright.store import open_store
 
 pytestmark = pytest.mark.hosts
-NAMES = ("head", "one", "two")
-SCRIPT = ROOT / "clusters" / "slurm.sbatch"
-USER = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+NAMES = ("head", "one", "two", "three", "four")
 LAST_S = 60.0
-STOPPED = 128 + signal.SIGTERM
+GATE = 5
+# From step GATE on it waits for a file, which says how slow the steps are from there; `whole` is not held up. Nothing
+# but numpy, which starts soonest and adds up to the same whoever adds.
+JOB = """
+import pathlib, time
+import numpy as np
+import trainwright as tw
+from trainwright.strategies.reference.losses import cross_entropy
+from trainwright.strategies.reference.model import Mlp
+from trainwright.strategies.reference.optimizers import Sgd
+
+folder = pathlib.Path({folder!r})
+x = np.random.default_rng(5).normal(size=(192, 8))
+
+def job(name="whole", workers=1):
+    def rate(step, total):
+        if name != "whole" and step >= {gate}:
+            while not (folder / f"go-{{name}}").exists():
+                time.sleep(0.05)
+            time.sleep(float((folder / f"go-{{name}}").read_text()))
+        return 1.0
+
+    return tw.Job(
+        name=name, model=lambda: Mlp((8, 16, 4)), loss=cross_entropy, schedule=rate, inputs="x", targets="y", epochs=3,
+        optimizer=lambda parameters: Sgd(learning_rate=0.1, momentum=0.9), batch_size=24, seed=3, workers=workers,
+        min_workers=1, shrink_s=5.0, spares=0, keeper_s=0, checkpoint_steps=1000, hang_deadline_s=170.0,
+        train=tw.datasets.table({{"x": x, "y": x[:, :4].argmax(1)}}), storage=str(folder / "runs"),
+    )
+"""
+STEPS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Hosts by name, and the folder of the job file, which all of them see."""
+
+    hosts: dict[str, Host]
+    folder: Path
+
+    def submit(self, run: str, nodes: int = 1, workers: int = 1) -> slurm.Job:
+        """A job by the user's command."""
+        job = f'"fit job.py --set name={run} --set workers={workers}"'
+        script = self.folder / f"{run}.sbatch"
+        return slurm.submit(self.hosts["head"], script, {"nodes": nodes, "job": job})
+
+    def await_gate(self, run: str) -> None:
+        """Until the steps before the gate are done."""
+        processes.wait_for(lambda: sum(len(event.step) for event in self.told(run, events.Steps)) >= GATE)
+
+    def open_gate(self, run: str, pace_s: float) -> None:
+        """Let it go on, with steps of so many seconds."""
+        (self.folder / "going").write_text(str(pace_s))
+        (self.folder / "going").rename(self.folder / f"go-{run}")
+
+    def told(self, run: str, kind: type[events.Event]) -> Any:
+        """Its events of one kind."""
+        return told(self.folder / "runs", run, kind)
+
+    def await_nothing(self, nodes: list[str]) -> None:
+        """Until no process of Ray's or the run's is left on these, and see that no memory and no file of theirs is."""
+        for host in map(self.hosts.__getitem__, nodes):
+            processes.wait_for(lambda host=host: not host.processes("ray", "trainwright"), LAST_S)  # type: ignore[misc]
+            left = host.machine.run("sh", "-c", "ls -A /dev/shm; ls -d /tmp/ray* 2>/dev/null || true")
+            assert left == "", f"{host.name}: {left}"
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the job file, which all hosts see."""
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Hosts with Slurm."""
     folder = tmp_path_factory.mktemp("slurm")
-    processes.write_job(folder, folder / "runs", workers=3, checkpoint_steps=1000, hang_deadline_s=90.0)
-    return folder
+    (folder / "job.py").write_text(JOB.format(folder=str(folder), gate=GATE))
+    with lan.lan(NAMES, packages.unpacked(ROOT / "data" / "debian"), [folder]) as made:
+        for host in made.values():
+            host.write("/root/.trainwright/storage.env", "", 0o600)
+        slurm.start([*made.values()])
+        yield World(hosts=made, folder=folder)
 
 
 @pytest.fixture(scope="module")
-def hosts(project: Path) -> Iterator[list[Host]]:
-    """Three of them, with Slurm."""
-    with lan.lan(NAMES, packages.unpacked(ROOT / "data" / "debian"), [project]) as made:
-        every = [made[name] for name in NAMES]
-        for host in every:
-            # The job file of the tests uses what lies beside it; trainwright itself is in the environment.
-            host.write("/root/.trainwright/storage.env", f"PYTHONPATH={ROOT}\n", 0o600)
-        slurm.start(every)
-        yield every
+def jobs(world: World) -> dict[str, slurm.Job]:
+    """All at once: Slurm gives them the hosts as these are free. Those that something happens to wait for it."""
+    return {
+        "lost": world.submit("lost", nodes=3, workers=3),
+        **{run: world.submit(run) for run in ("stopped", "cancelled", "whole")},
+    }
 
 
-def submitted(hosts: list[Host], project: Path, job: str, *options: str, **variables: str) -> Any:
-    """A job of `sbatch --wait` from the head, as a process that ends with it. Its exit code is the job's own."""
-    values = {
-        "nodes": len(NAMES), "venv": sys.prefix, "job": f'"{job}"', "object_store_bytes": 200_000_000,
-        "output": "said-%j",
-    }  # fmt: skip
-    script = project / "slurm.sbatch"
-    script.write_text(changed(SCRIPT.read_text(), values))
-    command = f"cd {project} && exec sbatch --wait --parsable {' '.join(options)} {script}"
-    return hosts[0].machine.start("sh", "-c", command, env={**USER, **variables})
+def test_stopped_with_a_checkpoint_and_resumed(world: World, jobs: dict[str, slurm.Job]) -> None:
+    job = jobs["stopped"]
+    world.await_gate("stopped")
+    job.cancel("--batch", "--signal=TERM")
+    world.open_gate("stopped", pace_s=0.5)
+    assert job.ended() == "FAILED 143:0", job.said()
+    entry = RunLog(open_store(str(world.folder / "runs")), "stopped").head()
+    assert entry is not None and entry.outcome == "stopped" and entry.checkpoints, job.said()
+    assert entry.checkpoints[-1].step < STEPS, job.said()
+    world.await_nothing(job.nodes())
+    world.open_gate("stopped", pace_s=0.0)
+    jobs["resumed"] = world.submit("stopped")
 
 
-def said(project: Path) -> str:
-    """What all jobs said."""
-    return "\n".join(file.read_text() for file in sorted(project.glob("said-*")))
+def test_cancelled(world: World, jobs: dict[str, slurm.Job]) -> None:
+    world.await_gate("cancelled")
+    jobs["cancelled"].cancel()
+    assert jobs["cancelled"].ended().startswith("CANCELLED"), jobs["cancelled"].said()
+    world.await_nothing(jobs["cancelled"].nodes())
 
 
-def await_nothing(hosts: list[Host]) -> None:
-    """Until no process of Ray's or the run's is left anywhere, and no memory of theirs."""
-    for host in hosts:
-        processes.wait_for(lambda host=host: not host.processes("ray", "trainwright"), LAST_S)  # type: ignore[misc]
-        assert host.machine.run("ls", "-A", "/dev/shm") == "", host.name
+def test_a_node_is_lost(world: World, jobs: dict[str, slurm.Job]) -> None:
+    job = jobs["lost"]
+    world.await_gate("lost")
+    head, other, victim = job.nodes()
+    world.hosts[victim].kill()
+    world.open_gate("lost", pace_s=0.0)
+    assert job.ended() == "COMPLETED 0:0", job.said()
+    formed = world.told("lost", events.Formed)
+    assert set(formed[0].nodes) == {head, other, victim}
+    assert set(formed[-1].nodes) == {head, other} and formed[-1].steps_lost == 0, job.said()
+    world.await_nothing([head, other])
 
 
-def test_to_the_end(hosts: list[Host], project: Path) -> None:
-    process = submitted(hosts, project, "fit job.py --set name=whole")
-    process.communicate(timeout=120)
-    assert process.returncode == 0, said(project)
-    formed: Any = told(project / "runs", "whole", events.Formed)
-    assert set(formed[0].nodes) == set(NAMES)
-    await_nothing(hosts)
-
-
-def test_stopped_with_a_checkpoint(hosts: list[Host], project: Path) -> None:
-    """On one node; the exit code is the job's own."""
-    process = submitted(hosts, project, "fit job.py --set name=stopped --set workers=1", "--nodes=1", STEP_S="0.5")
-    processes.wait_until(lambda: len(told(project / "runs", "stopped", events.Steps)) > 0, process)
-    signal_jobs(hosts, "--batch --signal=TERM")
-    process.communicate(timeout=120)
-    assert process.returncode == STOPPED, said(project)
-    entry = RunLog(open_store(str(project / "runs")), "stopped").head()
-    assert entry is not None and entry.outcome == "stopped" and entry.checkpoints, said(project)
-    await_nothing(hosts)
-
-
-def signal_jobs(hosts: list[Host], options: str = "") -> None:
-    """`scancel` all jobs."""
-    hosts[0].machine.run("sh", "-c", f"scancel {options} $(squeue --noheader --format=%i)")
+def test_what_comes_out_is_the_same(world: World, jobs: dict[str, slurm.Job]) -> None:
+    assert jobs["whole"].ended() == "COMPLETED 0:0", jobs["whole"].said()
+    assert jobs["resumed"].ended() == "COMPLETED 0:0", jobs["resumed"].said()
+    whole, resumed, lost = (final_state(world.folder / "runs", run) for run in ("whole", "stopped", "lost"))
+    assert resumed == whole
+    assert lost.step == whole.step == STEPS
+    ours, theirs = reference_case.state(lost.files), reference_case.state(whole.files)
+    for name in theirs:  # of float64, added up in another order
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-9, atol=1e-12, err_msg=name)
+    world.await_nothing(jobs["whole"].nodes())
+    world.await_nothing(jobs["resumed"].nodes())
