@@ -25,6 +25,7 @@ from trainwright.datasets.sources import Dataset
 
 _LOOKED_AT = 64  # rows that are read twice
 _BLOCK_ROWS = 256
+_END_S = 2.0  # for functions of the pipeline that are under way when it is let go
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
 
@@ -240,22 +241,36 @@ def blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: int = 
     """
     ragged = any(field.dtype == np.dtype(object) for field in schema.values())
     batched = pipeline.ragged_batch(_BLOCK_ROWS) if ragged else pipeline.batch(_BLOCK_ROWS)
-    elements = iter(batched.prefetch(_AUTOTUNE))
-    while True:
-        try:
-            element = next(elements)
-        except StopIteration:
-            return
-        except Exception as error:  # TensorFlow's errors, which cannot be named here, have one class for each cause
-            raise DataError(
-                f"the pipeline raised {type(error).__name__}: {error}",
-                where=f"{where}, rows {first} to {first + _BLOCK_ROWS}",
-                remedy="mend the data or the function, or append .ignore_errors() and pass rows=",
-            ) from error
-        columns = named(element, where)
-        block = {name: _array(columns[name], field) for name, field in schema.items()}
-        first += _rows(block)
-        yield block
+    held = [iter(batched.prefetch(_AUTOTUNE))]
+    try:
+        while True:
+            try:
+                element = next(held[0])
+            except StopIteration:
+                return
+            except Exception as error:  # TensorFlow's errors, which cannot be named here, have one class for each cause
+                raise DataError(
+                    f"the pipeline raised {type(error).__name__}: {error}",
+                    where=f"{where}, rows {first} to {first + _BLOCK_ROWS}",
+                    remedy="mend the data or the function, or append .ignore_errors() and pass rows=",
+                ) from error
+            columns = named(element, where)
+            block = {name: _array(columns[name], field) for name, field in schema.items()}
+            first += _rows(block)
+            yield block
+    finally:
+        _let_go(held)
+
+
+def _let_go(held: list[Any]) -> None:
+    """End an iterator: what it runs has ended when this returns, but for a thread of TensorFlow's that may sleep on.
+
+    The end of an iterator waits for its autotuner. TensorFlow 2.21 wakes that before it marks it as cancelled, so that
+    it may lie down again until it would look at the pipeline the next time: minutes, on a machine that is busy.
+    """
+    end = threading.Thread(target=held.clear, name="trainwright-pipeline-end", daemon=True)
+    end.start()
+    end.join(_END_S)
 
 
 def named(element: Any, where: str) -> dict[str, Any]:

@@ -131,9 +131,14 @@ class World:
         self.form()
         return self.settle(source, feed)
 
-    def form(self, deadline_s: float = GROUP_S) -> list[StateTag]:
-        """A new generation: reserve, exchange addresses, form; and build at once in processes that have not."""
-        groups = self._groups(deadline_s)
+    def form(self, deadline_s: float = GROUP_S, own_s: Mapping[int, float] | None = None) -> list[StateTag]:
+        """A new generation: reserve, exchange addresses, form; and build at once in processes that have not.
+
+        Args:
+            own_s: deadlines of ranks that have one of their own.
+        """
+        own = own_s or {}
+        groups = [replace(group, deadline_s=own.get(group.rank, deadline_s)) for group in self._groups(deadline_s)]
         new = [number for number, built in enumerate(self._built) if not built]
         for number, rank in enumerate(self.ranks):
             rank.send("form", groups[number])

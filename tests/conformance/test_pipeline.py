@@ -32,6 +32,7 @@ NAMED = {case.name: case for case in CASES}
 PIPELINE = "trainwright.strategies.torch.pipeline:Pipeline"
 ONE_DEVICE = "trainwright.strategies.torch.one_device:OneDevice"
 WIDTH = 5
+SENT_S = 8.0  # within which a stage has sent what it has to send
 
 
 class Block(nn.Module):
@@ -347,10 +348,11 @@ def test_an_error_is_told_at_once_although_messages_are_on_their_way(pool: Pool,
     feeds = problems.feeds(PROBLEM, layout, 0, problems.batches(PROBLEM)[0], problems.columns(PROBLEM))
     world = World(pool, "torch", layout, torn)
     try:
-        world.start()
+        world.form(own_s={1: SENT_S})
+        world.settle(0, None)
         for rank, feed in zip(world.ranks, feeds, strict=True):
             rank.send("warm", feed)
-        world.ranks[1].outcome()
+        world.ranks[1].outcome()  # it has sent all, and waited for the other in vain
         (tmp_path / "sent").touch()
         error = world.ranks[0].outcome(SOON_S).error
     finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
+from threading import Event, Timer
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,11 @@ from hypothesis import strategies as st
 from trainwright import datasets
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets import tf_pipelines
+from trainwright.datasets.columns import Field
 from trainwright.datasets.inspecting import inspect
 from trainwright.datasets.stream import Stream
+from trainwright.datasets.tf_pipelines import blocks
 
 ROWS, BATCH = 250, 16
 
@@ -198,3 +203,53 @@ def test_it_can_be_inspected() -> None:
     found = inspect(datasets.from_tf(numbers))
     assert (found.rows, found.shuffle, len(found.samples)) == (ROWS, None, 3)
     assert found.columns["x"].shape == (2,)
+
+
+@dataclass
+class Slow:
+    """Stands for a pipeline whose iterator takes its time to end; it has one row, and knows nothing of its end."""
+
+    may_end: Event = field(default_factory=Event)
+    ended: Event = field(default_factory=Event)
+
+    def batch(self, rows: int) -> Slow:
+        return self
+
+    prefetch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        pipeline = self
+
+        class Elements:
+            def __next__(self) -> Any:
+                return {"i": tf.constant([7])}
+
+            def __del__(self) -> None:
+                pipeline.may_end.wait(60.0)
+                pipeline.ended.set()
+
+        return Elements()  # type: ignore[return-value]
+
+
+INTEGERS = {"i": Field(np.dtype(np.int32), ())}
+
+
+def test_what_a_pipeline_runs_has_ended_when_it_is_let_go() -> None:
+    slow = Slow()
+    rows = blocks(slow, INTEGERS, "here")
+    assert next(rows)["i"].tolist() == [7]
+    Timer(0.2, slow.may_end.set).start()
+    rows.close()  # type: ignore[attr-defined]
+    assert slow.ended.is_set()
+
+
+def test_an_iterator_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with TensorFlow's autotuner, which may sleep through its end."""
+    monkeypatch.setattr(tf_pipelines, "_END_S", 0.05)
+    slow = Slow()
+    rows = blocks(slow, INTEGERS, "here")
+    next(rows)
+    rows.close()  # type: ignore[attr-defined]
+    assert not slow.ended.is_set()
+    slow.may_end.set()
+    assert slow.ended.wait(30.0), "it is let go all the same"
