@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.processes import ROOT
@@ -44,8 +44,14 @@ while True:
 """
 
 
-PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "mount", "ssh", "ps")
+PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "mount")
 ADMIN = "CAP_SYS_ADMIN (docker run --privileged)"
+TRIES = {
+    ADMIN: ("unshare", "--pid", "--fork", "--mount-proc", "--net", "true"),
+    "CAP_NET_ADMIN (docker run --privileged) and the kernel's veth": (
+        "unshare", "--net", "ip", "link", "add", "one", "type", "veth", "peer", "name", "other",
+    ),
+}  # fmt: skip
 USERS = "namespaces for users who are not root (sysctl -w kernel.unprivileged_userns_clone=1), or root"
 
 
@@ -96,34 +102,21 @@ class Machine:
         return ["nsenter", f"--target={self.holder}", *own, *spaces, "--", "env", f"--chdir={ROOT}"]
 
 
-def demand_rights() -> None:
-    """Fail where this machine lacks a right or a program for machines that are connected, and say which."""
-    lacking = missing_rights()
-    assert not lacking, f"tests of several hosts need {lacking}"
+def demand_rights(programs: Sequence[str] = PROGRAMS, tries: Mapping[str, Sequence[str]] = TRIES) -> None:
+    """Fail where this machine lacks a right or a program for machines that are connected, and say which.
 
-
-def missing_rights() -> str:
-    """The first that lacks; empty where none does."""
-    if os.geteuid():
-        return "the rights of root: run `make hosts` as root"
-    lacking = [name for name in PROGRAMS if not shutil.which(name)]
-    if lacking:
-        return f"{', '.join(lacking)}: apt-get install iproute2 util-linux openssh-client procps"
-    tries = {
-        ADMIN: ("unshare", "--pid", "--fork", "--mount-proc", "--net", "true"),
-        "CAP_NET_ADMIN (docker run --privileged) and the kernel's bridge": (
-            "unshare", "--net", "ip", "link", "add", "switch", "type", "bridge",
-        ),
-        "the kernel's veth": ("unshare", "--net", "ip", "link", "add", "one", "type", "veth", "peer", "name", "other"),
-        "the kernel's overlay file system": (
-            "unshare", "--mount", "mount", "-t", "overlay", "-o", "lowerdir=/usr:/etc", "overlay", "/mnt",
-        ),
-    }  # fmt: skip
+    Args:
+        programs: that there must be.
+        tries: commands that must succeed, by what they need.
+    """
+    need = "tests of several hosts need"
+    assert not os.geteuid(), f"{need} the rights of root: run `make hosts` as root"
+    lacking = [name for name in programs if not shutil.which(name)]
+    packages = "iproute2 util-linux openssh-client procps"
+    assert not lacking, f"{need} {', '.join(lacking)}: apt-get install {packages}"
     for right, command in tries.items():
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        if done.returncode:
-            return f"{right}: {done.stderr.strip()}"
-    return ""
+        assert done.returncode == 0, f"{need} {right}: {done.stderr.strip()}"
 
 
 def _environment() -> dict[str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.machines import Machine, demand_rights, ip, machine
+from tests.machines import PROGRAMS, TRIES, Machine, demand_rights, ip, machine
 from tests.processes import ROOT
 
 NETWORK = "10.78.0"
@@ -26,6 +26,14 @@ HOSTS_FILE = """127.0.0.1 localhost
 127.0.1.1 {name}
 """
 NAMES = "passwd: files\ngroup: files\nhosts: files\n"  # nobody answers for other names: not asked, not waited for
+LAN_PROGRAMS = (*PROGRAMS, "ssh", "ps")
+LAN_TRIES = {
+    **TRIES,
+    "the kernel's bridge": ("unshare", "--net", "ip", "link", "add", "switch", "type", "bridge"),
+    "the kernel's overlay file system": (
+        "unshare", "--mount", "mount", "-t", "overlay", "-o", "lowerdir=/usr:/etc", "overlay", "/mnt",
+    ),
+}  # fmt: skip
 # Mounts over what is there already: the stage is moved into place once all that must stay visible is bound into it.
 HIDE = """
 mount -n -t tmpfs -o mode={mode} private /mnt
@@ -79,7 +87,7 @@ def lan(names: Sequence[str], packages: Path, shared: Sequence[Path] = ()) -> It
 
     Fails where a right or a program lacks, and says which.
     """
-    demand_rights()
+    demand_rights(LAN_PROGRAMS, LAN_TRIES)
     prepare = _prepare(packages, shared)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(machine("switch"))

@@ -45,14 +45,22 @@ def steps(run: str) -> int:
     return max((event.step[-1] for event in found if event.step), default=0)
 
 
-def formed(run: str) -> int:
-    """Generations that the run has told of."""
-    return len(told(STORAGE, run, events.Formed))
+def workers(run: str) -> int:
+    """Of the newest generation that the run has told of."""
+    formed: Any = told(STORAGE, run, events.Formed)
+    return formed[-1].workers if formed else 0
+
+
+def recovered(run: str) -> int:
+    """Failures that a newer generation has followed."""
+    failed: Any = told(STORAGE, run, events.Failed)
+    formed: Any = told(STORAGE, run, events.Formed)
+    return sum(failure.generation < formed[-1].generation for failure in failed)
 
 
 def wait(what: str, run: str, least: str, patience_s: str) -> None:
     """Return once there are so many of what one of the functions above counts."""
-    count: Callable[[str], int] = {"steps": steps, "formed": formed}[what]
+    count: Callable[[str], int] = {"steps": steps, "workers": workers, "recovered": recovered}[what]
     until_s = time.monotonic() + float(patience_s)
     while (found := count(run)) < int(least):
         if time.monotonic() > until_s:

@@ -22,13 +22,13 @@ from tests.runs import final_state, told
 from trainwright.clusterfiles.markers import fill
 from trainwright.core import events
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(180, func_only=True)]  # the cluster has deadlines of its own
 RAY = Path(sys.executable).with_name("ray")
 USER = {"RAY_AUTH_MODE": "token", "PATH": f"{RAY.parent}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(HOME)}
 FILE = "clusters/local.yaml"
 PACE_S = 0.3
 GONE_S = 40.0  # a host gives up 10 s after the head is gone, as the file says
-FIELDS = {"workers": 3, "min_workers": 1, "shrink_s": 15.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
+FIELDS = {"workers": 3, "min_workers": 1, "shrink_s": 8.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
 # What the comments of the file say that a firewall has to let pass between the hosts.
 OPEN = {22, 6379, *range(6380, 6389), *range(10002, 11000), *range(PORTS[0], PORTS[1] + 1)}
 # In place of one made from a package index: an environment with all packages of this one but trainwright.
@@ -93,7 +93,8 @@ def prepare(made: World) -> None:
 @pytest.fixture(scope="module")
 def tunnel(up: World) -> None:
     """The job port, forwarded by `ray dashboard`."""
-    up.laptop.machine.start("sh", "-c", f"cd {CHECKOUT} && exec {RAY} dashboard {FILE} >/tmp/tunnel 2>&1", env=USER)
+    dashboard = f"cd {CHECKOUT} && echo $$ >/tmp/tunnel.pid && exec {RAY} dashboard {FILE} >/tmp/tunnel 2>&1"
+    up.laptop.machine.start("sh", "-c", dashboard, env=USER)
     up.laptop.machine.await_port(8265)
 
 
@@ -119,29 +120,31 @@ def test_a_job_typed_by_hand(up: World, tunnel: None) -> None:
 
 def test_a_host_is_killed_and_another_cut_off(up: World, tunnel: None) -> None:
     job = submitted(up, "name=broken", f"pace_s={PACE_S}")
+    up.wait("workers", "broken", 3)
     up.wait("steps", "broken", 5)
     assert listening(up) <= OPEN, "ports that the comments of the file do not tell"
     up.hosts["one"].kill()
-    up.wait("formed", "broken", 2)
+    up.wait("recovered", "broken", 1)
     up.hosts["two"].cut()
-    up.wait("formed", "broken", 3)
+    up.wait("recovered", "broken", 2)
     up.hosts["two"].mend()
     said = ended(job)
     folder = up.runs()
     formed: Any = told(folder, "broken", events.Formed)
-    assert [event.steps_lost for event in formed[:3]] == [0, 0, 0], said
+    assert not any(event.steps_lost for event in formed), said
     failed: Any = told(folder, "broken", events.Failed)
     assert [event.node for event in failed][:2] == ["one", "two"], said
     ours, theirs = final_state(folder, "broken"), final_state(folder, "unbroken")
     assert ours.step == theirs.step
     mine, plain = (load(state.files["model.safetensors"]) for state in (ours, theirs))
     apart = {name: float(np.abs(mine[name] - plain[name]).max()) for name in plain}
-    # 48 steps may make much of the last bits, 1e-16; a sample used twice or never in one of them moves weights by 1e-4.
+    # 32 steps may make much of the last bits, 1e-16; a sample used twice or never in one of them moves weights by 1e-4.
     assert max(apart.values()) < 1e-9, (apart, formed)
 
 
-def test_ray_down_leaves_nothing(up: World) -> None:
+def test_ray_down_leaves_nothing(up: World, tunnel: None) -> None:
     """Of the two hosts that are left; the head has started Ray again on the one that came back."""
+    up.laptop.machine.run("sh", "-c", "kill -INT $(cat /tmp/tunnel.pid)")  # Ctrl-C where `ray dashboard` was typed
     left = [up.hosts[name] for name in ("head", "two")]
     left[0].machine.run(sys.executable, "-c", JOINED, len(left), env=USER, deadline_s=90)
     up.laptop.machine.run("sh", "-c", f"cd {CHECKOUT} && {RAY} down -y {FILE} 2>&1", env=USER)

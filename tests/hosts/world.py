@@ -19,7 +19,7 @@ from tests.processes import ROOT
 from trainwright.datasets import fashion_mnist
 
 CLUSTER = ("head", "one", "two")
-ROWS = {"train": 6144, "test": 512}
+ROWS = {"train": 4096, "test": 256}
 ENV_FILE = HOME / ".trainwright" / "storage.env"
 CHECKOUT = HOME / "checkout"
 EXAMPLE = ROOT / "examples" / "fashion_mnist.py"
@@ -71,7 +71,7 @@ class World:
         return [self.hosts[name] for name in CLUSTER]
 
     def wait(self, what: str, run: str, least: int, patience_s: float = 150.0) -> None:
-        """Until the run has told of so many steps or generations; see `store`."""
+        """Until the run has told of so many steps, workers or recoveries; see `store`."""
         self._ask("wait", what, run, least, patience_s, deadline_s=patience_s + 30)
 
     def runs(self) -> Path:
