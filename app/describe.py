@@ -57,8 +57,10 @@ def _contents(functions: Iterable[Any], index: Index | None) -> str:
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Lines that say which fields that matter to the result differ.
 
-    A data set is the same wherever it lies; more epochs are another result only where a schedule looks at the end.
+    A data set is the same wherever it lies; more epochs are another result only where a schedule looks at the end. What
+    has become a secret since the old one was written is none in the new one, and no difference.
     """
+    old = {name: without_secrets(words) for name, words in old.items()}
     free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
     names = [
         name for name in new if name not in free and _essence(name, old.get(name, "")) != _essence(name, new[name])

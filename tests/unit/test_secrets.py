@@ -15,7 +15,7 @@ import trainwright as tw
 from trainwright.core.errors import DataError, JobError, UserCodeError
 from trainwright.core.events import Failed
 from trainwright.core.secrets import HIDDEN, is_secret, json_without_secrets, without_secrets
-from trainwright.describe import describe
+from trainwright.describe import changes, describe
 from trainwright.journal import Journal, read_events
 from trainwright.store import open_store
 
@@ -99,6 +99,21 @@ def test_a_job_is_described_without_them() -> None:
     told = describe(job)
     assert not [name for name, text in told.items() if CANARY in text]
     assert HIDDEN in told["storage"] and HIDDEN in told["train"]
+
+
+def test_a_word_that_became_a_secret_is_no_change_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tw.Job(
+        name="told", model=dict, optimizer=list, loss=max, train=tw.datasets.parquet("s3://bucket/rows"),
+        inputs="embedding", targets="y", batch_size=1,
+    )  # fmt: skip
+    before = describe(job)
+    monkeypatch.setenv("SORT_KEY", "embedding")
+    now = describe(job)
+    assert before["inputs"] != now["inputs"]
+    assert changes(before, now) == []
+    assert changes(before, {**now, "targets": "z"}) == ["targets: y -> z"]
+    (other,) = changes(before, {**now, "inputs": "image"})
+    assert other == f"inputs: {HIDDEN} -> image"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "json_lines", "tfrecord", "webdataset", "arrow", "images", "text"])
