@@ -69,6 +69,10 @@ format: setup ## let ruff mend what it can
 soak: setup ## half an hour under random faults; MINUTES=5 for less
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
+.PHONY: schedules
+schedules: setup ## ten thousand failure schedules against the driver, simulated; ARGS="--first 10000" for others
+	@$(BIN)/python -m tests.simulation.schedules $(ARGS)
+
 .PHONY: bench
 bench: setup ## measure against plain DDP, Ray Train, torchrun and others
 	@$(BIN)/python benchmarks/run.py $(ARGS)
