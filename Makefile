@@ -29,8 +29,8 @@ lm: setup ## train a language model on the King James text, in a pipeline of two
 	@echo; $(BIN)/python examples/generate.py "In the beginning"
 
 .PHONY: test
-test: setup ## run all tests, in two processes; ARGS="-k word" picks some
-	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+test: setup ## run all tests, in three processes, for each often waits; ARGS="-k word" picks some
+	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 .PHONY: hosts
 hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
