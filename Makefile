@@ -29,8 +29,8 @@ lm: setup ## train a language model on the King James text, in a pipeline of two
 	@echo; $(BIN)/python examples/generate.py "In the beginning"
 
 .PHONY: test
-test: setup ## run all tests, in two processes; ARGS="-k word" picks some
-	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+test: setup ## run all tests, in three processes, for each often waits; ARGS="-k word" picks some
+	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 .PHONY: hosts
 hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
@@ -68,6 +68,10 @@ format: setup ## let ruff mend what it can
 .PHONY: soak
 soak: setup ## half an hour under random faults; MINUTES=5 for less
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+.PHONY: schedules
+schedules: setup ## ten thousand failure schedules against the driver, simulated; ARGS="--first 10000" for others
+	@$(BIN)/python -m tests.simulation.schedules $(ARGS)
 
 .PHONY: bench
 bench: setup ## measure against plain DDP, Ray Train, torchrun and others

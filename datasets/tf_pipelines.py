@@ -25,7 +25,7 @@ from trainwright.datasets.sources import Dataset
 
 _LOOKED_AT = 64  # rows that are read twice
 _BLOCK_ROWS = 256
-_END_S = 2.0  # for functions of the pipeline that are under way when it is let go
+_END_S = 0.5  # for functions of the pipeline that are under way when it is let go
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
 

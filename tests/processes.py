@@ -19,7 +19,7 @@ from tests import jobs
 
 def slow(step):
     def wrapped(model, batch):
-        if next(model.parameters()).device.type != "meta":  # planning is as quick as ever
+        if next(model.parameters()).device.type != "meta" and not os.path.exists({quick!r}):  # planning is quick, too
             time.sleep(float(os.environ.get("STEP_S", "{step_s}")))
         return step(model, batch)
     return wrapped
@@ -29,11 +29,14 @@ job = jobs.job({storage!r}, step=slow(jobs.make_step(())){fields})
 
 
 def write_job(folder: Path, storage: Path, *, step_s: float = 0.0, **fields: object) -> Path:
-    """A job file for `tests.jobs.job` with further fields; `step_s` slows steps where STEP_S does not say otherwise."""
-    file = folder / "job.py"
-    file.write_text(
-        JOB_FILE.format(storage=str(storage), step_s=step_s, fields="".join(f", {k}={v!r}" for k, v in fields.items()))
-    )
+    """A job file for `tests.jobs.job` with further fields.
+
+    Args:
+        step_s: slows steps where STEP_S does not say otherwise, until there is a file `quick` beside the job's.
+    """
+    file, more = folder / "job.py", "".join(f", {k}={v!r}" for k, v in fields.items())
+    quick = str(folder / "quick")
+    file.write_text(JOB_FILE.format(storage=str(storage), step_s=step_s, quick=quick, fields=more))
     return file
 
 

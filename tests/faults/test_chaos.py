@@ -23,7 +23,7 @@ STEP = jobs.make_step(())
 def test_the_command_gives_faults_that_take_every_state_and_a_store_that_fails(
     tmp_path: Path, forked_workers: None
 ) -> None:
-    job = processes.write_job(tmp_path, tmp_path / "runs", step_s=STEP_S, epochs=8)
+    job = processes.write_job(tmp_path, tmp_path / "runs", step_s=STEP_S, epochs=6)
     faults = "driver,kill-two,storage"
     command = ("chaos", job, "--faults", faults, "--seed", 5, "--json")
     code, out, err = processes.finish(*command, timeout_s=280, module=processes.FORKING)

@@ -50,6 +50,7 @@ def test_the_next_driver_takes_over_those_who_live_and_replaces_the_dead(
     before: Any = told(folder, "faulty", events.Placed)
     pids = {event.worker: event.pid for event in before}
     os.kill(pids[1], signal.SIGKILL)
+    (tmp_path / "quick").touch()
     code, _, err = processes.finish("fit", file, cluster=processes.address())
     assert code == 0 and "took over 2 workers" in err, err
     assert final_state(folder, "faulty") == unbroken(3)
@@ -70,6 +71,8 @@ def test_a_driver_in_the_cluster_is_revived_and_takes_over(
     entry = RunLog(open_store(str(folder)), "faulty").head()
     assert entry is not None and entry.owner.pid != os.getpid()
     os.kill(entry.owner.pid, signal.SIGKILL)
+    processes.wait_for(lambda: len(told(folder, "faulty", events.Formed)) == 2)
+    (tmp_path / "quick").touch()
     assert run.wait(120) and run.state == "done"
     assert final_state(folder, "faulty") == unbroken(2)
     formed: Any = told(folder, "faulty", events.Formed)

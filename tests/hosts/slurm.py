@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import processes
-from tests.hosts.files import changed
 from tests.hosts.lan import Host
+from trainwright.clusterfiles.markers import fill
 
 SCRIPT = processes.ROOT / "clusters" / "slurm.sbatch"
 USER = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
@@ -75,10 +75,10 @@ class Job:
         return dict(word.partition("=")[::2] for word in words)
 
 
-def submit(head: Host, script: Path, values: Mapping[str, object]) -> Job:
+def submit(head: Host, script: Path, values: Mapping[str, str]) -> Job:
     """`sbatch` the script of `clusters/`, changed by a user's values, from the folder where it lies."""
-    own = {"venv": sys.prefix, "output": "said-%j", "object_store_bytes": 200_000_000}
-    script.write_text(changed(SCRIPT.read_text(), {**own, **values}))
+    own = {"venv": sys.prefix, "output": "said-%j", "object_store_bytes": "200000000"}
+    script.write_text(fill(SCRIPT.read_text(), {**own, **values}))
     at = ("sh", "-c", f"cd {script.parent} && sbatch --parsable {script.name}")
     return Job(head=head, number=head.machine.run(*at, env=USER).strip(), folder=script.parent)
 

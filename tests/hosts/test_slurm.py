@@ -64,9 +64,9 @@ class World:
 
     def submit(self, run: str, nodes: int = 1, workers: int = 1) -> slurm.Job:
         """A job by the user's command."""
-        job = f'"fit job.py --set name={run} --set workers={workers}"'
+        job = f"fit job.py --set name={run} --set workers={workers}"
         script = self.folder / f"{run}.sbatch"
-        return slurm.submit(self.hosts["head"], script, {"nodes": nodes, "job": job})
+        return slurm.submit(self.hosts["head"], script, {"nodes": str(nodes), "job": job})
 
     def await_gate(self, run: str) -> None:
         """Until the steps before the gate are done."""

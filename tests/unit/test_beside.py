@@ -59,7 +59,7 @@ def fed(data: Any, rank: int, ranks: int, epochs: int, seed: int) -> list[Row]:
         return [dict(batch.columns) for feed in feeds for part in feed.parts for batch in part]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(9, 60), ranks=st.integers(1, 3), seed=st.integers(0, 9), moved=st.booleans(), late=st.booleans()
 )

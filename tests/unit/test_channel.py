@@ -157,7 +157,7 @@ def test_any_ranges_made_ready_in_any_order_come_to_the_whole() -> None:
     with serving("tcp") as server, joined(server) as link:
         outbox = link.open_outbox(64, soon())
 
-        @settings(max_examples=40, deadline=None)
+        @settings(max_examples=40)
         @given(
             ranges=st.lists(st.tuples(st.integers(0, 63), st.integers(0, 20)), max_size=5),
             start=st.integers(0, 63), size=st.integers(0, 64), seed=st.integers(0, 9),

@@ -122,7 +122,7 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.builds(
         Manifest,

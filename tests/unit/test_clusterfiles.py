@@ -207,7 +207,7 @@ def test_the_token_may_be_turned_on_for_the_whole_container() -> None:
 KEY = re.compile(r"^\s*(?:- (?:\{ )?)?([A-Za-z_]{4,}):", re.MULTILINE)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_slip_in_any_key_is_found_and_the_key_is_named(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*RAY_UP, *KUBERNETES]))
@@ -306,7 +306,7 @@ def test_other_files_are_no_crash(text: str, tmp_path: Path) -> None:
     assert check(tmp_path / "f")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(one=st.text("abcd", max_size=6), other=st.text("abcd", max_size=6))
 def test_changes_are_a_distance(one: str, other: str) -> None:
     assert changes(one, other) == changes(other, one) <= max(len(one), len(other))

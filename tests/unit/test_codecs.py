@@ -22,7 +22,7 @@ vectors = arrays.arrays(
     st.one_of(st.integers(1, 40), st.just(1000)),
     elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False),
 )
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 def through(codec: Codec, values: np.ndarray, residual: np.ndarray | None = None) -> np.ndarray:

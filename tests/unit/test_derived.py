@@ -118,7 +118,7 @@ def test_transforms_after_a_filter_see_the_run_s_own_numbers(folder: Path) -> No
     assert flat(ids(made, seed=1)) != flat(ids(made, seed=2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(1, 99), max_size=23), min_size=1, max_size=12),
     st.integers(1, 16),

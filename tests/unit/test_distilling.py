@@ -235,7 +235,7 @@ def apart(student: Array, teacher: Array, **fields: Any) -> tuple[Array, Array]:
     return found, slopes[""]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(one=logits, other=logits, divergence=names, kind=kinds, temperature=st.floats(0.5, 20))
 def test_zero_between_equals_and_never_negative(
     one: Array, other: Array, divergence: str, kind: str, temperature: float
@@ -246,7 +246,7 @@ def test_zero_between_equals_and_never_negative(
     assert (apart(one, other, **fields)[0] >= -1e-9).all()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(one=logits, other=logits, divergence=names.filter(lambda name: name != "mse"), shift=st.floats(-50, 50))
 def test_a_constant_added_to_logits_changes_nothing(one: Array, other: Array, divergence: str, shift: float) -> None:
     found, slope = apart(one, other, divergence=divergence)
@@ -254,7 +254,7 @@ def test_a_constant_added_to_logits_changes_nothing(one: Array, other: Array, di
     assert np.allclose(found, shifted, rtol=1e-9, atol=1e-9) and np.allclose(slope, again, rtol=1e-7, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(one=logits, other=logits)
 def test_the_gradient_keeps_its_size_as_the_temperature_grows(one: Array, other: Array) -> None:
     """It tends to that of half the mean squared difference of centred logits (Hinton et al., 2015, section 2.1)."""

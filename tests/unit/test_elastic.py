@@ -177,7 +177,7 @@ def test_a_world_that_holds_no_whole_replica_is_refused() -> None:
         Plan(strategy="s", engine="e", mesh=Mesh(data=2, shard=2), batch_size=8, placement=Placement(cpus=1)).resized(5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cuts=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=4), batch=st.integers(6, 30))
 def test_a_world_that_changes_in_the_middle_of_an_epoch_sees_the_same_global_batches(
     cuts: list[tuple[int, int]], batch: int

@@ -115,7 +115,6 @@ def test_a_transformer_from_numbers() -> None:
         tw.transformer_profile(hidden=64, layers=2, heads=5, sequence=8, vocabulary=100)
 
 
-@settings(deadline=None)
 @given(layers=st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=5), devices=st.integers(1, 4))
 def test_replicated_stages_are_as_quick_as_can_be(layers: list[tuple[int, int, int]], devices: int) -> None:
     seconds, weights, outputs = ([layer[part] for layer in layers] for part in range(3))
@@ -285,7 +284,7 @@ def test_a_model_that_fits_nowhere() -> None:
     assert not found.plans and found.misfits[0].missing_bytes > 10**12
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(batch=st.integers(1, 40), layers=st.integers(1, 6), devices=st.integers(1, 6))
 def test_any_batch_model_and_number_of_devices_can_be_ranked(batch: int, layers: int, devices: int) -> None:
     profile = tw.transformer_profile(hidden=128, layers=layers, heads=4, sequence=64, vocabulary=1000)

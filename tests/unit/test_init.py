@@ -71,7 +71,7 @@ def test_odd_values_arrive_as_text(value: str) -> None:
     assert [node["KeyName"] for node in nodes] == [value, value], "the alias follows"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(value=st.text(st.characters(categories=["L", "N", "P", "S", "Zs"]), min_size=1, max_size=12))
 def test_any_line_of_text_arrives_or_is_refused(value: str) -> None:
     text = "# CHANGE a: x\na: b # stays\nc: 1\n"

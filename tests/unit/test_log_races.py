@@ -82,7 +82,7 @@ class Model:
         assert log_of(self.store).head() == (entries[-1] if entries else None)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(acts)
 def test_no_interleaving_lets_two_drivers_write_in_memory(plan: list[Act]) -> None:
     model = Model(memory_store())
@@ -91,7 +91,7 @@ def test_no_interleaving_lets_two_drivers_write_in_memory(plan: list[Act]) -> No
     model.check()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(acts)
 def test_no_interleaving_lets_two_drivers_write_in_a_folder(plan: list[Act]) -> None:
     with tempfile.TemporaryDirectory() as folder:

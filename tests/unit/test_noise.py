@@ -38,7 +38,7 @@ class Synthetic:
 SHARES = st.lists(st.integers(0, 64), min_size=2, max_size=8).filter(lambda rows: sum(map(bool, rows)) > 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), rows=SHARES, scale=st.floats(0.5, 200.0))
 def test_both_estimates_are_without_bias_for_any_shares(seed: int, rows: list[int], scale: float) -> None:
     world = Synthetic(seed, scale=scale)
@@ -47,7 +47,7 @@ def test_both_estimates_are_without_bias_for_any_shares(seed: int, rows: list[in
     assert np.all(np.abs(found.mean(axis=0) - truth) <= 5.5 * found.std(axis=0) / math.sqrt(len(found)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(8, 256), shares=st.integers(2, 8), scale=st.floats(20, 400))
 def test_even_shares_give_the_papers_estimators(seed: int, rows: int, shares: int, scale: float) -> None:
     scatter = Synthetic(seed, scale=scale).step([rows] * shares)

@@ -53,7 +53,7 @@ def empty(index: Index, rows: range, names: list[str]) -> dict[str, np.ndarray]:
     return {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in fields.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_rows_of_any_plain_file_are_what_pyarrow_reads(data: st.DataObject, tmp_path_factory: Any) -> None:
     options = {

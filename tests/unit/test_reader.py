@@ -51,7 +51,7 @@ def index_of(sizes: list[int]) -> Index:
     return Index(rows=firsts[-1], groups=groups, schema=SCHEMA, row_bytes=16, hash="")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     cuts=st.none() | st.sets(st.integers(1, 200)),

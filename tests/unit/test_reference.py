@@ -46,7 +46,7 @@ def feed(*batches: Batch, step: int = 0, ranks: range = range(1)) -> Feed:
 # --- model, losses, optimizers ----------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     hidden=st.lists(st.integers(1, 5), max_size=3),
     activation=st.sampled_from(sorted(set(ACTIVATIONS) - {"relu"})),
@@ -126,7 +126,7 @@ def test_two_updates_by_hand() -> None:
 # --- the job's functions ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(1, 5), max_size=3))
 def test_any_split_into_micro_batches_gives_the_same_sums(cuts: list[int]) -> None:
     program, whole = Program(SPEC, ""), batch()
@@ -224,7 +224,7 @@ def test_a_state_of_another_model_is_refused() -> None:
     assert "layers.0.weight: (3, 5) in the checkpoint, (3, 4) in the job" in raised.value.detail
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.dictionaries(st.text(max_size=5), st.sampled_from(["<f8", "<i4", "|b1", "<U3"]), max_size=4))
 def test_messages_come_back(kinds: dict[str, str]) -> None:
     arrays = {name: np.arange(6).astype(kind).reshape(2, 3)[:, ::2] for name, kind in kinds.items()}

@@ -162,7 +162,7 @@ class Cluster:
         assert self.book.over and self.book.step == self.book.until
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     consistency=st.sampled_from(["sync", "ssp(1)", "ssp(3)", "async", "sync(backup=1)", "sync(backup=2)"]),
@@ -280,7 +280,7 @@ def test_a_worker_that_asks_again_has_given_up_what_it_held() -> None:
 # --- the deal ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 40), max_size=3), min_size=1, max_size=12),
     kinds=st.lists(st.sampled_from(["trained", "trained", "frozen", "buffer"]), min_size=12, max_size=12),

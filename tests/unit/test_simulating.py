@@ -58,7 +58,7 @@ def test_a_backup_worker_stands_in_for_one_that_is_slow_now_and_then() -> None:
     assert simulated("sync(backup=2)", **noisy).seconds < 0.9 * simulated("sync", **noisy).seconds
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(bound=st.integers(0, 5), seed=st.integers(0, 99), slow=st.floats(1, 20), deaths=st.sampled_from([0.0, 60.0]))
 def test_the_bound_is_never_exceeded(bound: int, seed: int, slow: float, deaths: float) -> None:
     found = simulated(

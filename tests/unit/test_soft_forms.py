@@ -25,7 +25,7 @@ def mass(logits: Any, chosen: Any) -> Any:
     return np.take_along_axis(shares / shares.sum(axis=-1, keepdims=True), chosen, -1).sum(axis=-1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(logits=LOGITS, data=st.data())
 def test_the_largest_logits_stay_and_the_rest_keeps_its_mass(logits: Any, data: Any) -> None:
     count = data.draw(st.integers(1, logits.shape[-1] - 1))

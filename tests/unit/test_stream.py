@@ -71,7 +71,7 @@ def same(left: Feed, right: Feed) -> bool:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 150),
     batch_size=st.integers(1, 40),

@@ -78,7 +78,7 @@ def whole() -> list[list[int]]:
     return seen(share(0, 1))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(total=st.integers(1, 5), start=st.integers(0, 31))
 def test_workers_share_each_batch_from_any_step_on(total: int, start: int) -> None:
     parts = [seen(share(rank, total), start) for rank in range(total)]

@@ -142,7 +142,6 @@ def done_on(found: Timeline, stage: int) -> list[tuple[Operation, Span, float]]:
 
 
 @given(pipelines(), st.sampled_from(["", ",recompute=full", ",dp=2", ",dp=2,zero=1"]))
-@settings(deadline=None)
 def test_spans_keep_the_order_and_wait_for_what_they_need(case: tuple[str, int, int, int], more: str) -> None:
     schedule, stages, _, chunks = case
     assume(chunks * stages <= 12)
@@ -163,7 +162,6 @@ def test_spans_keep_the_order_and_wait_for_what_they_need(case: tuple[str, int, 
 
 
 @given(pipelines(("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")))
-@settings(deadline=None)
 def test_equal_stages_take_what_the_papers_say(case: tuple[str, int, int, int]) -> None:
     schedule, stages, micro_batches, chunks = case
     enough = {"zero_bubble": stages, "zbv": 2 * stages - 1}.get(schedule, 1)
@@ -199,7 +197,7 @@ def test_steps_that_follow_each_other_are_one_long_1f1b(stages: int, more: int, 
 
 
 @given(st.integers(2, 6), st.integers(0, 6), st.sampled_from(["", ",recompute=full", ",dp=2"]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_a_step_that_others_follow_has_no_bubble(stages: int, more: int, choices: str) -> None:
     count = stages + more
     asked = work("pipedream", stages, count, more=choices)

@@ -138,14 +138,17 @@ class Backwards(Net):
 @pytest.mark.parametrize("model", [Net, Backwards])
 def test_the_phases_of_each_step_on_a_cpu_add_up_to_less_than_the_step(model: Any) -> None:
     engine = one_device(spec(model=model), plan(accumulation=2))
+    shares = []
     for step in range(3):
         given, begun = feed(batch(), batch(first=1), step=step), time.perf_counter()
         report = engine.train_step(given)
         took = time.perf_counter() - begun
         assert report.phases is not None and set(report.phases) == {"forward", "backward", "optimizer"}
         assert all(seconds > 0 for seconds in report.phases.values())
-        assert 0.2 * took < sum(report.phases.values()) <= took
+        shares.append(sum(report.phases.values()) / took)
         assert report.own_s is not None and report.own_s <= report.phases["forward"] + report.phases["backward"] + 1e-4
+    assert max(shares) <= 1
+    assert max(shares) > 0.2, "in a step that no other process held up"
     assert engine.train_step(feed(batch(), batch(first=1), step=SAMPLED)).phases is None
 
 
