@@ -65,7 +65,7 @@ def _each(turns: list[tuple[float, ...]], size: float) -> list[float]:
 
 def _turns(seat: Seat, folder: Path, rounds: int) -> tuple[int, dict[str, list[Turn]]]:
     """One rank: the size of its files in bytes, and what each way took in each round."""
-    seat.worker.run(1)
+    seat.worker.run(range(1))
     ours, plain = OurSaving(seat, folder), PlainSaving(seat.rank, folder / "plain", build)
     ways = {"ours": ours.save, "save": plain.save, "async_save": plain.save_async}
     found: dict[str, list[Turn]] = {name: [] for name in ways}

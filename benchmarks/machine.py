@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -20,11 +22,12 @@ VERSIONS = ("trainwright", "ray", "torch", "numpy")
 
 def facts(arguments: Sequence[str]) -> dict[str, str]:
     """Date, command, processor, memory, versions, and how busy the machine was before the first measurement."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
+    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    versions = ", ".join(f"{name} {found.get(name, '(none)')}" for name in VERSIONS)
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "command": f"`{shlex.join(['python', 'benchmarks/run.py', *arguments])}`",
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {_processor()}, {_memory_gib():.0f} GiB of memory",
+        "machine": f"{len(os.sched_getaffinity(0))} cores, {_processor()}, {_memory_gib():.0f} GiB of memory{_gpus()}",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "versions": versions,
         "load before": f"{os.getloadavg()[0]:.2f} (mean of the last minute; a quiet machine is near 0)",
@@ -34,6 +37,15 @@ def facts(arguments: Sequence[str]) -> dict[str, str]:
 def _processor() -> str:
     found = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return found[0] if found else platform.machine()
+
+
+def _gpus() -> str:
+    """What the driver names, after the rest."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    return "".join(f", {name}" for name in names)
 
 
 def _memory_gib() -> float:

@@ -68,7 +68,7 @@ def _case(folder: Path, name: str, fields: Mapping[str, Any]) -> list[Figure]:
 
 def _steps(seat: Seat) -> int:
     """Steps of one rank; the most bytes that it held in them."""
-    most: int = seat.watch.most(lambda: seat.worker.run(STEPS))
+    most: int = seat.watch.most(lambda: seat.worker.run(range(STEPS)))
     return most
 
 

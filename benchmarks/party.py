@@ -122,8 +122,9 @@ def _rank(order: WorkOrder, act: Act, watch: Any, rank: int, pipe: Connection, b
     pipe.send(worker.reserve(Reservation(generation=GENERATION)))
     addresses: list[Address] = pipe.recv()
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
-    threads = order.plan.placement.threads
-    worker.form(Group(generation=GENERATION, rank=rank, peers=peers, threads=threads))
+    placement = order.plan.placement
+    devices = ("cuda:0",) if placement.accelerator == "GPU" else ("cpu",)
+    worker.form(Group(generation=GENERATION, rank=rank, peers=peers, devices=devices, threads=placement.threads))
     worker.heal(Heal(step=0, source="initial"))
     found = act(Seat(worker=worker, rank=rank, barrier=barrier, watch=watch))
     barrier.wait(MEET_S)

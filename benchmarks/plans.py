@@ -130,7 +130,7 @@ def _measured(asked: Sequence[Tried], steps: int) -> list[float]:
 def _stepped(seat: Seat, steps: int) -> float:
     """One rank's median step, without the first one."""
     seat.meet()
-    seat.worker.run(1 + steps)
+    seat.worker.run(range(1 + steps))
     return median(seat.worker.watch(1, 0.0).step_s)
 
 

@@ -58,6 +58,7 @@ class Served:
         servers, workers: how many.
         spec: fields of the job to replace.
         far: as if the workers were on another machine.
+        device: of the workers.
         plan: fields of the plan to replace.
 
     Attributes:
@@ -73,6 +74,7 @@ class Served:
         workers: int,
         spec: Mapping[str, Any] | None = None,
         far: bool = False,
+        device: str = "cpu",
         **plan: Any,
     ) -> None:
         self._pool, self._kind, self.problem = pool, Kind(framework=framework), problem
@@ -93,7 +95,7 @@ class Served:
         if far:
             self._peers = tuple(replace(peer, address=_by_another_name(peer.address)) for peer in self._peers)
         for rank, one in enumerate(self.workers, servers):
-            self._enter(one, rank)
+            self._enter(one, rank, device)
         for one in ranks:
             for _ in range(2):
                 value_of(one.outcome())
@@ -105,8 +107,9 @@ class Served:
         address: Address = one.call("reserve", GENERATION, role)
         return address
 
-    def _enter(self, one: Rank, rank: int) -> None:
-        one.send("form", Group(generation=GENERATION, rank=rank, peers=self._peers, deadline_s=DEADLINE_S))
+    def _enter(self, one: Rank, rank: int, device: str = "cpu") -> None:
+        group = Group(generation=GENERATION, rank=rank, peers=self._peers, devices=(device,), deadline_s=DEADLINE_S)
+        one.send("form", group)
         one.send("build", self.spec, self.plan)
 
     def serve(self, until: int) -> None:

@@ -1,0 +1,1 @@
+"""Engines on a GPU, as plain processes without Ray. Deselected where there is none."""
