@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from trainwright.adoption import NAMESPACE, lasting, run_name
-from trainwright.core.errors import ResourceError, TrainwrightError
+from trainwright.core.errors import JobError, ResourceError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.driver.messages import Finish
 from trainwright.journal import Listener
@@ -18,15 +18,18 @@ from trainwright.store import Store
 from trainwright.travel import pack, unpack
 
 LINGER_S, OVER_S = 60.0, 1.0  # for callers to hear of the end; for a driver to say that it is over
+# What is larger Ray keeps with the caller: it would be lost with it, and the driver could not be started again. It
+# carries smaller arguments with the actor's entry in its register, up to 10 MiB in all.
+PIECE_BYTES, MOST_BYTES = 64 * 1024, 8 * 1024**2
 
 
 class DriverProcess:
     """Runs a job. Begun again after a death, it goes on where the one before was, with the workers that live."""
 
-    def __init__(self, job: bytes, *, resume: bool, fresh: bool) -> None:
+    def __init__(self, *job: bytes, resume: bool, fresh: bool) -> None:
         again = ray.get_runtime_context().was_current_actor_reconstructed
         self._options = {"resume": resume or again, "fresh": fresh and not again}
-        self._job = job
+        self._job = b"".join(job)
         self._run: Any = None
         self._began = threading.Event()
         self._finish: Finish | None = None
@@ -54,6 +57,12 @@ class DriverProcess:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     @ray.method(concurrency_group="end")
+    def begun(self) -> Finish | None:
+        """Waits until the run is under way; its end, where it could not be begun."""
+        self._began.wait()
+        return self._finish if self._run is None else None
+
+    @ray.method(concurrency_group="end")
     def end(self) -> Finish:
         """Waits for the end of the run, however often this driver dies before."""
         self._thread.join()
@@ -77,6 +86,15 @@ DRIVER: Any = ray.remote(**_OPTIONS)(DriverProcess)
 """The actor class."""
 
 
+def _pieces(job: Job) -> list[bytes]:
+    packed = pack(job)
+    if len(packed) > MOST_BYTES:
+        size, most = (f"{value / 1024**2:.1f} MiB" for value in (len(packed), MOST_BYTES))
+        problem = f"the job is {size} large, a detached driver takes {most}: let train= and evaluate= read files"
+        raise JobError([problem])
+    return [packed[start : start + PIECE_BYTES] for start in range(0, len(packed), PIECE_BYTES)]
+
+
 def _retire(name: str) -> None:
     """A driver whose run is over, but which still waits for callers to hear of it, goes now."""
     try:
@@ -96,7 +114,7 @@ class RemoteSession:
         name = f"{run_name(prepared.store.uri_of(job.name))}/driver"
         _retire(name)
         try:
-            self._driver = DRIVER.options(**lasting(name)).remote(pack(job), resume=resume, fresh=fresh)
+            self._driver = DRIVER.options(**lasting(name)).remote(*_pieces(job), resume=resume, fresh=fresh)
         except ValueError as error:
             raise ResourceError(
                 f"the run {job.name!r} has a detached driver already",
@@ -104,16 +122,26 @@ class RemoteSession:
                 remedy=f"follow it with: trainwright logs {job.name} --follow",
             ) from error
 
+    def begin(self) -> None:
+        """Wait until the driver has taken up the run. Raises what keeps it from that, as `tw.start` without it does."""
+        finish: Finish | None = self._answer(self._driver.begun.remote())
+        if finish is not None and finish.error is not None:
+            ray.kill(self._driver, no_restart=True)
+            raise finish.error
+
     def run(self) -> Finish:
         """Wait for the end."""
+        finish: Finish = self._answer(self._driver.end.remote())
+        ray.kill(self._driver, no_restart=True)
+        return finish
+
+    def _answer(self, asked: Any) -> Any:
         try:
-            finish: Finish = ray.get(self._driver.end.remote())
+            return ray.get(asked)
         except RayError as error:
             raise ResourceError(
                 f"the detached driver cannot be reached: {error}", remedy="see trainwright show; the run may go on"
             ) from error
-        ray.kill(self._driver, no_restart=True)
-        return finish
 
     def stop(self, now: bool = False) -> None:
         """Ask the run to end."""

@@ -80,7 +80,9 @@ def _detached(job: Job, prepared: Prepared, own: bool, **options: bool) -> Drive
             "a detached driver needs a cluster that outlives this process",
             remedy="set RAY_ADDRESS to that of a running cluster, or leave detached out",
         )
-    return RemoteSession(prepared, job, **options)
+    session = RemoteSession(prepared, job, **options)
+    session.begin()
+    return session
 
 
 def awaited(run: Run) -> None:

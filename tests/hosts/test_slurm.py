@@ -48,7 +48,7 @@ def job(name="whole", workers=1):
     return tw.Job(
         name=name, model=lambda: Mlp((8, 16, 4)), loss=cross_entropy, schedule=rate, inputs="x", targets="y", epochs=3,
         optimizer=lambda parameters: Sgd(learning_rate=0.1, momentum=0.9), batch_size=24, seed=3, workers=workers,
-        min_workers=1, shrink_s=5.0, spares=0, keeper_s=0, checkpoint_steps=1000, hang_deadline_s=170.0,
+        spares=0, keeper_s=0, checkpoint_steps=1000, hang_deadline_s=170.0,
         train=tw.datasets.table({{"x": x, "y": x[:, :4].argmax(1)}}), storage=str(folder / "runs"),
     )
 """
@@ -132,6 +132,7 @@ def test_cancelled(world: World, jobs: dict[str, slurm.Job]) -> None:
 
 
 def test_a_node_is_lost(world: World, jobs: dict[str, slurm.Job]) -> None:
+    """Its worker begins again on one of the others."""
     job = jobs["lost"]
     world.await_gate("lost")
     head, other, victim = job.nodes()
