@@ -28,7 +28,7 @@ USER = {"RAY_AUTH_MODE": "token", "PATH": f"{RAY.parent}:/usr/sbin:/usr/bin:/sbi
 FILE = "clusters/local.yaml"
 PACE_S = 0.3
 GONE_S = 40.0  # a host gives up 10 s after the head is gone, as the file says
-FIELDS = {"workers": 3, "min_workers": 1, "shrink_s": 8.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
+FIELDS = {"workers": 3, "min_workers": 1, "spares": 0, "shrink_s": 8.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
 # What the comments of the file say that a firewall has to let pass between the hosts.
 OPEN = {22, 6379, *range(6380, 6389), *range(10002, 11000), *range(PORTS[0], PORTS[1] + 1)}
 # In place of one made from a package index: an environment with all packages of this one but trainwright.
