@@ -133,7 +133,7 @@ def test_a_host_is_killed_and_another_cut_off(up: World, tunnel: None) -> None:
     formed: Any = told(folder, "broken", events.Formed)
     assert not any(event.steps_lost for event in formed), said
     failed: Any = told(folder, "broken", events.Failed)
-    assert [event.node for event in failed][:2] == ["one", "two"], said
+    assert [*dict.fromkeys(event.node for event in failed if event.node)] == ["one", "two"], said
     ours, theirs = final_state(folder, "broken"), final_state(folder, "unbroken")
     assert ours.step == theirs.step
     mine, plain = (load(state.files["model.safetensors"]) for state in (ours, theirs))
