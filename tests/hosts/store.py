@@ -52,10 +52,13 @@ def workers(run: str) -> int:
 
 
 def recovered(run: str) -> int:
-    """Failures that a newer generation has followed."""
+    """Hosts whose workers failed, and that a newer generation has followed.
+
+    A failure without a host is that of a worker which Ray had sent to a lost one before it knew.
+    """
     failed: Any = told(STORAGE, run, events.Failed)
     formed: Any = told(STORAGE, run, events.Formed)
-    return sum(failure.generation < formed[-1].generation for failure in failed)
+    return len({failure.node for failure in failed if failure.generation < formed[-1].generation} - {""})
 
 
 def wait(what: str, run: str, least: str, patience_s: str) -> None:
