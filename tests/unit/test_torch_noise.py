@@ -147,8 +147,7 @@ def test_the_phases_of_each_step_on_a_cpu_add_up_to_less_than_the_step(model: An
         assert all(seconds > 0 for seconds in report.phases.values())
         shares.append(sum(report.phases.values()) / took)
         assert report.own_s is not None and report.own_s <= report.phases["forward"] + report.phases["backward"] + 1e-4
-    assert max(shares) <= 1
-    assert max(shares) > 0.2, "in a step that no other process held up"
+    assert 0.2 < max(shares) <= 1, "in the step that other processes held up least"
     assert engine.train_step(feed(batch(), batch(first=1), step=SAMPLED)).phases is None
 
 
