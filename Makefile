@@ -34,7 +34,7 @@ test: setup ## run all tests, in three processes, for each often waits; ARGS="-k
 
 .PHONY: hosts
 hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
-	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m hosts $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder -m hosts $(ARGS)
 
 .PHONY: test-unit
 test-unit: setup ## run the tests that need no Ray

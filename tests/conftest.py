@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselected = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
-    items.sort(key=lambda item: [item.nodeid.startswith(folder) for folder in ORDER], reverse=True)
+    order = ORDER if "hosts" in unwanted else ("tests/hosts/", *ORDER)
+    items.sort(key=lambda item: [item.nodeid.startswith(folder) for folder in order], reverse=True)
 
 
 def pytest_collection_finish() -> None:
@@ -65,7 +66,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
+            alone = config.option.markexpr == "hosts"  # a cluster of its own each, as a rule
+            return nodeid.partition("::")[0] if alone else group_of(nodeid)
 
     return Groups(config, log)
 

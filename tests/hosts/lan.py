@@ -77,7 +77,7 @@ class Host:
 
     def processes(self, *words: str) -> list[str]:
         """Command lines there that hold one of the words."""
-        lines = self.machine.run("ps", "-eo", "args").splitlines()
+        lines = self.machine.run("ps", "-ww", "-eo", "args").splitlines()
         return [line for line in lines if any(word in line for word in words)]
 
 

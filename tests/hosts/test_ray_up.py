@@ -158,7 +158,7 @@ def test_ray_down_leaves_nothing(up: World, tunnel: None) -> None:
 
 def others(host: Host) -> list[str]:
     """Processes there that are not the test's."""
-    lines = host.machine.run("ps", "-eo", "args=").splitlines()
+    lines = host.machine.run("ps", "-ww", "-eo", "args=").splitlines()
     return [line for line in lines if "signal.pause()" not in line and not line.startswith(("sshd: ", "ps "))]
 
 
