@@ -36,6 +36,10 @@ test: setup ## run all tests, in three processes, for each often waits; ARGS="-k
 hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
 	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder -m hosts $(ARGS)
 
+.PHONY: nodes
+nodes: setup ## run the tests of several nodes on this machine: lost and coming ones, links that are cut (as root)
+	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m nodes $(ARGS)
+
 .PHONY: test-unit
 test-unit: setup ## run the tests that need no Ray
 	@$(BIN)/python -m pytest tests/unit $(ARGS)

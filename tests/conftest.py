@@ -19,6 +19,7 @@ pytest_plugins = ["tests.s3"]
 FOLDERS = ("faults", "conformance", "ray", "hosts", "e2e", "unit")  # the small ones last
 ORDER = tuple(f"tests/{folder}/" for folder in FOLDERS)
 GROUPS = ORDER[:3]  # that share a Ray cluster, or ranks and the runs that they are compared with
+APART = ("hosts", "nodes")  # marks of what has a target of its own: `make hosts`, `make nodes`
 STAND_BACK = 1  # niceness, beside the group that takes longest
 settings.register_profile("gate", deadline=None)  # a busy machine breaks no promise
 settings.load_profile("gate")
@@ -27,13 +28,13 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its work
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need a GPU where there is none, and those that `make hosts` runs."""
+    """Deselect the tests that need a GPU where there is none, and those of targets of their own."""
     unwanted = [] if Path("/dev/nvidiactl").exists() else ["gpu"]
-    unwanted += [] if config.option.markexpr == "hosts" else ["hosts"]
+    unwanted += [name for name in APART if name != config.option.markexpr]
     deselected = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
-    order = ORDER if "hosts" in unwanted else ("tests/hosts/", *ORDER)
+    order = ("tests/hosts/", *ORDER) if config.option.markexpr == "hosts" else ORDER
     items.sort(key=lambda item: [item.nodeid.startswith(folder) for folder in order], reverse=True)
 
 
@@ -66,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            alone = config.option.markexpr == "hosts"  # a cluster of its own each, as a rule
+            alone = config.option.markexpr in APART  # a cluster of its own each, as a rule
             return nodeid.partition("::")[0] if alone else group_of(nodeid)
 
     return Groups(config, log)

@@ -20,7 +20,7 @@ from trainwright.core.errors import ResourceError
 
 FEWEST, MOST = 2, 4
 CPU = {"resources": {"CPU": 4}, "max_workers": 2}
-SLOW_S = 0.2  # a step before the others have come
+SLOW_S = 0.5  # a step before the others have come
 
 
 def slow_step(grows: bool) -> Any:
@@ -38,7 +38,7 @@ def slow_step(grows: bool) -> Any:
 def growing_job(folder: Path, grows: bool, **fields: Any) -> tw.Job:
     """In float64."""
     folder.mkdir(parents=True, exist_ok=True)
-    return jobs.job(folder, model=Smooth, step=slow_step(grows), epochs=30, **fields)
+    return jobs.job(folder, model=Smooth, step=slow_step(grows), epochs=12, **fields)
 
 
 def grows(folder: Path) -> None:

@@ -32,7 +32,7 @@ def account(folder: Path) -> np.ndarray[Any, Any]:
     return load(final_state(folder, "faulty").files["model.safetensors"])["seen"]
 
 
-@pytest.mark.hosts
+@pytest.mark.nodes
 def test_a_lost_node_and_a_new_one_change_the_world_and_nothing_else(tmp_path: Path, ray_cluster: None) -> None:
     folder, plain = tmp_path / "elastic" / "runs", tmp_path / "plain" / "runs"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

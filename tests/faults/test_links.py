@@ -45,7 +45,7 @@ def pair() -> Iterator[tuple[Machine, Cable]]:
         yield machines[0], line
 
 
-@pytest.mark.hosts
+@pytest.mark.nodes
 def test_a_cut_link_costs_no_step(
     pair: tuple[Machine, Cable], folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:

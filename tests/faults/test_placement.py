@@ -17,7 +17,7 @@ from tests.runs import told
 from trainwright.core import events
 
 
-@pytest.mark.hosts
+@pytest.mark.nodes
 def test_a_lost_node_takes_one_copy_of_each_piece(tmp_path: Path, ray_cluster: None) -> None:
     folder = tmp_path / "runs"
     command = [sys.executable, "-m", "tests.faults.placed_world", str(folder)]
@@ -49,7 +49,7 @@ def _losses(folder: Path) -> dict[int, float]:
     return found
 
 
-@pytest.mark.hosts
+@pytest.mark.nodes
 def test_ray_gives_out_and_moves_the_bundle_of_a_tensor_group_as_one() -> None:
     command = [sys.executable, "-m", "tests.faults.placed_world", "--rooms"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

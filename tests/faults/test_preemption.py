@@ -67,7 +67,7 @@ def test_a_process_that_nobody_relieves_ends_by_itself_when_its_time_is_over(
     assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]
 
 
-@pytest.mark.hosts
+@pytest.mark.nodes
 def test_the_rank_goes_to_another_node_where_one_has_room(folder: Path, unbroken: Callable[[int], State]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     command = [sys.executable, "-m", "tests.faults.moving_world", str(folder)]

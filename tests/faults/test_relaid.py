@@ -25,7 +25,7 @@ def parameters(state: State) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.hosts
+@pytest.mark.nodes
 def test_a_lost_stage_makes_it_one_device_and_a_new_node_two_stages_again(tmp_path: Path) -> None:
     folder, plain = tmp_path / "relaid", tmp_path / "plain"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
