@@ -7,8 +7,10 @@ forms: `ray.autoscaler.v2.sdk`, or, of the older autoscaler, JSON in the store o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -112,7 +114,9 @@ def limits(nodes: Iterable[Mapping[str, Any]]) -> Limits | None:
             config = read_config(address)
         else:
             there: Any = ray.remote(num_cpus=0, resources={HEAD: 0.001}, max_retries=0)(read_config)
-            config = ray.get(there.remote(address), timeout=ASK_S)
+            with by_value():
+                asked = there.remote(address)
+            config = ray.get(asked, timeout=ASK_S)
     except (RayError, OSError, yaml.YAMLError) as error:
         raise ResourceError(
             f"what the cluster may start cannot be read: {error}",
@@ -122,13 +126,27 @@ def limits(nodes: Iterable[Mapping[str, Any]]) -> Limits | None:
     return None if config is None else Limits.of(config)
 
 
+@contextlib.contextmanager
+def by_value() -> Iterator[None]:
+    """Within it Ray sends what is here by value: a head on which nothing is trained need not have trainwright."""
+    from ray import cloudpickle
+
+    here = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(here)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(here)  # type: ignore[no-untyped-call]
+
+
 def read_config(address: str, processes: Path = Path("/proc")) -> dict[str, Any] | None:
     """On the head: what the autoscaler of the cluster at this address was given; None where there is none."""
     if "RAY_CLUSTER_NAME" in os.environ and (_ACCOUNT / "namespace").exists():
         return _of_kubernetes(os.environ["RAY_CLUSTER_NAME"], (_ACCOUNT / "namespace").read_text().strip())
+    port = address.rpartition(":")[2]  # the host may be known by several names
     for words in _commands(processes):
         given = [word.removeprefix(_OPTION) for word in words if word.startswith(_OPTION)]
-        if given and f"--gcs-address={address}" in words:
+        if given and any(word.startswith("--gcs-address=") and word.endswith(f":{port}") for word in words):
             config: dict[str, Any] = yaml.safe_load(Path(given[0]).expanduser().read_text(encoding="utf-8"))
             return config
     return None

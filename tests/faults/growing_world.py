@@ -1,6 +1,6 @@
 """Runs on a cluster that starts nodes when they are asked for; see test_autoscaling.py.
 
-Run as `python -m tests.faults.growing_world grows|refuses FOLDER`.
+Run as `python -m tests.faults.growing_world grows|refuses|elsewhere FOLDER`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests import jobs
 from tests.faults.cloud import cloud
 from tests.faults.elastic_world import Smooth, world_size
 from trainwright.core.errors import ResourceError
+from trainwright.discover import discover
 
 FEWEST, MOST = 2, 4
 CPU = {"resources": {"CPU": 4}, "max_workers": 2}
@@ -58,5 +59,18 @@ def refuses(folder: Path) -> None:
             print(error)
 
 
+def elsewhere(folder: Path) -> None:
+    """Look at the cluster from a node that is not the head."""
+    with cloud(folder, {"cpu": CPU}) as address:
+        ray.init(address=address, log_to_driver=False)
+        print("seen there:", ray.get(ray.remote(num_cpus=1)(look).remote(), timeout=90))
+
+
+def look() -> tuple[int, list[str]]:
+    """Nodes that run, and names of those that may come."""
+    cluster = discover(possible=True)
+    return len(cluster.nodes), [node.name for node in cluster.possible]
+
+
 if __name__ == "__main__":
-    {"grows": grows, "refuses": refuses}[sys.argv[1]](Path(sys.argv[2]))
+    {"grows": grows, "refuses": refuses, "elsewhere": elsewhere}[sys.argv[1]](Path(sys.argv[2]))

@@ -49,6 +49,10 @@ def test_it_begins_on_the_fewest_nodes_and_grows_when_more_have_come(tmp_path: P
         assert np.allclose(ours[name], theirs[name], rtol=0, atol=1e-9), name
 
 
+def test_a_driver_that_is_not_on_the_head_knows_what_may_come(tmp_path: Path) -> None:
+    assert "seen there: (1, ['cpu#1'])" in world("elsewhere", tmp_path)
+
+
 def test_it_tells_why_no_node_comes(tmp_path: Path) -> None:
     said = world("refuses", tmp_path)
     assert "none came for rare: the provider refused" in said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import queue
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,11 +65,30 @@ def test_the_monitor_of_this_cluster_names_the_file(tmp_path: Path) -> None:
     file, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
     file.write_text(yaml.safe_dump(CONFIG))
     other.write_text("{}")
-    process(tmp_path, 7, "python", "monitor.py", "--gcs-address=10.0.0.1:6379", f"--autoscaling-config={other}")
+    process(tmp_path, 7, "python", "monitor.py", "--gcs-address=10.0.0.1:6380", f"--autoscaling-config={other}")
     process(tmp_path, 8, "python", "monitor.py", "--gcs-address=10.0.0.2:6379", f"--autoscaling-config={file}")
-    process(tmp_path, 9, "python", "log_monitor.py", "--gcs-address=10.0.0.3:6379")
-    assert read_config("10.0.0.2:6379", tmp_path) == CONFIG
-    assert read_config("10.0.0.3:6379", tmp_path) is None
+    process(tmp_path, 9, "python", "log_monitor.py", "--gcs-address=10.0.0.1:6381")
+    assert read_config("10.0.0.2:6379", tmp_path) == read_config("head:6379", tmp_path) == CONFIG
+    assert read_config("10.0.0.1:6381", tmp_path) is None
+
+
+def test_a_head_without_trainwright_can_say_it(tmp_path: Path) -> None:
+    from ray import cloudpickle
+
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(CONFIG))
+    process(tmp_path, 8, "python", "monitor.py", "--gcs-address=10.0.0.2:6379", f"--autoscaling-config={file}")
+    with autoscaling.by_value():
+        (tmp_path / "function").write_bytes(cloudpickle.dumps(read_config))
+    without = f"""
+import sys
+sys.modules["trainwright"] = None
+import json, pathlib, pickle
+there = pathlib.Path({str(tmp_path)!r})
+print(json.dumps(pickle.loads((there / "function").read_bytes())("10.0.0.2:6379", there)))
+"""
+    said = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(said.stdout) == CONFIG
 
 
 @pytest.fixture
