@@ -53,12 +53,18 @@ def discover(*, possible: bool = False) -> Cluster:
     listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     alive = [facts for facts in listed if facts["Alive"]]
     nodes = tuple(node for node in map(_node, alive) if node.cpus > 0)
-    known = limits(alive) if possible else None
+    known, unseen = None, ""
+    try:
+        known = limits(alive) if possible else None
+    except ResourceError as error:  # no reason to refuse a run that needs no more than what runs
+        if not nodes:
+            raise
+        unseen = f"{error.what} ({error.where})"
     left = known.left(alive) if known is not None else ()
     more = tuple(_node_of(kind, number) for number, kind in enumerate(left, 1))
     if not nodes and not more:
         raise ResourceError("the Ray cluster has no living node with a CPU", remedy="add nodes, or start a new cluster")
-    return Cluster(nodes=nodes, possible=more)
+    return Cluster(nodes=nodes, possible=more, unseen=unseen)
 
 
 def nodes_by_id() -> dict[str, Node]:

@@ -18,9 +18,10 @@ def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
     Whoever plans takes the first on which there is a plan: a model that does not fit asks for more by itself. An
     elastic job begins with its `min_workers`, and grows when more nodes have come.
     """
-    cluster = replace(cluster, possible=suited(cluster, job))
+    kind = wanted(cluster, job)
+    cluster = replace(cluster, possible=suited(cluster, kind))
     most = len(cluster.possible)
-    number = fewest(cluster, _needed(job))
+    number = fewest(cluster, kind, _needed(job))
     yield cluster.grown(number)
     step = 1
     while number < most:
@@ -30,24 +31,29 @@ def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
 
 def enough(cluster: Cluster, job: Job, slots: int) -> Cluster:
     """What runs, with the fewest nodes more that have so many slots; with all of them where these are too few."""
-    cluster = replace(cluster, possible=suited(cluster, job))
-    return cluster.grown(fewest(cluster, slots))
+    kind = wanted(cluster, job)
+    cluster = replace(cluster, possible=suited(cluster, kind))
+    return cluster.grown(fewest(cluster, kind, slots))
 
 
-def suited(cluster: Cluster, job: Job) -> tuple[Node, ...]:
-    """The possible nodes that the job could use: of the accelerator that it names, that runs, or that could come."""
-    wanted, kinds = job.accelerator.upper(), {node.accelerator for node in cluster.possible}
-    if wanted == "AUTO":
-        wanted = cluster.accelerator or next((name for name in ACCELERATORS if name in kinds), "CPU")
-    if wanted == "CPU":
+def wanted(cluster: Cluster, job: Job) -> str:
+    """The accelerator that the job names, that runs, or that could come; empty for CPUs."""
+    if job.accelerator != "auto":
+        return "" if job.accelerator == "cpu" else job.accelerator.upper()
+    kinds = {node.accelerator for node in cluster.possible}
+    return cluster.accelerator or next((name for name in ACCELERATORS if name in kinds), "")
+
+
+def suited(cluster: Cluster, kind: str) -> tuple[Node, ...]:
+    """The possible nodes of use; for CPUs those with accelerators come last."""
+    if not kind:
         return tuple(sorted(cluster.possible, key=lambda node: node.accelerators > 0))
-    return tuple(node for node in cluster.possible if node.accelerator == wanted)
+    return tuple(node for node in cluster.possible if node.accelerator == kind)
 
 
-def fewest(cluster: Cluster, slots: int) -> int:
-    """How many of the possible nodes give so many slots; all where they are too few."""
+def fewest(cluster: Cluster, kind: str, slots: int) -> int:
+    """How many of the possible nodes give so many slots of a kind; all where they are too few."""
     most = len(cluster.possible)
-    kind = next((node.accelerator for node in cluster.possible), "") if most else ""
     for number in range(most):
         there = cluster.grown(number)
         usable = there.only(kind) if kind else there.without_accelerators()
@@ -58,9 +64,11 @@ def fewest(cluster: Cluster, slots: int) -> int:
 
 def told(cluster: Cluster, job: Job) -> Iterator[str]:
     """Notes of a plan: what has to be started for it, and what could be."""
+    if cluster.unseen:
+        yield f"only nodes that run are planned with: {cluster.unseen}"
     if cluster.coming:
         yield f"{_counted(cluster.coming)} to be started first, which can take minutes and cost money"
-    possible = suited(cluster, job)
+    possible = suited(cluster, wanted(cluster, job))
     if possible and not (job.workers or job.elastic or job.plan):
         yield f"the cluster can start {_counted(possible)} more: workers= asks for them, max_workers= grows into them"
 

@@ -58,10 +58,12 @@ class Cluster:
     Attributes:
         nodes: of it.
         possible: nodes that the cluster would start if they were asked for, named `TYPE#NUMBER`.
+        unseen: why those are not known; empty where they are.
     """
 
     nodes: tuple[Node, ...]
     possible: tuple[Node, ...] = ()
+    unseen: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -160,7 +162,7 @@ class Cluster:
     def grown(self, number: int) -> Cluster:
         """With so many of the possible nodes, the first ones."""
         asked = tuple(replace(node, coming=True) for node in self.possible[:number])
-        return Cluster(nodes=(*self.nodes, *asked), possible=self.possible[number:])
+        return replace(self, nodes=(*self.nodes, *asked), possible=self.possible[number:])
 
     def only(self, accelerator: str) -> Cluster:
         """The nodes that have this accelerator."""

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tests.processes import ROOT
 from trainwright import autoscaling
 from trainwright.autoscaling import HEAD, Limits, Lookout, Starting, news, older_news, read_config
+from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Formed, Noted, RunStarted, Waiting
 
 CONFIG: dict[str, Any] = {
@@ -228,3 +229,22 @@ def test_later_it_is_a_note(scene: Scene) -> None:
     scene.lookout.on(Formed())
     assert scene.after(Starting(asked={"gpu": 1})) == Noted(text="the cluster starts 1 node (1 gpu asked for)")
     scene.seen.put(Starting())
+
+
+@pytest.mark.parametrize("cpus", [4.0, 0.0], ids=["fits", "nothing runs"])
+def test_what_cannot_be_read_refuses_only_a_run_that_needs_it(monkeypatch: pytest.MonkeyPatch, cpus: float) -> None:
+    import ray
+
+    from trainwright import discover
+
+    def unreadable(nodes: Any) -> None:
+        raise ResourceError("permission denied", where="the head")
+
+    alive = {"Alive": True, "NodeID": "1", "NodeManagerHostname": "a", "Resources": {"CPU": cpus}, "Labels": {}}
+    monkeypatch.setattr(ray, "nodes", lambda: [alive])
+    monkeypatch.setattr(discover, "limits", unreadable)
+    if cpus:
+        assert discover.discover(possible=True).unseen == "permission denied (the head)"
+    else:
+        with pytest.raises(ResourceError, match="permission denied"):
+            discover.discover(possible=True)

@@ -12,7 +12,7 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.job import PLACED_S, STARTED_S
 from trainwright.datasets import table
-from trainwright.growing import enough, expansions, fewest, suited, told
+from trainwright.growing import enough, expansions, fewest, suited, told, wanted
 
 DATA = table({"x": [[1.0]], "y": [0]})
 
@@ -81,7 +81,18 @@ def test_a_cluster_that_starts_nothing_is_as_it_is() -> None:
     ],
 )
 def test_only_nodes_of_use_are_started(nodes: tuple[Node, ...], accelerator: Any, expected: tuple[Node, ...]) -> None:
-    assert suited(Cluster(nodes=nodes, possible=MIXED.possible), job(accelerator=accelerator)) == expected
+    cluster = Cluster(nodes=nodes, possible=MIXED.possible)
+    assert suited(cluster, wanted(cluster, job(accelerator=accelerator))) == expected
+
+
+def test_a_job_for_cpus_starts_no_node_with_accelerators_where_it_has_room() -> None:
+    cluster = Cluster(nodes=(HEAD,), possible=GPUS)
+    assert sizes(cluster, accelerator="cpu")[0] == 0 and sizes(cluster, accelerator="cpu", workers=3)[0] == 1
+
+
+def test_what_is_not_known_is_told() -> None:
+    (grown,) = expansions(Cluster(nodes=(HEAD,), unseen="no answer (the head)"), job())
+    assert list(told(grown, job())) == ["only nodes that run are planned with: no answer (the head)"]
 
 
 def test_what_runs_already_is_used_first() -> None:
@@ -100,7 +111,7 @@ def test_one_node_fewer_would_be_too_few(there: list[int], possible: list[int], 
         nodes=tuple(node(f"here-{number}", gpus=count) for number, count in enumerate(there)),
         possible=tuple(node(f"gpu#{number}", gpus=count) for number, count in enumerate(possible)),
     )
-    number = fewest(cluster, slots)
+    number = fewest(cluster, "GPU", slots)
     assert cluster.grown(number).accelerators >= slots or number == len(possible)
     assert number == 0 or cluster.grown(number - 1).accelerators < slots
 
