@@ -1,4 +1,4 @@
-# The tasks of this checkout. Each sets up .venv first, once; nothing is needed beforehand but Python 3.11 or later,
+# The tasks of this checkout. Each sets up .venv first, once; nothing is needed beforehand but Python 3.11 to 3.13,
 # make and git. Variables: VENV=folder, PYTHON=interpreter for a new VENV, ARGS="further arguments of the command",
 # MINUTES=of a soak.
 
@@ -7,6 +7,8 @@ PYTHON ?=
 ARGS ?=
 MINUTES ?= 30
 BIN := $(VENV)/bin
+# There are more processes than cores, since tests often wait; tests/conftest.py says which process runs what.
+PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder
 CODE := app clusters strategies datasets examples benchmarks tests .ci
 
 .DEFAULT_GOAL := help
@@ -29,20 +31,24 @@ lm: setup ## train a language model on the King James text, in a pipeline of two
 	@echo; $(BIN)/python examples/generate.py "In the beginning"
 
 .PHONY: test
-test: setup ## run all tests, in three processes, for each often waits; ARGS="-k word" picks some
-	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
+test: setup ## test all units and every engine, without Ray; ARGS="-k word" picks some
+	@$(PYTEST) -n 3 tests/unit tests/conformance $(ARGS)
+
+.PHONY: test-all
+test-all: setup ## run all tests, also those on Ray clusters and with faults; ARGS="tests/ray -k word" picks some
+	@$(PYTEST) -n 3 $(ARGS)
 
 .PHONY: hosts
 hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
-	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder -m hosts $(ARGS)
+	@$(PYTEST) -n 3 -m hosts $(ARGS)
 
 .PHONY: nodes
 nodes: setup ## run the tests of several nodes on this machine: lost and coming ones, links that are cut (as root)
-	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m nodes $(ARGS)
+	@$(PYTEST) -n 2 -m nodes $(ARGS)
 
-.PHONY: test-unit
-test-unit: setup ## run the tests that need no Ray
-	@$(BIN)/python -m pytest tests/unit $(ARGS)
+.PHONY: extras
+extras: setup ## install the wheel into fresh environments, one framework each, and train (network, minutes)
+	@$(BIN)/python -m pytest -m extras $(ARGS)
 
 .PHONY: check
 check: lint types imports sizes ## run all static checks
@@ -72,6 +78,10 @@ format: setup ## let ruff mend what it can
 .PHONY: soak
 soak: setup ## half an hour under random faults; MINUTES=5 for less
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+.PHONY: matrix
+matrix: ## run tests with the lowest and the highest versions that are supported; ARGS=lowest for one of them
+	@python3 .ci/matrix.py $(ARGS)
 
 .PHONY: schedules
 schedules: setup ## ten thousand failure schedules against the driver, simulated; ARGS="--first 10000" for others

@@ -1,12 +1,13 @@
 #!/bin/sh
 # Makes the virtual environment $1 and installs trainwright with its tools, once for each state of pyproject.toml and
-# constraints.txt. A half-made environment, or one whose checkout or interpreter has moved, is made anew. PYTHON names
-# the interpreter; by default the first good one on PATH.
+# constraints.txt, or of the file that CONSTRAINTS names. A half-made environment, or one whose checkout or interpreter
+# has moved, is rebuilt. PYTHON names the interpreter; by default the first good one on PATH.
 set -eu
 
 venv=$1
 mark=$venv/.made-by-make
 stamp=$venv/.set-up
+constraints=${CONSTRAINTS:-constraints.txt}
 
 fail() {
     printf 'trainwright: %s\n' "$@" >&2
@@ -14,20 +15,20 @@ fail() {
 }
 
 good() {
-    "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+    "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1
 }
 
 describe() {
     version=$("$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) || return 0
     if good "$1"; then return 0; fi
     case $version in
-    3.1[1-9].*) echo "$1 is $version but lacks venv (on Debian and Ubuntu: apt-get install python3-venv)" ;;
+    3.1[1-3].*) echo "$1 is $version but lacks venv (on Debian and Ubuntu: apt-get install python3-venv)" ;;
     *) echo "$1 is $version" ;;
     esac
 }
 
 choose() {
-    candidates=${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14 python}
+    candidates=${PYTHON:-python3 python3.11 python3.12 python3.13 python}
     for candidate in $candidates; do
         if good "$candidate"; then
             command -v "$candidate"
@@ -35,14 +36,14 @@ choose() {
         fi
     done
     found=$(for candidate in $candidates; do describe "$candidate"; done)
-    fail "Python 3.11 or later is needed; found: ${found:-none of $candidates}" \
+    fail "Python 3.11, 3.12 or 3.13 is needed; found: ${found:-none of $candidates}" \
         "install it, or name one: make PYTHON=/path/to/python3.11"
 }
 
 # What the environment stands on: the place that it and the editable install point to, then the requirements.
 state() {
     echo "$venv in $(pwd)"
-    cat pyproject.toml constraints.txt | cksum
+    cat pyproject.toml "$constraints" | cksum
 }
 
 # Compiles to bytecode only what gets imported, which is a tenth of what is installed; the imports are also the proof.
@@ -50,12 +51,13 @@ state() {
 install() {
     {
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
-            --constraint constraints.txt --editable '.[dev]' &&
+            --constraint "$constraints" --editable '.[dev]' &&
             (
                 unset PYTHONDONTWRITEBYTECODE
                 "$venv/bin/python" -c 'if True:
                     import compileall, pathlib
-                    import matplotlib.pyplot, pandas, ray.data, tensorflow, torch._dynamo, trainwright.cli
+                    import trainwright.cli  # before the frameworks: it keeps them apart
+                    import matplotlib.pyplot, pandas, ray.data, tensorflow, torch._dynamo
                     for part in ("_common", "_private", "dashboard"):
                         compileall.compile_dir(pathlib.Path(ray.__file__).parent / part, quiet=2)'
             )
@@ -86,11 +88,11 @@ if [ "$before" = "$now" ]; then
 fi
 started=$(date +%s)
 if [ "$(echo "$before" | head -n 1)" = "$(echo "$now" | head -n 1)" ]; then
-    echo "bringing $venv up to date: pyproject.toml or constraints.txt has changed"
+    echo "bringing $venv up to date: pyproject.toml or $constraints has changed"
     rm "$stamp"
 else
     make_anew
-    echo "installing torch, TensorFlow, Ray and the tools of constraints.txt"
+    echo "installing torch, TensorFlow, Ray and the tools of $constraints"
 fi
 install
 echo "$now" >"$stamp"

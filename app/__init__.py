@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trainwright.core.frameworks import separate
+
 if TYPE_CHECKING:
     from trainwright import datasets as datasets
     from trainwright import schedules as schedules
@@ -26,13 +28,13 @@ if TYPE_CHECKING:
     from trainwright.core.cluster import Cluster as Cluster
     from trainwright.core.collation import Pad as Pad
     from trainwright.core.data import Terms as Terms
-    from trainwright.core.distillation import Match as Match
-    from trainwright.core.distillation import SoftLoss as SoftLoss
     from trainwright.core.errors import TrainwrightError as TrainwrightError
     from trainwright.core.job import Job as Job
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
     from trainwright.core.profile import transformer_profile as transformer_profile
+    from trainwright.core.soft_loss import Match as Match
+    from trainwright.core.soft_loss import SoftLoss as SoftLoss
     from trainwright.distilling.recipes import SelfDistillation as SelfDistillation
     from trainwright.distilling.recipes import TwoStage as TwoStage
     from trainwright.distilling.runs import DistilledRun as DistilledRun
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+separate()
+
 _HOMES = {
     "Calibration": "trainwright.strategies.calibration",
     "Cluster": "trainwright.core.cluster",
@@ -57,14 +61,14 @@ _HOMES = {
     "Distillation": "trainwright.distilling.spec",
     "Estimate": "trainwright.core.plan",
     "Job": "trainwright.core.job",
-    "Match": "trainwright.core.distillation",
+    "Match": "trainwright.core.soft_loss",
     "Measurement": "trainwright.strategies.fitting",
     "Pad": "trainwright.core.collation",
     "Plan": "trainwright.core.plan",
     "Run": "trainwright.run",
     "Search": "trainwright.distilling.searching",
     "SelfDistillation": "trainwright.distilling.recipes",
-    "SoftLoss": "trainwright.core.distillation",
+    "SoftLoss": "trainwright.core.soft_loss",
     "Teacher": "trainwright.distilling.teachers",
     "Terms": "trainwright.core.data",
     "TrainwrightError": "trainwright.core.errors",

@@ -25,6 +25,7 @@ from trainwright.core.errors import (
     UserCodeError,
 )
 from trainwright.core.events import Steps
+from trainwright.core.group import Generation
 from trainwright.core.secrets import without_secrets
 from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
 from trainwright.keeper import Fetch, Shelf
@@ -143,7 +144,7 @@ class WorkerProcess:
         self._worker.stop()
 
     @ray.method(concurrency_group="watch")
-    def interrupt(self, generation: int, explain: bool) -> str:
+    def interrupt(self, generation: Generation, explain: bool) -> str:
         """Free the stepping thread from a collective of that generation; says where the threads stood, on request."""
         return self._worker.interrupt(generation, explain) if self._worker is not None else ""
 
@@ -178,7 +179,7 @@ class WorkerProcess:
             self._token = token
             self._turn.notify_all()
         self._order = order
-        self._worker.renew(order)
+        self._worker.renew(order, token)
         here, berth, (plan, step) = ray.get_runtime_context(), self._berth, self._worker.held
         living = Living(
             worker=berth.worker, node=socket.gethostname(), pid=os.getpid(), slot=berth.slot,

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from trainwright.compat import autoscaler_report, kubernetes_autoscaling, kubernetes_cluster
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Formed, Noted, RunEnded, RunStarted, Waiting
 
@@ -131,12 +132,14 @@ def by_value() -> Iterator[None]:
     """Within it Ray sends what is here by value: a head on which nothing is trained need not have trainwright."""
     from ray import cloudpickle
 
-    here = sys.modules[__name__]
-    cloudpickle.register_pickle_by_value(here)  # type: ignore[no-untyped-call]
+    modules = sys.modules[__name__], sys.modules[kubernetes_cluster.__module__]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(here)  # type: ignore[no-untyped-call]
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
 def read_config(address: str, processes: Path = Path("/proc")) -> dict[str, Any] | None:
@@ -164,19 +167,16 @@ def _commands(processes: Path) -> Iterator[list[str]]:
 def _of_kubernetes(name: str, namespace: str) -> dict[str, Any] | None:
     """From the RayCluster; its head may read it where the operator runs an autoscaler for it, and else nobody asks."""
     import requests
-    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
-    from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
 
     try:
-        found = KubernetesHttpApiClient(namespace=namespace).get(f"rayclusters/{name}")
+        found = kubernetes_cluster(name, namespace)
     except requests.HTTPError as error:
         if error.response is not None and error.response.status_code in (401, 403, 404):
             return None
         raise
     if not found["spec"].get("enableInTreeAutoscaling"):
         return None
-    config: dict[str, Any] = _derive_autoscaling_config_from_ray_cr(found)
-    return config
+    return kubernetes_autoscaling(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +205,9 @@ class Starting:
 def look() -> Starting:
     """What the connected cluster is starting."""
     import ray
-    from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
     from ray.autoscaler.v2.sdk import get_cluster_status
-    from ray.experimental.internal_kv import _internal_kv_get
 
-    older = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
+    older = autoscaler_report()
     return older_news(json.loads(older)) if older else news(get_cluster_status(ray.get_runtime_context().gcs_address))
 
 

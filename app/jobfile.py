@@ -17,6 +17,7 @@ from pydantic import ValidationError, validate_call
 
 from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, nearest
 from trainwright.core.fields import Fields
+from trainwright.core.frameworks import missing
 from trainwright.core.job import Job
 
 _TEXTS = ("name", "storage")  # a run may be called 2024
@@ -160,6 +161,9 @@ def _run(file: Path) -> ModuleType:
 
 def _raised(what: str, error: Exception, path: str) -> UserCodeError:
     """An error of the user's with the traceback from the job file on."""
+    absent = missing(error, path)
+    if absent is not None:
+        return absent
     file = Path(path).resolve()
     below = error.__traceback__
     while below is not None and Path(below.tb_frame.f_code.co_filename) != file:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
 from trainwright.core.cluster import Cluster
-from trainwright.core.errors import ResourceError
+from trainwright.core.errors import MissingFramework, ResourceError
+from trainwright.core.frameworks import load
 
 DEADLINE_S = 180.0  # for a process to start and measure
 
@@ -80,6 +80,9 @@ def _measured(kind: str, resource: str) -> Accelerator:
             remedy="wait until one is free, or describe it in trainwright.core.accelerators.ACCELERATORS",
         ) from error
     except ray.exceptions.RayError as error:
+        raised = getattr(error, "cause", None)
+        if isinstance(raised, MissingFramework):
+            raise raised from error
         cause = str(error).strip().splitlines()[-1]
         raise ResourceError(
             f"the device could not be measured: {cause}", where=kind, remedy="look whether torch can use it there"
@@ -88,5 +91,5 @@ def _measured(kind: str, resource: str) -> Accelerator:
 
 
 def _run(kind: str, device: str) -> Accelerator:
-    measured: Accelerator = importlib.import_module("trainwright.strategies.torch.probe").probe(kind, device)
+    measured: Accelerator = load("trainwright.strategies.torch.probe").probe(kind, device)
     return measured

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainwright.core.errors import JobError, UserCodeError
+from trainwright.core.frameworks import load, missing
 from trainwright.core.job import Job
 from trainwright.core.profile import ModelProfile
 from trainwright.datasets.sources import Dataset, Index
@@ -53,7 +53,8 @@ def built(build: Callable[[], Any]) -> Any:
     try:
         return build()
     except Exception as error:
-        raise UserCodeError(f"model() raised {type(error).__name__}: {error}", where="model") from error
+        absent = missing(error, "model")
+        raise absent or UserCodeError(f"model() raised {type(error).__name__}: {error}", where="model") from error
 
 
 def profiler_of(model: Any) -> Any:
@@ -61,7 +62,7 @@ def profiler_of(model: Any) -> Any:
     for kind in type(model).__mro__:
         for package, module in _FRAMEWORKS.items():
             if kind.__module__.startswith(package):
-                return importlib.import_module(module)
+                return load(module)
     named = f"{type(model).__module__}.{type(model).__qualname__}"
     problem = f"model() returned {named}: return a torch.nn.Module, or a keras.Model on TensorFlow or torch"
     raise JobError([problem])

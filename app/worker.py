@@ -33,6 +33,7 @@ from trainwright.datasets.stream import Feeds, Stream
 from trainwright.datasets.units import Units
 from trainwright.driver.layouts import Evaluation, Predicting, Probing, Reservation
 from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
+from trainwright.interruption import Interruption
 from trainwright.keeper import Fetch, Shelf, ShelfReader, no_fetch
 from trainwright.meter import Meter
 from trainwright.passing import Passing
@@ -74,9 +75,8 @@ class Worker:
         self._tried = False  # steps were taken of which nothing may be left
         self._seat = (-1, 0)  # rank and world size that the streams are for
         self._spare = False
-        self._generation = 0
         self._stepping: int | None = None  # the thread of steps
-        self._turnover = threading.Lock()  # an interrupt that comes late must not hit the next generation
+        self._interruption = Interruption()
         self._step = 0
         self._stream: Stream | None = None
         self._evaluation: Stream | None = None
@@ -108,6 +108,7 @@ class Worker:
 
     def reserve(self, wanted: Reservation) -> Address:
         """Bind a port for the generation to come; begin anew where its plan wants another layout than is built."""
+        self._interruption.enter(wanted.generation)
         plan = wanted.plan or self._order.plan
         if self._tried or plan.layout != self._plan.layout:
             self._begin_anew(plan)
@@ -118,7 +119,7 @@ class Worker:
 
     def _begin_anew(self, plan: Plan) -> None:
         """Let go of the engine with all that it holds, for another one."""
-        with self._turnover:
+        with self._interruption.lock:
             self._engine.leave()
             self._engine = engine_class(plan)()
         self._built, self._tried, self._step = False, False, 0
@@ -127,8 +128,7 @@ class Worker:
     def form(self, group: Group) -> StateTag:
         """Join the group; build model, optimizer and streams the first time."""
         self._stepping = threading.get_ident()
-        with self._turnover:
-            self._generation = group.generation.number
+        self._interruption.enter(group.generation)
         if self._spare and group.accelerators:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(group.accelerators)
         tag = self._engine.form(group)
@@ -192,7 +192,7 @@ class Worker:
             self._feeds = self._stream.feeds(heal.step)
             self._coming = Coming(self._feeds, self._plan.ahead, self._passing.told)
         self._step = heal.step
-        self._records.begin(self._generation, heal.step)
+        self._records.begin(self._interruption.current.number, heal.step)
         self._meter.begin()
         return replace(tag, step=heal.step)
 
@@ -348,27 +348,27 @@ class Worker:
         """Wish to stop; it travels with the next reduction, so that all ranks leave after the same step."""
         self._wish.set()
 
-    def interrupt(self, generation: int, explain: bool) -> str:
-        """Make a blocked collective of that generation raise PeerLost, if it is not over and the engine can.
+    def interrupt(self, generation: Generation, explain: bool) -> str:
+        """Make what waits for peers of that generation raise PeerLost, or will wait for them, if the engine can.
 
         With `explain`, the stacks of all threads as they stood before; otherwise nothing.
         """
         found = stacks(self._stepping) if explain else ""
-        with self._turnover:
-            if generation == self._generation:
-                self._engine.interrupt(INTERRUPT_DEADLINE_S)
+        self._interruption.end(generation, self._interrupt)
         return found
+
+    def _interrupt(self) -> None:
+        self._engine.interrupt(INTERRUPT_DEADLINE_S)
 
     @property
     def held(self) -> tuple[Plan | None, int]:
         """The plan whose part of the state is held here, and its completed steps; None and 0 where none is."""
         return (self._plan, self._step) if self._step and not self._tried else (None, 0)
 
-    def renew(self, order: WorkOrder) -> None:
+    def renew(self, order: WorkOrder, token: int) -> None:
         """Another driver: let go of the group of the one before. Its streams are opened anew."""
         self._order, self._seat = order, (-1, 0)
-        with self._turnover:
-            self._engine.interrupt(INTERRUPT_DEADLINE_S)
+        self._interruption.end(Generation(token=token, number=0), self._interrupt)
 
     def leave(self) -> StateTag:
         """End the group; the process and its state live on."""

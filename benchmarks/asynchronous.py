@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow.parquet as pq
 from alone import Crew, Ended, Setup
 from delayed import accuracy_of
-from figures import Figure, compare
-from pairs import Ratio
+from fashion_table import write_splits
+from figures import Figure, compare, deviation, shortfall
 
 from trainwright.core.data import Columns
-from trainwright.datasets.fashion_mnist import fashion_mnist
+from trainwright.datasets.fashion_mnist import Splits, fashion_mnist
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "fashion-mnist"
 TRIED = Path(__file__).resolve().parent / "results" / "asynchronous_rates.json"  # written by `tune`
@@ -26,6 +26,7 @@ IMAGES, HELD_OUT = 60_000, 10_000  # of the training set, and those of them that
 RATES, TUNED_SEED = (1e-3, 2e-3, 4e-3), 99
 DELAYS = {"sync": 0, "ssp(1)": 1}  # in steps, of the loops that these are held against
 PAUSE_S, SLOWER, SLOW_STEPS, KEPT = 0.02, 5, 100, 0.9
+SMOKE_STEPS = 20
 _SETUP = Setup(workers=WORKERS, share=SHARE, steps=EPOCHS * IMAGES // (SHARE * WORKERS))
 WAYS = {
     "sync": _SETUP,
@@ -70,24 +71,26 @@ NOTE = (
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    data = _data()
-    rated = {name: replace(way, steps=way.steps // (10 if quick else 1)) for name, way in _rated().items()}
+    splits = write_splits(folder / "data", 512, 256) if smoke else fashion_mnist(DATA)
+    data = _data(splits)
+    seeds, pairs, slow_steps = (1, 1, 4) if smoke else (SEEDS, PAIRS, SLOW_STEPS)
+    rated = {name: replace(way, steps=SMOKE_STEPS) if smoke else way for name, way in _rated().items()}
     if missing := sorted(WAYS.keys() - rated.keys()):
         raise SystemExit(f"no rate was chosen for {', '.join(missing)}: run python {__file__} first")
     with Crew(*data, count=1 + WORKERS) as crew:
-        found = _accuracies(crew, rated)
+        found = _accuracies(crew, rated, seeds)
         figures = [_accuracy(name, found[name], found["sync"]) for name in rated if name != "sync"]
         for name, delay in DELAYS.items():
-            peers = [accuracy_of(*data, way, delay) for way in _seeded(rated[name])]
+            peers = [accuracy_of(*data, way, delay) for way in _seeded(rated[name], seeds)]
             figures.append(_plain(name, found[name], peers))
-        return [*figures, *_throughputs(crew, rated, pairs=2 if quick else PAIRS)]
+        return [*figures, *_throughputs(crew, rated, pairs, slow_steps)]
 
 
 def tune(names: Sequence[str]) -> None:
     """Try all rates for these ways on images and a seed that are not measured, and keep what they come to."""
-    fit, held_out = _parted(_data()[0])
+    fit, held_out = _parted(_data(fashion_mnist(DATA))[0])
     steps = EPOCHS * (IMAGES - HELD_OUT) // (SHARE * WORKERS)
     with Crew(fit, held_out, count=1 + WORKERS) as crew:
         for name in names:
@@ -105,15 +108,15 @@ def _parted(train: Columns) -> tuple[Columns, Columns]:
     return {name: train[name][fit] for name in train}, {name: train[name][held_out] for name in train}
 
 
-def _seeded(way: Setup) -> list[Setup]:
+def _seeded(way: Setup, seeds: int) -> list[Setup]:
     """The measured runs of a way."""
-    return [replace(way, seed=seed) for seed in range(SEEDS)]
+    return [replace(way, seed=seed) for seed in range(seeds)]
 
 
-def _accuracies(crew: Crew, rated: Mapping[str, Setup]) -> dict[str, list[Ended]]:
+def _accuracies(crew: Crew, rated: Mapping[str, Setup], seeds: int) -> dict[str, list[Ended]]:
     """Of all ways, seed by seed."""
     found: dict[str, list[Ended]] = {name: [] for name in rated}
-    for turn in zip(*(_seeded(way) for way in rated.values()), strict=True):
+    for turn in zip(*(_seeded(way, seeds) for way in rated.values()), strict=True):
         for name, setup in zip(rated, turn, strict=True):
             found[name].append(crew.run(setup))
     return found
@@ -122,17 +125,15 @@ def _accuracies(crew: Crew, rated: Mapping[str, Setup]) -> dict[str, list[Ended]
 def _accuracy(name: str, found: Sequence[Ended], sync: Sequence[Ended]) -> Figure:
     """How far a way's mean lies below sync's, in sync's deviations over the seeds."""
     ours, peers = [one.accuracy for one in found], [one.accuracy for one in sync]
-    deviation = float(np.std(peers, ddof=1))
-    below = max(0.0, float(np.mean(peers) - np.mean(ours))) / deviation
     stale = float(np.mean([one.staleness.mean for one in found]))
     unit = "rounds" if WAYS[name].local_steps > 1 else found[0].staleness.unit
     said = (
-        f"accuracy of {name} +- {np.std(ours, ddof=1):.4f}, {stale:.2f} {unit} stale, below that of sync "
-        f"+- {deviation:.4f}, in the latter's deviations"
+        f"accuracy of {name} +- {deviation(ours):.4f}, {stale:.2f} {unit} stale, below that of sync "
+        f"+- {deviation(peers):.4f}, in the latter's deviations"
     )
     return Figure(
         benchmark="asynchronous", what=said, unit="of 1", ours=float(np.mean(ours)), peer=float(np.mean(peers)),
-        pairs=SEEDS, ratio=Ratio(median=below, low=below, high=below), target=1,
+        pairs=len(ours), ratio=shortfall(ours, peers), target=1, count=True,
     )  # fmt: skip
 
 
@@ -140,16 +141,16 @@ def _plain(name: str, found: Sequence[Ended], peers: Sequence[float]) -> Figure:
     """A way beside a plain loop with gradients as old as its bound lets them be, at the same rate."""
     ours = [one.accuracy for one in found]
     said = (
-        f"accuracy of {name} +- {np.std(ours, ddof=1):.4f}, beside a plain loop of torch whose gradients are all "
-        f"{DELAYS[name]} steps old +- {np.std(peers, ddof=1):.4f}"
+        f"accuracy of {name} +- {deviation(ours):.4f}, beside a plain loop of torch whose gradients are all "
+        f"{DELAYS[name]} steps old +- {deviation(peers):.4f}"
     )
     return Figure(
         benchmark="asynchronous", what=said, unit="of 1", ours=float(np.mean(ours)), peer=float(np.mean(peers)),
-        pairs=SEEDS,
+        pairs=len(ours), count=True,
     )  # fmt: skip
 
 
-def _throughputs(crew: Crew, rated: Mapping[str, Setup], *, pairs: int) -> list[Figure]:
+def _throughputs(crew: Crew, rated: Mapping[str, Setup], pairs: int, slow_steps: int) -> list[Figure]:
     """What is left of the three others' throughput when a fourth is slow."""
     slow = (*[PAUSE_S] * (WORKERS - 1), SLOWER * PAUSE_S)
     figures = []
@@ -157,7 +158,7 @@ def _throughputs(crew: Crew, rated: Mapping[str, Setup], *, pairs: int) -> list[
         with_slow: list[float] = []
         others: list[float] = []
         for pair in range(pairs):
-            many = replace(rated[name], steps=SLOW_STEPS, pauses_s=slow)
+            many = replace(rated[name], steps=slow_steps, pauses_s=slow)
             few = replace(many, workers=WORKERS - 1)
             turns = [(many, with_slow), (few, others)]
             for setup, into in turns if pair % 2 == 0 else turns[::-1]:
@@ -167,9 +168,9 @@ def _throughputs(crew: Crew, rated: Mapping[str, Setup], *, pairs: int) -> list[
     return figures
 
 
-def _data() -> tuple[Columns, Columns]:
+def _data(splits: Splits) -> tuple[Columns, Columns]:
     """Training and test set, the pixels of mean 0 and deviation 1."""
-    train, test = (_columns(Path(split) / "part-0.parquet") for split in fashion_mnist(DATA))
+    train, test = (_columns(Path(split) / "part-0.parquet") for split in splits)
     return train, test
 
 

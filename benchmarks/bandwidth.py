@@ -18,19 +18,19 @@ TIMES = 5
 _DEADLINE_S = 60.0
 
 
-def broadcast_bytes_per_s(folder: Path) -> float:
-    """Bytes a second of a broadcast of 256 MiB of float32, as the receiver saw it: the median of five."""
+def broadcast_bytes_per_s(folder: Path, size_bytes: int = BROADCAST_BYTES) -> float:
+    """Bytes a second of a broadcast of so many bytes of float32, as the receiver saw it: the median of five."""
     context = get_context("spawn")
     answers, answering = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=_broadcast, args=(str(folder / "rendezvous"), rank, answering), daemon=True)
+        context.Process(target=_broadcast, args=(str(folder / "rendezvous"), size_bytes, rank, answering), daemon=True)
         for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
     answering.close()
     try:
-        return BROADCAST_BYTES / median(answers.recv())  # EOFError when a rank has failed; see stderr
+        return size_bytes / median(answers.recv())  # EOFError when a rank has failed; see stderr
     finally:
         for rank in ranks:
             rank.join(10)
@@ -38,12 +38,12 @@ def broadcast_bytes_per_s(folder: Path) -> float:
         (folder / "rendezvous").unlink(missing_ok=True)
 
 
-def _broadcast(rendezvous: str, rank: int, answers: Connection) -> None:
+def _broadcast(rendezvous: str, size_bytes: int, rank: int, answers: Connection) -> None:
     torch.set_num_threads(THREADS)
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=_DEADLINE_S)
     )
-    tensor = torch.ones(BROADCAST_BYTES // 4)
+    tensor = torch.ones(size_bytes // 4)
     seconds = []
     for _ in range(TIMES + 1):
         distributed.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from trainwright.driver.messages import Copying
 
-WIDE, LAYERS = 2048, 8
+WIDE, LAYERS, SMOKE_WIDTH = 2048, 8, 64
 GIB = 2**30
 NOTE = (
     f"{LAYERS} linear layers, {WIDE} wide, 30 million parameters with AdamW's state (0.33 GiB in all), divided by "
@@ -30,17 +31,18 @@ NOTE = (
 Turn = tuple[float, float]  # seconds blocked, seconds until all is written
 
 
-def build() -> nn.Module:
-    """Eight linear layers, 30 million parameters."""
-    hidden = [layer for _ in range(LAYERS - 1) for layer in (nn.ReLU(), nn.Linear(WIDE, WIDE))]
-    return nn.Sequential(nn.Linear(FEATURES, WIDE), *hidden, nn.ReLU(), nn.Linear(WIDE, CLASSES))
+def build(width: int) -> nn.Module:
+    """Eight linear layers; 30 million parameters at the measured width."""
+    hidden = [layer for _ in range(LAYERS - 1) for layer in (nn.ReLU(), nn.Linear(width, width))]
+    return nn.Sequential(nn.Linear(FEATURES, width), *hidden, nn.ReLU(), nn.Linear(width, CLASSES))
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    wanted = job(folder / "runs", rows=1024, model=build, plan="fsdp=2")
+    model = partial(build, SMOKE_WIDTH if smoke else WIDE)
+    wanted = job(folder / "runs", rows=1024, model=model, plan="fsdp=2")
     order = order_of(wanted, decided(wanted, machine(WORKERS)))
-    ranks = together(order, partial(_turns, folder=folder, rounds=3 if quick else 20))
+    ranks = together(order, partial(_turns, folder=folder, model=model, rounds=1 if smoke else 20))
     size = sum(size_bytes for size_bytes, _ in ranks) / GIB
     ours, saved, saved_async = (
         [tuple(map(max, *rounds)) for rounds in zip(*(turns[which] for _, turns in ranks), strict=True)]
@@ -63,10 +65,10 @@ def _each(turns: list[tuple[float, ...]], size: float) -> list[float]:
     return [written_s / size for _, written_s in turns]
 
 
-def _turns(seat: Seat, folder: Path, rounds: int) -> tuple[int, dict[str, list[Turn]]]:
+def _turns(seat: Seat, folder: Path, model: Callable[[], nn.Module], rounds: int) -> tuple[int, dict[str, list[Turn]]]:
     """One rank: the size of its files in bytes, and what each way took in each round."""
     seat.worker.run(range(1))
-    ours, plain = OurSaving(seat, folder), PlainSaving(seat.rank, folder / "plain", build)
+    ours, plain = OurSaving(seat, folder), PlainSaving(seat.rank, folder / "plain", model)
     ways = {"ours": ours.save, "save": plain.save, "async_save": plain.save_async}
     found: dict[str, list[Turn]] = {name: [] for name in ways}
     names = list(ways)

@@ -10,7 +10,7 @@ from figures import Figure, compare
 from images import SIDE, SMALL, shrink, write_images
 from peers.ray_data import StreamingSplit
 from peers.torch_loader import ImageLoader
-from turns import Loader, Pass, Run, Timed, host, interleaved
+from turns import SMOKE, Loader, Pass, Rounds, Run, Timed, host, interleaved
 
 IMAGES, FILES, BATCH_SIZE, EPOCHS, CPUS = 4096, 16, 64, 2, 2
 NOTE = (
@@ -24,21 +24,22 @@ NOTE = (
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     path = str(folder / "images")
-    write_images(Path(path), IMAGES, FILES)
+    images, files, rounds = (128, 2, SMOKE) if smoke else (IMAGES, FILES, Rounds(counted=4))
+    write_images(Path(path), images, files)
     loaders: dict[str, Loader] = {
         "trainwright": HeavyStream(path=path, batch_size=BATCH_SIZE, function=shrink, cpus=CPUS),
         "streaming_split": StreamingSplit(
-            path=path, batch_size=BATCH_SIZE, buffer_rows=1024, function=shrink, blocks=FILES
+            path=path, batch_size=BATCH_SIZE, buffer_rows=1024, function=shrink, blocks=files
         ),
         "DataLoader": ImageLoader(path=path, batch_size=BATCH_SIZE, workers=CPUS),
     }
     with host(cluster=True) as cluster, host() as alone:
         hosts = {"trainwright": cluster, "streaming_split": cluster, "DataLoader": alone}
-        turns = {name: _turn(hosts[name], loader) for name, loader in loaders.items()}
-        passes = interleaved(turns, 1 if quick else 4, uncounted=0 if quick else 1)
+        turns = {name: _turn(hosts[name], loader, rounds) for name, loader in loaders.items()}
+        passes = interleaved(turns, rounds)
     ours = passes.pop("trainwright")
     targets = {"streaming_split": 1 / 3, "DataLoader": 1.0}
     return [
@@ -48,8 +49,8 @@ def measure(folder: Path, *, quick: bool) -> list[Figure]:
     ]
 
 
-def _turn(run: Run, loader: Loader) -> Callable[[], list[Pass]]:
-    return lambda: run(Timed(loader=loader, epochs=EPOCHS))
+def _turn(run: Run, loader: Loader, rounds: Rounds) -> Callable[[], list[Pass]]:
+    return lambda: run(Timed(loader=loader, epochs=EPOCHS, touched_bytes=rounds.touched_bytes))
 
 
 def _whole(turns: list[list[Pass]]) -> list[float]:

@@ -17,7 +17,7 @@ from peers.arrow_thread import ArrowThread
 from peers.ray_data import StreamingSplit
 from peers.tf_data import BUFFER_ROWS, Records, WriteRecords
 from peers.torch_loader import FloatLoader
-from turns import Loader, Pass, Run, Timed, host, interleaved
+from turns import SMOKE, Loader, Pass, Rounds, Run, Timed, host, interleaved
 
 GROUPS, LARGE_GROUPS, BATCH_SIZE = 25, 90, 512
 LIMIT = 1 / 0.9
@@ -45,13 +45,14 @@ NOTE = (
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     table, default, large = folder / "table", folder / "default", folder / "large"
-    write_table(table, GROUPS)
-    write_table(default, GROUPS, plain=False)
-    write_table(large, LARGE_GROUPS)
-    rounds = (2, 1, 1) if quick else (8, 6, 4)
+    groups, large_groups = (1, 2) if smoke else (GROUPS, LARGE_GROUPS)
+    write_table(table, groups)
+    write_table(default, groups, plain=False)
+    write_table(large, large_groups)
+    rounds = (SMOKE,) * 3 if smoke else tuple(Rounds(counted=count) for count in (8, 6, 4))
     return [
         *_local(str(table), folder / "records", rounds[0]),
         *_core_times("default files", str(default), rounds[0], epochs=("first",)),
@@ -62,7 +63,7 @@ def measure(folder: Path, *, quick: bool) -> list[Figure]:
     ]
 
 
-def _local(table: str, records: Path, rounds: int) -> list[Figure]:
+def _local(table: str, records: Path, rounds: Rounds) -> list[Figure]:
     """From the page cache."""
     loaders: dict[str, Loader] = {
         "trainwright": LightStream(path=table, batch_size=BATCH_SIZE),
@@ -74,43 +75,44 @@ def _local(table: str, records: Path, rounds: int) -> list[Figure]:
     with ExitStack() as stack:
         hosts = {name: stack.enter_context(host()) for name in loaders}
         hosts["tf.data"](WriteRecords(table=table, folder=records))
-        passes = interleaved({name: _turn(hosts[name], loader) for name, loader in loaders.items()}, rounds)
+        passes = interleaved({name: _turn(hosts[name], loader, rounds) for name, loader in loaders.items()}, rounds)
     return [_core_time("page cache", passes, "first"), *_walls("page cache", passes, limit=None)]
 
 
-def _core_times(what: str, table: str, rounds: int, epochs: tuple[Epoch, ...]) -> list[Figure]:
+def _core_times(what: str, table: str, rounds: Rounds, epochs: tuple[Epoch, ...]) -> list[Figure]:
     """Another table from the page cache, against the limit alone."""
     with host() as ours, host() as peer:
         turns = {
-            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE)),
-            "one pyarrow thread": _turn(peer, ArrowThread(path=table, batch_size=BATCH_SIZE)),
+            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
+            "one pyarrow thread": _turn(peer, ArrowThread(path=table, batch_size=BATCH_SIZE), rounds),
         }
         passes = interleaved(turns, rounds)
     return [_core_time(what, passes, epoch) for epoch in epochs]
 
 
-def _litdata(table: str, folder: Path, rounds: int) -> list[Figure]:
+def _litdata(table: str, folder: Path, rounds: Rounds) -> list[Figure]:
     """Against litdata, where it is installed."""
     if not litdata_chunks.INSTALLED:
         return []
     with host() as ours, host() as peer:
         peer(litdata_chunks.WriteChunks(table=table, folder=folder))
+        chunks = litdata_chunks.Chunks(folder=folder, batch_size=BATCH_SIZE, workers=2)
         turns = {
-            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE)),
-            "litdata, 2 workers": _turn(peer, litdata_chunks.Chunks(folder=folder, batch_size=BATCH_SIZE, workers=2)),
+            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
+            "litdata, 2 workers": _turn(peer, chunks, rounds),
         }
         return _walls("page cache", interleaved(turns, rounds), limit=None)
 
 
-def _on_s3(table: Path, rounds: int) -> list[Figure]:
+def _on_s3(table: Path, rounds: Rounds) -> list[Figure]:
     """From a server on this machine."""
     import pyarrow.fs as pafs
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.s3 import _start
+    from tests.s3 import running
 
     with ExitStack() as stack:
-        server = _start(stack)
+        server = stack.enter_context(running())
         server.make_bucket("bench")
         os.environ |= server.environment()
         pafs.copy_files(str(table), "s3://bench/table")
@@ -121,23 +123,23 @@ def _on_s3(table: Path, rounds: int) -> list[Figure]:
             "DataLoader, 2 workers": FloatLoader(path="s3://bench/table", batch_size=BATCH_SIZE, workers=2),
         }
         hosts = {name: stack.enter_context(host()) for name in loaders}
-        passes = interleaved({name: _turn(hosts[name], loader) for name, loader in loaders.items()}, rounds)
+        passes = interleaved({name: _turn(hosts[name], loader, rounds) for name, loader in loaders.items()}, rounds)
     return _walls("S3", passes, limit=LIMIT)
 
 
-def _on_ray(table: str, rounds: int) -> list[Figure]:
+def _on_ray(table: str, rounds: Rounds) -> list[Figure]:
     """Against Ray Data, whose cluster is up only here."""
     split = StreamingSplit(path=table, batch_size=BATCH_SIZE, buffer_rows=BUFFER_ROWS)
     with host() as ours, host(cluster=True) as cluster:
         turns = {
-            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE)),
-            "streaming_split": _turn(cluster, split),
+            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
+            "streaming_split": _turn(cluster, split, rounds),
         }
         return _walls("page cache", interleaved(turns, rounds), limit=None)
 
 
-def _turn(run: Run, loader: Loader) -> Callable[[], list[Pass]]:
-    return lambda: run(Timed(loader=loader, epochs=2))
+def _turn(run: Run, loader: Loader, rounds: Rounds) -> Callable[[], list[Pass]]:
+    return lambda: run(Timed(loader=loader, epochs=2, touched_bytes=rounds.touched_bytes))
 
 
 def _core_time(where: str, passes: Mapping[str, list[list[Pass]]], epoch: Epoch) -> Figure:

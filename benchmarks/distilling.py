@@ -10,20 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import turns
 from feeds import ONE_RANK, epochs_of
 from figures import Figure, apart, compare
 from machine import ray_cluster, settle
 from problem import CLASSES, FEATURES, data, job
 from torch import nn
-from turns import Pass, Timed, host, interleaved
+from turns import Pass, Rounds, Timed, host, interleaved
 
 import trainwright as tw
 from trainwright.core.events import Steps
 from trainwright.datasets.rays import start_feeder
 from trainwright.datasets.stream import Stream
+from trainwright.distilling import rehearsing
 from trainwright.distilling.choosing import Weighed, weigh
 from trainwright.distilling.composing import Speaking
-from trainwright.distilling.spec import WAYS
+from trainwright.distilling.spec import WAYS, Way
 from trainwright.journal import read_events
 from trainwright.store import open_store
 
@@ -56,9 +58,34 @@ def build_teacher() -> nn.Module:
 TEACHER = tw.Teacher(name="big", model=build_teacher, inputs="x")
 
 
-def wish(folder: Path, **fields: Any) -> tw.Distillation:
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        rows: of the data.
+        edge_rows: left out at both ends of a run: while actors get ahead, and when they are done.
+        rounds: of plans and runs.
+        seconds: of each run's steps, by prediction.
+        stage: rounds of the teacher alone.
+        ways: that are run; the plan tries all of them.
+    """
+
+    rows: int
+    edge_rows: int
+    rounds: int
+    seconds: float
+    stage: Rounds
+    ways: tuple[Way, ...]
+
+
+FULL = Size(rows=ROWS, edge_rows=EDGE_ROWS, rounds=ROUNDS, seconds=SECONDS, stage=Rounds(counted=2), ways=WAYS)
+SMOKE = Size(rows=2048, edge_rows=512, rounds=1, seconds=0.5, stage=turns.SMOKE, ways=("inline",))
+
+
+def distillation_of(folder: Path, size: Size, *, epochs: int = 1, **fields: Any) -> tw.Distillation:
     """The distillation; `epochs` is the student's."""
-    student = job(folder, epochs=fields.pop("epochs", 1), rows=ROWS, workers=None, batch_size=BATCH_SIZE)
+    student = job(folder, epochs=epochs, rows=size.rows, workers=None, batch_size=BATCH_SIZE)
     return tw.Distillation(student=student, teachers=(TEACHER,), **fields)
 
 
@@ -70,24 +97,26 @@ class Ran:
     first_s: float
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    rounds, seconds = (1, 3.0) if quick else (ROUNDS, SECONDS)
+    size = SMOKE if smoke else FULL
+    if smoke:
+        rehearsing.SECONDS, rehearsing.STEPS = 0.2, 2
     planned: dict[str, list[Ran]] = {way: [] for way in WAYS}
     ran: dict[str, list[Ran]] = {way: [] for way in WAYS}
     guessed: dict[str, Ran] = {}
     with ray_cluster():
-        for number in range(rounds):
+        for number in range(size.rounds):
             place = folder / f"round-{number}"
-            guessed = _predicted(weigh(wish(place)))
-            for way, told in _predicted(tw.plan(wish(place))).items():
+            guessed = _predicted(weigh(distillation_of(place, size)))
+            for way, told in _predicted(tw.plan(distillation_of(place, size))).items():
                 planned[way].append(told)
             settle()
-            for way in WAYS:
-                ran[way].append(_ran(place / way, way, planned[way][-1].rate, seconds))
+            for way in size.ways:
+                ran[way].append(_ran(place / way, way, planned[way][-1].rate, size))
                 settle()
-    figures = [figure for way in WAYS for figure in _figures(way, ran[way], planned[way], guessed[way])]
-    return [*figures, _stage(rounds=1 if quick else 2)]
+    figures = [figure for way in size.ways for figure in _figures(way, ran[way], planned[way], guessed[way])]
+    return [*figures, _stage(size)]
 
 
 def _predicted(weighed: Weighed) -> dict[str, Ran]:
@@ -98,17 +127,17 @@ def _predicted(weighed: Weighed) -> dict[str, Ran]:
     return {cost.way: Ran(rate=weighed.batch_size / cost.step_s, first_s=cost.setup_s) for cost in weighed.costs}
 
 
-def _ran(folder: Path, way: str, rate: float, seconds: float) -> Ran:
+def _ran(folder: Path, way: str, rate: float, size: Size) -> Ran:
     """One way as it is run, for as many steps as are predicted to take so long."""
-    epochs = math.ceil((2 * EDGE_ROWS + seconds * rate) / ROWS)
-    begun_s, asked = time.time(), wish(folder, way=way, epochs=epochs)
+    epochs = math.ceil((2 * size.edge_rows + size.seconds * rate) / size.rows)
+    begun_s, asked = time.time(), distillation_of(folder, size, way=way, epochs=epochs)
     tw.distill(asked)
     told = [event for event in read_events(open_store(str(folder)), asked.student.name) if isinstance(event, Steps)]
     counted = [
         (rows, step_s)
         for event in told
         for step, rows, step_s in zip(event.step, event.samples, event.step_s, strict=True)
-        if EDGE_ROWS < step * BATCH_SIZE <= epochs * ROWS - EDGE_ROWS
+        if size.edge_rows < step * BATCH_SIZE <= epochs * size.rows - size.edge_rows
     ]
     first_s = told[0].time_s - sum(told[0].step_s[1:]) - begun_s
     return Ran(rate=sum(rows for rows, _ in counted) / sum(step_s for _, step_s in counted), first_s=first_s)
@@ -127,14 +156,15 @@ def _figures(way: str, ran: Sequence[Ran], planned: Sequence[Ran], guessed: Ran)
 
 @dataclass(frozen=True, kw_only=True)
 class Taught:
-    """The rows and what the teacher says of them, to one consumer; `cpus` of an actor, or 0 for its own process."""
+    """The rows and the teacher's outputs, to one consumer; `cpus` of an actor, or 0 for its own process."""
 
+    rows: int
     cpus: float
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
         """One stream over all epochs."""
         torch.set_num_threads(1)  # as an actor of one CPU has
-        rows = tw.datasets.table(data(ROWS))
+        rows = tw.datasets.table(data(self.rows))
         taught = rows.map_batches(Speaking, cpus=self.cpus, fn_constructor_args=(TEACHER.load(),))
         index = taught.index()
         shared: dict[str, Any] = {"batch_size": BATCH_SIZE, "epochs": count}
@@ -146,20 +176,25 @@ class Taught:
                 fetcher.close()
 
 
-def _stage(rounds: int) -> Figure:
+def _stage(size: Size) -> Figure:
     """A row through the teacher in an actor, beside the same in the process that takes it."""
     with host(cluster=True) as cluster, host() as alone:
         passes = interleaved(
             {
-                "actor": lambda: cluster(Timed(loader=Taught(cpus=1.0), epochs=2)),
-                "plain": lambda: alone(Timed(loader=Taught(cpus=0.0), epochs=2)),
+                "actor": lambda: cluster(_timed(size, cpus=1.0)),
+                "plain": lambda: alone(_timed(size, cpus=0.0)),
             },
-            rounds,
+            size.stage,
         )
     what = "stage: the teacher in an actor, against a plain function"
     return compare(
         "distilling", what, "ms/row", *([_row_ms(one) for one in passes[name]] for name in ("actor", "plain"))
     )
+
+
+def _timed(size: Size, cpus: float) -> Timed:
+    loader = Taught(rows=size.rows, cpus=cpus)
+    return Timed(loader=loader, epochs=2, touched_bytes=size.stage.touched_bytes)
 
 
 def _row_ms(passes: list[Pass]) -> float:

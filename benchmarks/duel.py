@@ -17,8 +17,26 @@ from problem import BATCH_SIZE, ROWS, WORKERS, job
 from trainwright.worker import Worker
 from trainwright.workorder import WorkOrder
 
-BLOCK = 25
+BLOCK, SMOKE_BLOCK = 25, 3
 Loop = Callable[[int], list[float]]  # (steps) -> seconds of each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """How many pairs of blocks are measured, and the steps of a block."""
+
+    pairs: int
+    steps: int
+
+    @property
+    def total(self) -> int:
+        """Steps of each loop, those of the block that warms up included."""
+        return (self.pairs + 1) * self.steps
+
+
+def turns_of(pairs: int, *, smoke: bool) -> Turns:
+    """So many pairs of blocks; in a smoke run one, of short blocks."""
+    return Turns(pairs=1, steps=SMOKE_BLOCK) if smoke else Turns(pairs=pairs, steps=BLOCK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +48,22 @@ class Block:
 
 
 def duel(
-    name: str, folder: Path, by_hand: Callable[[Worker, int], Loop], against: str, *, pairs: int, **fields: Any
+    name: str, folder: Path, by_hand: Callable[[Worker, int], Loop], against: str, turns: Turns, **fields: Any
 ) -> list[Figure]:
     """The figures: our worker against `by_hand(worker, rank)`, which is called once the worker has formed its group.
 
     Args:
-        pairs: of blocks.
+        turns: what is measured.
         fields: of the job.
     """
-    order = order_for(folder, (pairs + 1) * BLOCK, fields)
-    ours, plain = together(order, partial(blocks, by_hand=by_hand, pairs=pairs))[0]
+    order = order_for(folder, turns.total, fields)
+    ours, plain = together(order, partial(blocks, by_hand=by_hand, turns=turns))[0]
+    medians = [[1e3 * block.median_s for block in each] for each in (ours, plain)]
+    wholes = [[1e3 * block.whole_s / turns.steps for block in each] for each in (ours, plain)]
     return [
-        compare(
-            name, f"median step, against {against}", "ms",
-            [1e3 * block.median_s for block in ours], [1e3 * block.median_s for block in plain],
-            target=1.05, strict=True,
-        ),
-        compare(
-            name, f"whole block per step, against {against}", "ms",
-            [1e3 * block.whole_s / BLOCK for block in ours], [1e3 * block.whole_s / BLOCK for block in plain],
-            target=1.05, strict=True,
-        ),
-    ]  # fmt: skip
+        compare(name, f"median step, against {against}", "ms", *medians, target=1.05, strict=True),
+        compare(name, f"whole block per step, against {against}", "ms", *wholes, target=1.05, strict=True),
+    ]
 
 
 def order_for(folder: Path, steps: int, fields: dict[str, Any]) -> WorkOrder:
@@ -60,24 +72,24 @@ def order_for(folder: Path, steps: int, fields: dict[str, Any]) -> WorkOrder:
     return order_of(wanted, decided(wanted, machine(WORKERS, memory_bytes=2**30)))
 
 
-def blocks(seat: Seat, by_hand: Callable[[Worker, int], Loop], pairs: int) -> tuple[list[Block], list[Block]]:
+def blocks(seat: Seat, by_hand: Callable[[Worker, int], Loop], turns: Turns) -> tuple[list[Block], list[Block]]:
     """Blocks of ours and of the plain loop in turn."""
     loops = (OurLoop(seat.worker).run, by_hand(seat.worker, seat.rank))
     for loop in loops:
-        loop(BLOCK)
+        loop(turns.steps)
     found: tuple[list[Block], list[Block]] = ([], [])
-    for pair in range(pairs):
+    for pair in range(turns.pairs):
         for which in (0, 1) if pair % 2 == 0 else (1, 0):
             seat.meet()
-            found[which].append(_block(loops[which]))
+            found[which].append(_block(loops[which], turns.steps))
     return found
 
 
-def _block(run: Loop) -> Block:
+def _block(run: Loop, steps: int) -> Block:
     """One block, from a moment at which both ranks are there."""
     begun = time.perf_counter()
-    steps = run(BLOCK)
-    return Block(whole_s=time.perf_counter() - begun, median_s=median(steps))
+    seconds = run(steps)
+    return Block(whole_s=time.perf_counter() - begun, median_s=median(seconds))
 
 
 class OurLoop:

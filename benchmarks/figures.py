@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ class Figure:
         pairs: how many measurements of each.
         target: what the ratio must not exceed; None without a target.
         strict: the upper end of the interval must keep to the target, not only the median.
+        count: the values are counts, shares or differences, which may be 0; times, rates and sizes may not.
     """
 
     benchmark: str
@@ -39,6 +41,19 @@ class Figure:
     strict: bool = False
     ours_p95: float | None = None
     peer_p95: float | None = None
+    count: bool = False
+
+    @property
+    def faults(self) -> list[str]:
+        """Why the values cannot be right: not finite, negative, or 0 where that is impossible; empty if they can."""
+        found = [
+            f"{self.what}: {name} is {value:g} {self.unit}".rstrip()
+            for name, value in (("trainwright", self.ours), ("peer", self.peer))
+            if not math.isfinite(value) or value < 0 or (value == 0 and not self.count)
+        ]
+        if self.ratio is not None and math.isnan(self.ratio.median):
+            found.append(f"{self.what}: the ratio is not a number")
+        return found
 
     @property
     def met(self) -> bool | None:
@@ -82,6 +97,7 @@ def compare(
     target: float | None = None,
     strict: bool = False,
     tails: bool = False,
+    count: bool = False,
 ) -> Figure:
     """The figure of interleaved pairs: `ours[i]` was measured next to `peers[i]`; with 95th percentiles on request."""
     return Figure(
@@ -96,6 +112,7 @@ def compare(
         strict=strict,
         ours_p95=float(np.percentile(ours, 95)) if tails else None,
         peer_p95=float(np.percentile(peers, 95)) if tails else None,
+        count=count,
     )
 
 
@@ -118,6 +135,19 @@ def apart(
     if found.ratio is None or found.ratio.median >= 1:
         return found
     return replace(found, ratio=ratio_of(peers, ours))
+
+
+def shortfall(ours: Sequence[float], peers: Sequence[float]) -> Ratio:
+    """How far the mean of ours lies below the peers', in the peers' standard deviations over the seeds."""
+    below = max(0.0, float(np.mean(peers) - np.mean(ours)))
+    spread = deviation(peers)
+    found = below / spread if spread else math.inf if below else 0.0
+    return Ratio(median=found, low=found, high=found)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The sample's standard deviation; 0 of a single value, as a smoke run has it."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def write_figures(path: Path, figures: Sequence[Figure]) -> None:

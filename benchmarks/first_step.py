@@ -19,14 +19,13 @@ NOTE = (
     "Seconds from the call of `trainwright.fit(job)` and of `TorchTrainer(...).fit()` to the end of the first "
     f"`optimizer.step()` of any rank, as a hook of the optimizer stamps it; the job of `step_time` with {WORKERS} "
     f"workers and {STEPS} steps, on a Ray cluster that is up, turn by turn, each time in new worker processes and "
-    "a new folder. The calling process has imported both libraries before; in the full run the first pair is not "
-    "counted."
+    "a new folder. The calling process has imported both libraries before; the first pair is not counted."
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    pairs, uncounted = (3, 0) if quick else (8, 1)
+    pairs, uncounted = (1, 0) if smoke else (8, 1)
     ours, theirs = [], []
     with ray_cluster():
         for number in range(pairs + uncounted):

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from duel import BLOCK, Loop, blocks
+from duel import BLOCK, Loop, blocks, turns_of
 from figures import Figure, compare, versus
-from party import Seat, decided, order_of, together
+from party import Seat, decided, machine, order_of, together
 from problem import job
 from torch import nn
 from torch.nn import functional
@@ -22,14 +22,39 @@ import trainwright as tw
 from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
 from trainwright.strategies.torch.probe import probe
 from trainwright.worker import Worker
+from trainwright.workorder import WorkOrder
 
-WORDS, WIDTH, LAYERS, HEADS, TOKENS, BATCH = 32768, 2048, 20, 16, 1024, 8
+BATCH = 8
 MEMORY_TARGET = 1.15
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of the decoder."""
+
+    words: int
+    width: int
+    layers: int
+    heads: int
+    tokens: int
+
+    @property
+    def operations(self) -> float:
+        """Of one step."""
+        parameters = 12 * self.width * self.width * self.layers + self.words * self.width
+        return 6.0 * BATCH * self.tokens * (parameters + self.layers * self.width * self.tokens)
+
+
+FULL = Size(words=32768, width=2048, layers=20, heads=16, tokens=1024)
+SMOKE = Size(words=256, width=64, layers=2, heads=2, tokens=32)
 NOTE = (
-    f"A decoder of {LAYERS} blocks, {WIDTH} wide, torch's fused attention, {WORDS} words: 1.1 billion parameters in "
-    f"float32, computed under bf16 autocast, AdamW, {BATCH} rows of {TOKENS} tokens, one process, one GPU, no Ray. The "
-    "same process holds the plan's worker (its own loop, data stream, engine and records, which reads the loss of each "
-    f"step) and a loop by hand, which reads none until a block ends; they take turns with blocks of {BLOCK} steps. "
+    f"A decoder of {FULL.layers} blocks, {FULL.width} wide, torch's fused attention, {FULL.words} words: 1.1 billion "
+    f"parameters in float32, computed under bf16 autocast, AdamW, {BATCH} rows of {FULL.tokens} tokens, one process, "
+    "one GPU, no Ray. The same process holds the plan's worker (its own loop, data stream, engine and records, which "
+    "reads the loss of each step) and a loop by hand, which reads none until a block ends; they take turns with blocks "
+    f"of {BLOCK} steps. "
     "`share of the peak` is 6 operations for each parameter but the tables' and each token, and 6 for each pair of "
     "tokens of causal attention and number of the width, over time and the data sheet's bf16 rate. Memory is the most "
     "that torch's allocator had given out in steps of the worker alone, beside the plan's estimate; the probe's rates "
@@ -41,56 +66,57 @@ NOTE = (
 class Block(nn.Module):
     """Attention and an MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.three, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self._heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.three, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, tokens, width), twice."""
-        parts = self.three(self.norms[0](hidden)).unflatten(-1, (3, HEADS, -1)).movedim(-2, 1).unbind(3)
+        parts = self.three(self.norms[0](hidden)).unflatten(-1, (3, self._heads, -1)).movedim(-2, 1).unbind(3)
         made = functional.scaled_dot_product_attention(*parts, is_causal=True)
         hidden = hidden + self.out(made.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.norms[1](hidden))
 
 
 class Decoder(nn.Module):
-    """Foretells the next word."""
+    """Predicts the next word."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.zeros(TOKENS, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        width = size.width
+        self.words, self.places = nn.Embedding(size.words, width), nn.Parameter(torch.zeros(size.tokens, width))
+        self.blocks = nn.Sequential(*(Block(width, size.heads) for _ in range(size.layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, size.words, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """(rows, tokens) to (rows, tokens, words)."""
         return self.head(self.norm(self.blocks(self.words(words) + self.places)))
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
-    """The figures of this benchmark."""
-    sheet = _sheet()
-    pairs = 3 if quick else 8
-    steps = (pairs + 1) * BLOCK
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
+    """The figures of this benchmark; those of a smoke run may be of the CPU."""
+    if not (ON_GPU or smoke):
+        raise SystemExit("gpu_step measures a GPU, and torch finds none here; --smoke runs a small model on the CPU")
+    size, turns, sheet = SMOKE if smoke else FULL, turns_of(8, smoke=smoke), _sheet()
     wanted = job(
-        folder, model=Decoder, loss=losses, optimizer=adam, train=tw.datasets.table(_words()), batch_size=BATCH,
-        epochs=-(-steps // 4), workers=1, strategy="one_device", precision="bf16",
+        folder, model=partial(Decoder, size), loss=losses, optimizer=adam, train=tw.datasets.table(_words(size)),
+        batch_size=BATCH, epochs=-(-turns.total // 4), workers=1, strategy="one_device", precision="bf16",
     )  # fmt: skip
-    decision = decided(wanted, tw.Cluster.parse(f"1x{sheet.name}"))
+    decision = decided(wanted, tw.Cluster.parse(f"1x{sheet.name}") if ON_GPU else machine(1))
     assert decision.chosen.estimate is not None, "every plan of torch's has one"
     order = order_of(wanted, decision)
-    (peak,) = together(order, _peak)
-    ((ours, plain),) = together(order, partial(blocks, by_hand=_by_hand, pairs=pairs))
-    times = [[1e3 * block.whole_s / BLOCK for block in found] for found in (ours, plain)]
+    ((ours, plain),) = together(order, partial(blocks, by_hand=partial(_by_hand, size), turns=turns))
+    times = [[1e3 * block.whole_s / turns.steps for block in found] for found in (ours, plain)]
     what = "whole block per step, against a loop by hand"
-    peaks = [[100 * _operations() / (each / 1e3) / sheet.rate("bf16") for each in one] for one in times]
+    peaks = [[100 * size.operations / (each / 1e3) / sheet.rate("bf16") for each in one] for one in times]
     (estimated,) = decision.chosen.estimate.stage_memory_bytes
     return [
         compare("gpu_step", what, "ms", *times, target=1.05, strict=True),
         compare("gpu_step", "share of the peak", "%", *peaks, ratio=False),
-        versus("gpu_step", "memory", "GiB", peak / 2**30, estimated / 2**30, target=MEMORY_TARGET),
+        *_memory(order, estimated),
         *_probed(sheet),
     ]
 
@@ -105,14 +131,16 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-5)
 
 
-def _words() -> dict[str, Any]:
-    """Four batches of random words, each with the word behind it."""
-    words = np.random.default_rng(0).integers(0, WORDS, (4 * BATCH, TOKENS + 1))
+def _words(size: Size) -> dict[str, Any]:
+    """Four batches of random words, each with the word after it."""
+    words = np.random.default_rng(0).integers(0, size.words, (4 * BATCH, size.tokens + 1))
     return {"x": words[:, :-1].copy(), "y": words[:, 1:].copy()}
 
 
 def _sheet() -> Accelerator:
-    """The data sheet of the GPU; what a probe finds where there is none."""
+    """The data sheet of the GPU; what a probe finds where there is no data sheet or no GPU."""
+    if not ON_GPU:
+        return probe("CPU", DEVICE)
     name = torch.cuda.get_device_name(0)
     found = accelerator(name)
     if found is None:
@@ -120,10 +148,12 @@ def _sheet() -> Accelerator:
     return found
 
 
-def _operations() -> float:
-    """Of one step."""
-    blocks_of = 12 * WIDTH * WIDTH * LAYERS
-    return 6.0 * BATCH * TOKENS * (blocks_of + WORDS * WIDTH + LAYERS * WIDTH * TOKENS)
+def _memory(order: WorkOrder, estimated_bytes: float) -> list[Figure]:
+    """The peak of torch's allocator beside the plan's estimate; nothing on the CPU, whose allocator counts no peak."""
+    if not ON_GPU:
+        return []
+    (peak,) = together(order, _peak)
+    return [versus("gpu_step", "memory", "GiB", peak / 2**30, estimated_bytes / 2**30, target=MEMORY_TARGET)]
 
 
 def _peak(seat: Seat) -> int:
@@ -133,13 +163,13 @@ def _peak(seat: Seat) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def _by_hand(_worker: Worker, _rank: int) -> Loop:
-    return ByHand().run
+def _by_hand(size: Size, _worker: Worker, _rank: int) -> Loop:
+    return ByHand(size).run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """A batch in pinned memory."""
+    """A batch, in pinned memory where there is a GPU."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -148,10 +178,12 @@ class Tensors:
 class ByHand:
     """A training loop as torch's tutorials have it."""
 
-    def __init__(self) -> None:
-        self._model = Decoder().cuda()
+    def __init__(self, size: Size) -> None:
+        self._model = Decoder(size).to(DEVICE)
         self._optimizer = adam(self._model.parameters())
-        columns = {name: torch.from_numpy(column).pin_memory() for name, column in _words().items()}
+        columns = {name: torch.from_numpy(column) for name, column in _words(size).items()}
+        if ON_GPU:
+            columns = {name: column.pin_memory() for name, column in columns.items()}
         self._batches = [
             Tensors(**{name: column[start : start + BATCH] for name, column in columns.items()})
             for start in range(0, 4 * BATCH, BATCH)
@@ -162,19 +194,20 @@ class ByHand:
         begun = time.perf_counter()
         for number in range(steps):
             batch = self._batches[number % len(self._batches)]
-            words, following = batch.x.cuda(non_blocking=True), batch.y.cuda(non_blocking=True)
+            words, following = batch.x.to(DEVICE, non_blocking=True), batch.y.to(DEVICE, non_blocking=True)
             self._optimizer.zero_grad()
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 loss = losses(self._model(words), following).mean()
             loss.backward()
             self._optimizer.step()
-        torch.cuda.synchronize()
+        if ON_GPU:
+            torch.cuda.synchronize()
         return [(time.perf_counter() - begun) / steps] * steps
 
 
 def _probed(sheet: Accelerator) -> list[Figure]:
     """What the probe finds beside the data sheet."""
-    found = probe("probed")
+    found = probe("probed", DEVICE)
     rates: dict[str, Callable[[Accelerator], float]] = {
         "bf16, TFLOP/s": lambda each: each.flops_per_s["bf16"] / 1e12,
         "fp32, TFLOP/s": lambda each: each.flops_per_s["fp32"] / 1e12,

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from problem import WORKERS
-
+CPUS = 2  # of a Ray cluster, unless a benchmark asks for another number
 SETTLE_S = 2.0
+SHARED = "BENCHMARK_RAY_CLUSTER"  # environment variable: address of a cluster to use in place of an own one
 VERSIONS = ("trainwright", "ray", "torch", "numpy")
 
 
@@ -58,29 +58,35 @@ def _lines(path: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def ray_cluster(object_store_bytes: int = 200 * 2**20, cpus: int = WORKERS) -> Iterator[None]:
+def ray_cluster(object_store_bytes: int = 200 * 2**20, cpus: int = CPUS) -> Iterator[None]:
     """A local cluster of so many CPU slots that is up; its workers have the priority of any other process.
 
-    Ray starts its workers with niceness 15, which on two cores would compare the scheduler, not the libraries.
+    Ray starts its workers with niceness 15, which on two cores would compare the scheduler, not the libraries. In a
+    smoke run it may be a larger cluster that several benchmarks share.
     """
     os.environ |= {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        object_store_memory=object_store_bytes,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    shared = os.environ.get(SHARED)
+    own = {"num_cpus": cpus, "object_store_memory": object_store_bytes, "include_dashboard": False}
+    ray.init(address=shared or "local", log_to_driver=False, logging_level="ERROR", **({} if shared else own))
     try:
-        answer = ray.remote(lambda: os.getpid())
-        ray.get([answer.remote() for _ in range(cpus)], timeout=60)
-        settle()
+        if not shared:
+            answer = ray.remote(lambda: os.getpid())
+            ray.get([answer.remote() for _ in range(cpus)], timeout=60)
+            settle()
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def shared_cluster(cpus: int) -> Iterator[dict[str, str]]:
+    """A Ray cluster for several benchmarks; gives the environment with which their processes use it."""
+    with ray_cluster(object_store_bytes=2**30, cpus=cpus):
+        import ray
+
+        yield {SHARED: ray.get_runtime_context().gcs_address}
 
 
 def settle() -> None:

@@ -26,6 +26,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "pipeline, 1F1B": {"plan": "pp=2,schedule=1f1b,accumulation=4"},
     "pipeline, all recomputed": {"plan": "pp=2,schedule=1f1b,accumulation=4,recompute=full"},
 }
+SMOKE_BATCH, SMOKE_CASES = 64, ("one device", "pipeline, all recomputed")
 NOTE = (
     f"{LAYERS} blocks of a linear layer and a ReLU, {WIDE} wide, AdamW, batch {BATCH}, two processes on one machine "
     f"(one where it says one device), gloo. Measured: the most bytes that glibc's allocator had given out at once in "
@@ -46,14 +47,15 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, WIDE), *blocks, nn.Linear(WIDE, CLASSES))
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    return [figure for name, fields in CASES.items() for figure in _case(folder / name, name, fields)]
+    cases, batch = ({name: CASES[name] for name in SMOKE_CASES}, SMOKE_BATCH) if smoke else (CASES, BATCH)
+    return [figure for name, fields in cases.items() for figure in _case(folder / name, name, fields, batch)]
 
 
-def _case(folder: Path, name: str, fields: Mapping[str, Any]) -> list[Figure]:
+def _case(folder: Path, name: str, fields: Mapping[str, Any], batch: int) -> list[Figure]:
     """Each rank of one plan."""
-    wanted = job(folder, rows=BATCH, epochs=STEPS, batch_size=BATCH, model=build, **fields)
+    wanted = job(folder, rows=batch, epochs=STEPS, batch_size=batch, model=build, **fields)
     decision = decided(wanted, machine(fields.get("workers", 2)))
     plan = decision.chosen
     assert plan.estimate is not None, "every plan of torch's has one"

@@ -10,9 +10,9 @@ from pathlib import Path
 from exchanges import RATE, SERVERS, WORKERS, Cast, cast
 from figures import Figure, compare
 from machine import ray_cluster
-from turns import interleaved
+from turns import SMOKE, Rounds, interleaved
 
-STORE_BYTES = 4 * 2**30
+STORE_BYTES, SMOKE_STORE_BYTES = 4 * 2**30, 200 * 2**20
 NAMES = {
     "shared": "shared memory",
     "sync": "shared memory, sync",
@@ -52,22 +52,24 @@ class Case:
     ways: tuple[str, ...]
     steps: int
     slow_steps: int
-    rounds: int
+    rounds: Rounds
 
 
 CASES = (
-    Case(layers=10, ways=("shared", "sync", "tcp", "fp16"), steps=30, slow_steps=6, rounds=16),
-    Case(layers=100, ways=("shared", "tcp", "fp16"), steps=4, slow_steps=2, rounds=8),
+    Case(layers=10, ways=("shared", "sync", "tcp", "fp16"), steps=30, slow_steps=6, rounds=Rounds(counted=16)),
+    Case(layers=100, ways=("shared", "tcp", "fp16"), steps=4, slow_steps=2, rounds=Rounds(counted=8)),
 )
+SMOKE_CASE = Case(layers=2, ways=("shared", "sync", "tcp", "fp16"), steps=2, slow_steps=1, rounds=SMOKE)
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    with ray_cluster(object_store_bytes=STORE_BYTES, cpus=SERVERS + WORKERS):
-        return [figure for case in CASES for figure in _case(folder, case, 2 if quick else case.rounds)]
+    store_bytes, cases = (SMOKE_STORE_BYTES, (SMOKE_CASE,)) if smoke else (STORE_BYTES, CASES)
+    with ray_cluster(object_store_bytes=store_bytes, cpus=SERVERS + WORKERS):
+        return [figure for case in cases for figure in _case(folder, case)]
 
 
-def _case(folder: Path, case: Case, rounds: int) -> list[Figure]:
+def _case(folder: Path, case: Case) -> list[Figure]:
     from peers.ray_parameter_server import parameter_server
 
     scene = Cast(layers=case.layers, ways=case.ways, folder=str(folder / str(case.layers)))
@@ -76,7 +78,7 @@ def _case(folder: Path, case: Case, rounds: int) -> list[Figure]:
     with cast(scene) as turn, parameter_server(sizes, WORKERS, RATE) as by_ray:
         ours = {way: partial(turn, way, case.slow_steps) for way in (*case.ways, "gloo")}
         fast = {way: partial(turn, way, case.steps) for way in ("shared", "sync", "copy") if way in (*ours, "copy")}
-        found = interleaved({**ours, **fast, "ray": partial(by_ray, case.slow_steps)}, rounds)
+        found = interleaved({**ours, **fast, "ray": partial(by_ray, case.slow_steps)}, case.rounds)
     return list(_figures(case, found))
 
 

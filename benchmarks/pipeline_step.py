@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from duel import BLOCK, Loop, blocks, duel, order_for
+from duel import BLOCK, Loop, Turns, blocks, duel, order_for, turns_of
 from figures import Figure, compare
 from party import together
 from peers.plain_pipeline import PlainPipeline, StageAlone
@@ -25,18 +25,18 @@ NOTE = (
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     plan = f"pp=2,schedule=1f1b,accumulation={MICRO_BATCHES}"
-    against, pairs = "torch's PipelineStage and Schedule1F1B", 4 if quick else 60
-    figures = duel("pipeline_step", folder, _by_hand, against, pairs=pairs, plan=plan, model=build_deep)
-    return [*figures, _bound(folder / "bound", 3 if quick else 20, plan)]
+    against, turns = "torch's PipelineStage and Schedule1F1B", turns_of(60, smoke=smoke)
+    figures = duel("pipeline_step", folder, _by_hand, against, turns, plan=plan, model=build_deep)
+    return [*figures, _bound(folder / "bound", turns_of(20, smoke=smoke), plan)]
 
 
-def _bound(folder: Path, pairs: int, plan: str) -> Figure:
+def _bound(folder: Path, turns: Turns, plan: str) -> Figure:
     """The step beside that of stages which never wait but for the pipeline to fill."""
-    order = order_for(folder, (pairs + 1) * BLOCK, {"plan": plan, "model": build_deep})
-    ranks = together(order, partial(blocks, by_hand=_alone, pairs=pairs))
+    order = order_for(folder, turns.total, {"plan": plan, "model": build_deep})
+    ranks = together(order, partial(blocks, by_hand=_alone, turns=turns))
     ours = [1e3 * block.median_s for block in ranks[0][0]]
     bound = [1e3 * max(both.median_s for both in pair) for pair in zip(*(alone for _, alone in ranks), strict=True)]
     what = f"median step, against the bound: slowest stage x (m + p - 1) / m, m = {MICRO_BATCHES}, p = 2"

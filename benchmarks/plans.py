@@ -29,7 +29,7 @@ PLANS = (  # beside one device
 )  # fmt: skip
 FREE = {"workers": None}  # of a job that leaves everything to the planner
 ROUNDS, STEPS = 8, 8  # every other round is calibrated on, the others are compared; steps of each
-QUICK = (2, 4)
+SMOKE_MODELS = ("three layers", "fat embedding")
 RIGHT, GOOD = 1.15, 1.05
 NOTE = (
     f"Six models (`six_models.py`) under each of {1 + len(PLANS)} plans as far as they fit: one device, data parallel, "
@@ -86,11 +86,11 @@ class Tried:
         return replace(self.plan, estimate=found)
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    names = list(MODELS)[3:5] if quick else list(MODELS)
+    names = SMOKE_MODELS if smoke else tuple(MODELS)
     asked = [tried for name in names for tried in _asked(folder, name, MODELS[name])]
-    rounds, steps = QUICK if quick else (ROUNDS, STEPS)
+    rounds, steps = (2, 1) if smoke else (ROUNDS, STEPS)
     measured = zip(*(_measured(asked, steps) for _ in range(rounds)), strict=True)
     found = [
         replace(one, probed_s=median(each[::2]), steps_s=each[1::2]) for one, each in zip(asked, measured, strict=True)

@@ -39,9 +39,9 @@ _NO_TORCHFT = "torchft was not measured: it was not installed (`pip install torc
 NOTE = _PEERS + (_TORCHFT if torchft_ddp.INSTALLED else _NO_TORCHFT)
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    found = contest(folder, workers=2, kills=2 if quick else KILLS)
+    found = contest(folder, workers=2, smoke=smoke)
     ours = next_s(found["spare"])
     limit = compare(
         "recovery", f"{NEXT}, one spare, against the limit", "s", ours, [LIMIT_S] * len(ours), target=1, tails=True
@@ -49,9 +49,16 @@ def measure(folder: Path, *, quick: bool) -> list[Figure]:
     return [limit, *figures_of("recovery", found)]
 
 
-def contest(folder: Path, *, workers: int, kills: int) -> dict[str, list[Recovery]]:
+def schedule_of(*, smoke: bool) -> Schedule:
+    """When rank 1 is killed."""
+    if smoke:
+        return Schedule(kills=1, every=4, offset=2, pause_s=PAUSE_S, settled=2)
+    return Schedule(kills=KILLS, every=CHECKPOINT_STEPS, offset=AFTER_STEPS, pause_s=PAUSE_S)
+
+
+def contest(folder: Path, *, workers: int, smoke: bool) -> dict[str, list[Recovery]]:
     """What each kill cost each of them. Those that need no Ray run without a Ray cluster beside them."""
-    schedule = Schedule(kills=kills, every=CHECKPOINT_STEPS, offset=AFTER_STEPS, pause_s=PAUSE_S)
+    schedule = schedule_of(smoke=smoke)
     all_in = Contest(workers=workers, schedule=schedule)
     found = {"torchrun": _after_rest(all_in.torchrun, folder / "torchrun")}
     if torchft_ddp.INSTALLED:
@@ -95,8 +102,9 @@ def again(
     """Over all kills; where the peer does any, none is the target, unless another is given."""
     own, other = (float(sum(item.replayed for item in items)) for items in (ours, theirs))
     return compare(
-        name, f"{AGAIN}, {against}", "steps", [own], [other], ratio=other > 0, target=target if other > 0 else None
-    )
+        name, f"{AGAIN}, {against}", "steps", [own], [other], ratio=other > 0, target=target if other > 0 else None,
+        count=True,
+    )  # fmt: skip
 
 
 def next_s(items: Sequence[Recovery]) -> list[float]:

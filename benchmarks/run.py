@@ -1,9 +1,10 @@
 """`make bench`: measures trainwright next to its peers, prints a table and writes RESULTS.md.
 
-    python benchmarks/run.py [NAME ...] [--quick]
+    python benchmarks/run.py [NAME ...] [--smoke]
 
-Each whole benchmark's figures are kept in results/ and RESULTS.md is made of them anew; quick ones only print. Exits
-with 1 when a benchmark did not finish.
+The figures of each benchmark are kept in results/, from which RESULTS.md is written. `--smoke` runs each benchmark once
+with the smallest sizes, checks that its figures are finite and positive, and writes no file. Exits with 1 when a
+benchmark failed or did not finish.
 """
 
 from __future__ import annotations
@@ -11,90 +12,207 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from figures import Figure, Section, page, read_figures, read_sections, table, write_section
-from machine import facts
+from machine import facts, shared_cluster
 
 HERE = Path(__file__).resolve().parent
-DEADLINES_S = {
-    "step_time": 420, "tf_step_time": 420, "ray_step_time": 420, "pipeline_step": 420, "sharded_step": 420,
-    "first_step": 420, "checkpoint_stall": 420, "memory": 420, "plans": 900,
-    "recovery": 900, "tf_recovery": 900, "recovery_4": 900, "recovery_large": 420,
-    "parameter_server": 900,
-    "data_light": 420, "data_heavy": 420, "data_start": 240, "data_step": 240, "tf_feed": 240,
-    "asynchronous": 2400, "simulated": 420, "tf_parameter_server": 600,
-    "distilling": 900, "distilled": 1200, "gpu_step": 540,
-}  # fmt: skip
-ON_GPU = ("gpu_step",)  # run by name alone
+SMOKE_DEADLINE_S = 600.0  # of each benchmark, on a machine that does much else
+SMOKE_CPUS = 5  # of the Ray cluster that smoke runs share: the most that one of them asks for
+
+_RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
-def main() -> int:
-    """Run what was asked for; 0 when all of it finished."""
-    options = _options()
-    failed = 0
-    for name in options.names or [name for name in DEADLINES_S if name not in ON_GPU]:
-        machine = facts([name, *(["--quick"] if options.quick else [])])
-        figures = _run(name, options.quick)
-        failed += not figures
-        print("\n".join(f"{key}: {value}" for key, value in machine.items()), table(figures), sep="\n\n", end="\n\n")
-        if figures and not options.quick:
-            note = importlib.import_module(name).NOTE
-            write_section(HERE / "results", Section(name=name, facts=machine, note=note, figures=figures))
-    (HERE / "RESULTS.md").write_text(page(read_sections(HERE / "results", list(DEADLINES_S))), encoding="utf-8")
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """How one benchmark is run.
+
+    Attributes:
+        deadline_s: seconds after which a measured run is stopped.
+        peer: package that is measured only where it is installed.
+        ray: it starts a Ray cluster, and may share a larger one with others in a smoke run.
+        gpu: it needs a GPU: `make bench` runs it by name alone. Its smoke run takes the CPU where there is no GPU.
+    """
+
+    deadline_s: float
+    peer: str = ""
+    ray: bool = False
+    gpu: bool = False
+
+
+BENCHMARKS = {
+    "step_time": Benchmark(deadline_s=420),
+    "tf_step_time": Benchmark(deadline_s=420),
+    "ray_step_time": Benchmark(deadline_s=420, ray=True),
+    "pipeline_step": Benchmark(deadline_s=420),
+    "sharded_step": Benchmark(deadline_s=420),
+    "first_step": Benchmark(deadline_s=420, ray=True),
+    "checkpoint_stall": Benchmark(deadline_s=420),
+    "memory": Benchmark(deadline_s=420),
+    "plans": Benchmark(deadline_s=900),
+    "recovery": Benchmark(deadline_s=900, peer="torchft", ray=True),
+    "tf_recovery": Benchmark(deadline_s=900, ray=True),
+    "recovery_4": Benchmark(deadline_s=900, peer="torchft", ray=True),
+    "recovery_large": Benchmark(deadline_s=420, ray=True),
+    "parameter_server": Benchmark(deadline_s=900, ray=True),
+    "data_light": Benchmark(deadline_s=420, peer="litdata", ray=True),
+    "data_heavy": Benchmark(deadline_s=420, ray=True),
+    "data_start": Benchmark(deadline_s=240, ray=True),
+    "data_step": Benchmark(deadline_s=240),
+    "tf_feed": Benchmark(deadline_s=240),
+    "asynchronous": Benchmark(deadline_s=2400),
+    "simulated": Benchmark(deadline_s=420),
+    "tf_parameter_server": Benchmark(deadline_s=600, ray=True),
+    "distilling": Benchmark(deadline_s=900),
+    "distilled": Benchmark(deadline_s=1200),
+    "gpu_step": Benchmark(deadline_s=540, gpu=True),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmarks asked for; 0 when all of them gave figures."""
+    options = _options(arguments)
+    names = options.names or default_names(smoke=options.smoke)
+    failed = _smoke(names) if options.smoke else _measure(names)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _options() -> argparse.Namespace:
+def _measure(names: Sequence[str]) -> list[str]:
+    """Measure one benchmark after the other, keep the figures and write RESULTS.md; return those that failed."""
+    failed = []
+    for name in names:
+        machine = facts([name])
+        figures = _run(name, smoke=False)
+        if not figures:
+            failed.append(name)
+            continue
+        print("\n".join(f"{key}: {value}" for key, value in machine.items()), table(figures), sep="\n\n", end="\n\n")
+        note = importlib.import_module(name).NOTE
+        write_section(HERE / "results", Section(name=name, facts=machine, note=note, figures=figures))
+    (HERE / "RESULTS.md").write_text(page(read_sections(HERE / "results", list(BENCHMARKS))), encoding="utf-8")
+    return failed
+
+
+def _smoke(names: Sequence[str]) -> list[str]:
+    """Run the benchmarks that share a Ray cluster, and beside them the others; return those that failed."""
+    on_ray = [name for name in names if BENCHMARKS[name].ray]
+    others = [name for name in names if not BENCHMARKS[name].ray]
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        stop = stack.enter_context(_stopping())
+        lanes = [pool.submit(_lane, others, {}, stop)]
+        cluster = stack.enter_context(shared_cluster(SMOKE_CPUS)) if len(on_ray) > 1 else {}
+        lanes.append(pool.submit(_lane, on_ray, cluster, stop))
+        return [name for lane in lanes for name in lane.result()]
+
+
+def _lane(names: Sequence[str], environment: Mapping[str, str], stop: threading.Event) -> list[str]:
+    """Run one benchmark after the other, and print the figures of each; return those that failed."""
+    failed = []
+    for name in names:
+        if stop.is_set():
+            break
+        if figures := _run(name, smoke=True, environment=environment):
+            print(table(figures), end="\n\n", flush=True)
+        else:
+            failed.append(name)
+    return failed
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """An event that ends all lanes when the main thread leaves the context early, as Ctrl-C makes it do."""
+    stop = threading.Event()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        for process in list(_RUNNING):
+            _kill(process)
+
+
+def default_names(*, smoke: bool) -> list[str]:
+    """The benchmarks that are run where none is named."""
+    return [name for name, benchmark in BENCHMARKS.items() if smoke or not benchmark.gpu]
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    by_name = [name for name, benchmark in BENCHMARKS.items() if benchmark.gpu]
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(DEADLINES_S)}; by default all but {', '.join(ON_GPU)}"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, under four minutes; not to be quoted")
-    options = parser.parse_args()
-    unknown = [name for name in options.names if name not in DEADLINES_S]
+        "names", nargs="*", metavar="NAME",
+        help=f"of {', '.join(BENCHMARKS)}; all by default, but {', '.join(by_name)} only with --smoke",
+    )  # fmt: skip
+    parser.add_argument("--smoke", action="store_true", help="check that each benchmark runs; keep no figures")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in BENCHMARKS]
     if unknown:
-        parser.error(f"{unknown[0]} is no benchmark; there are {', '.join(DEADLINES_S)}")
+        parser.error(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}")
     return options
 
 
-def _run(name: str, quick: bool) -> list[Figure]:
-    """One benchmark in a process and a folder of its own; none where it fails or takes too long, which is printed."""
-    begun = time.monotonic()
+def _run(name: str, *, smoke: bool, environment: Mapping[str, str] | None = None) -> list[Figure]:
+    """Run one benchmark in a process and a folder of its own.
+
+    Returns:
+        Its figures; none where it failed, took too long or gave impossible figures, which is printed with the end of
+        its log.
+    """
+    benchmark, began = BENCHMARKS[name], time.monotonic()
+    if benchmark.peer and importlib.util.find_spec(benchmark.peer) is None:
+        print(f"{name}: {benchmark.peer} is not installed and is not measured", flush=True)
     with tempfile.TemporaryDirectory(prefix="tw-bench-", ignore_cleanup_errors=True) as folder:
         output, log = Path(folder) / "figures.json", Path(folder) / "log.txt"
-        command = [sys.executable, str(HERE / "measure.py"), name, str(output), folder, *(["--quick"] if quick else [])]
-        ended = _child(command, folder, log, DEADLINES_S[name])
-        print(f"{name}: {ended}, {time.monotonic() - begun:.0f} s", flush=True)
-        if output.exists():
-            return read_figures(output)
+        command = [sys.executable, str(HERE / "measure.py"), name, str(output), folder, *(["--smoke"] if smoke else [])]
+        deadline_s = SMOKE_DEADLINE_S if smoke else benchmark.deadline_s
+        error = _child(command, folder, log, deadline_s, environment or {})
+        figures = read_figures(output) if not error else []
+        error = error or "; ".join(fault for figure in figures for fault in figure.faults)
+        print(f"{name}: {error or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
+        if not error:
+            return figures
         print("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:]), file=sys.stderr)
     return []
 
 
-def _child(command: list[str], folder: str, log: Path, deadline_s: float) -> str:
-    """Run a command to its end or its deadline; says which. What it started goes with it."""
-    environment = {**os.environ, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
+def _child(command: list[str], folder: str, log: Path, deadline_s: float, variables: Mapping[str, str]) -> str:
+    """Run a command to its end or its deadline and kill what it left behind; return the error, empty for none."""
+    environment = {**os.environ, "TMPDIR": folder, "PYTHONUNBUFFERED": "1", **variables}
     environment.pop("RAY_ADDRESS", None)
     with log.open("w") as written:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
         )
+        _RUNNING.add(process)
         try:
             code = process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             return f"stopped after {deadline_s:g} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             process.wait()
-    return "done" if code == 0 else f"failed with exit code {code}"
+            _RUNNING.remove(process)
+    return "" if code == 0 else f"failed with exit code {code}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and those of its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

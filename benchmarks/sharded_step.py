@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from duel import BLOCK, Loop, duel
+from duel import BLOCK, Loop, duel, turns_of
 from figures import Figure
 from peers.plain_fsdp import PlainSharded
 from problem import BATCH_SIZE, THREADS
@@ -20,9 +20,9 @@ NOTE = (
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    return duel("sharded_step", folder, _by_hand, "FSDP2", pairs=8 if quick else 60, plan="fsdp=2")
+    return duel("sharded_step", folder, _by_hand, "FSDP2", turns_of(60, smoke=smoke), plan="fsdp=2")
 
 
 def _by_hand(_worker: Worker, rank: int) -> Loop:

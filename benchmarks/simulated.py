@@ -33,10 +33,11 @@ NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A consistency, and by how much the last worker is slower."""
+    """A consistency, by how much the last worker is slower, and the steps of a run."""
 
     rule: str
     slower: float
+    steps: int
 
     @property
     def told(self) -> str:
@@ -47,7 +48,7 @@ class Case:
     def measured(self, crew: Crew) -> Ended:
         """By processes."""
         pauses_s = (*[PAUSE_S] * (WORKERS - 1), self.slower * PAUSE_S)
-        return crew.run(Setup(workers=WORKERS, share=SHARE, steps=STEPS, consistency=self.rule, pauses_s=pauses_s))
+        return crew.run(Setup(workers=WORKERS, share=SHARE, steps=self.steps, consistency=self.rule, pauses_s=pauses_s))
 
     def simulated(self, alone: Ended, between_s: float) -> Outcome:
         """By `trainwright simulate`, where a usual worker does a unit as one that was alone did."""
@@ -56,32 +57,33 @@ class Case:
         slow = (1 + (self.slower - 1) * PAUSE_S / unit_s,) if self.slower > 1 else ()
         scenario = Scenario(
             consistency=Consistency.parse(self.rule), workers=WORKERS, servers=1, parameter_bytes=4 * PARAMETERS,
-            batch_size=SHARE * WORKERS, steps=STEPS, compute_s=unit_s, spread=float(high - low) / 2,
+            batch_size=SHARE * WORKERS, steps=self.steps, compute_s=unit_s, spread=float(high - low) / 2,
             between_s=between_s, slow=slow, worker_bytes_per_s=BYTES_PER_S, server_bytes_per_s=BYTES_PER_S,
             latency_s=LATENCY_S,
         )  # fmt: skip
         return Simulation(scenario, learn=False).run()
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    data = _data()
+    steps, rules, times = (10, RULES[::3], 1) if smoke else (STEPS, RULES, TIMES)
+    data = _data(steps)
     figures = []
     with Crew(data, data, count=1 + WORKERS) as crew:
-        alone = crew.run(_short(1))
-        crowd = crew.run(_short(WORKERS))
+        alone = crew.run(_short(1, steps))
+        crowd = crew.run(_short(WORKERS, steps))
         for slower in (1.0, float(SLOWER)):
-            for rule in RULES[:: 3 if quick else 1]:
-                case = Case(rule=rule, slower=slower)
-                runs = [case.measured(crew) for _ in range(1 if quick else TIMES)]
+            for rule in rules:
+                case = Case(rule=rule, slower=slower, steps=steps)
+                runs = [case.measured(crew) for _ in range(times)]
                 figures += _figures(case, runs, case.simulated(alone, crowd.between_s))
     return figures
 
 
-def _short(workers: int) -> Setup:
+def _short(workers: int, steps: int) -> Setup:
     """Half as many steps of so many equal workers, which wait for nobody."""
     pauses_s = (PAUSE_S,) * workers
-    return Setup(workers=workers, share=SHARE, steps=STEPS // 2, consistency="async", pauses_s=pauses_s)
+    return Setup(workers=workers, share=SHARE, steps=steps // 2, consistency="async", pauses_s=pauses_s)
 
 
 def _figures(case: Case, runs: Sequence[Ended], simulated: Outcome) -> list[Figure]:
@@ -96,14 +98,14 @@ def _figures(case: Case, runs: Sequence[Ended], simulated: Outcome) -> list[Figu
         ),
         Figure(
             benchmark="simulated", what=f"{case.told}: staleness", unit="", ours=simulated.staleness.mean,
-            peer=float(np.median([run.staleness.mean for run in runs])), pairs=len(runs),
+            peer=float(np.median([run.staleness.mean for run in runs])), pairs=len(runs), count=True,
         ),
     ]  # fmt: skip
 
 
-def _data() -> Columns:
+def _data(steps: int) -> Columns:
     """Noise; nothing is learnt."""
     random = np.random.default_rng(0)
-    rows = SHARE * WORKERS * STEPS
+    rows = SHARE * WORKERS * steps
     images = random.standard_normal((rows, 28, 28), dtype=np.float32)
     return {"image": images, "label": random.integers(0, CLASSES, rows)}

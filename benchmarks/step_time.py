@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from duel import BLOCK, Loop, duel
+from duel import BLOCK, Loop, duel, turns_of
 from figures import Figure
 from peers.plain_ddp import PlainLoop
 from problem import BATCH_SIZE, THREADS, WORKERS
@@ -21,9 +21,9 @@ NOTE = (
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    return duel("step_time", folder, _by_hand, "plain DDP", pairs=8 if quick else 150, strategy="data_parallel")
+    return duel("step_time", folder, _by_hand, "plain DDP", turns_of(150, smoke=smoke), strategy="data_parallel")
 
 
 def _by_hand(_worker: Worker, rank: int) -> Loop:

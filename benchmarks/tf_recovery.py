@@ -10,9 +10,9 @@ from figures import Figure
 from kills import Recovery, Schedule, measured
 from machine import ray_cluster, settle
 from problem import WORKERS
-from recovery import AFTER_STEPS, CHECKPOINT_STEPS, NEXT, PAUSE_S, again, next_s, timed
+from recovery import AFTER_STEPS, CHECKPOINT_STEPS, KILLS, NEXT, PAUSE_S, again, next_s, schedule_of, timed
 
-KILLS, TARGET = 7, 1 / 3
+TARGET = 1 / 3
 AGAINST = "against TensorflowTrainer"
 NOTE = (
     f"The job of `tf_step_time` under MultiWorkerMirroredStrategy with a pause of {PAUSE_S:g} s in each step and a "
@@ -23,10 +23,9 @@ NOTE = (
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    kills = 2 if quick else KILLS
-    schedule = Schedule(kills=kills, every=CHECKPOINT_STEPS, offset=AFTER_STEPS, pause_s=PAUSE_S)
+    schedule = schedule_of(smoke=smoke)
     with ray_cluster(cpus=WORKERS):
         settle()
         ours = _ours(folder / "ours", schedule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import keras_problem
-from duel import BLOCK, Loop, duel
+from duel import BLOCK, Loop, duel, turns_of
 from figures import Figure
 from problem import THREADS, WORKERS
 
@@ -23,11 +23,11 @@ NOTE = (
 )
 
 
-def measure(folder: Path, *, quick: bool) -> list[Figure]:
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     described = {**keras_problem.FIELDS, "strategy": "tf_multi_worker_mirrored"}
-    pairs = 8 if quick else 60
-    return duel("tf_step_time", folder, _by_hand, "plain MultiWorkerMirroredStrategy", pairs=pairs, **described)
+    turns = turns_of(60, smoke=smoke)
+    return duel("tf_step_time", folder, _by_hand, "plain MultiWorkerMirroredStrategy", turns, **described)
 
 
 def _by_hand(worker: Worker, _rank: int) -> Loop:

@@ -20,6 +20,24 @@ _STORE_BYTES, _TOUCHED_BYTES = 2 << 30, 768 << 20
 _JOIN_S = 20.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """How often loaders take turns.
+
+    Attributes:
+        counted: rounds that are measured.
+        uncounted: rounds before them, which warm up.
+        touched_bytes: memory that a process fills and frees before each of its turns.
+    """
+
+    counted: int
+    uncounted: int = 1
+    touched_bytes: int = _TOUCHED_BYTES
+
+
+SMOKE = Rounds(counted=1, uncounted=0, touched_bytes=0)
+
+
 class Loader(Protocol):
     """Gives a data set's batches. Picklable; it imports what it needs when it is used."""
 
@@ -50,10 +68,11 @@ class Timed:
 
     loader: Loader
     epochs: int
+    touched_bytes: int
 
     def __call__(self) -> list[Pass]:
         """Seconds of each epoch."""
-        _touch_memory()
+        _touch_memory(self.touched_bytes)
         passes = []
         begun, spent_s = time.perf_counter(), _cpu_s()
         for batches in self.loader.epochs(self.epochs):
@@ -91,17 +110,15 @@ def host(*, cluster: bool = False) -> Iterator[Run]:
         process.kill()
 
 
-def interleaved(
-    turns: Mapping[str, Callable[[], Result]], rounds: int, *, uncounted: int = 1
-) -> dict[str, list[Result]]:
-    """The results of each in every round; every round begins with another one. The first rounds warm up."""
+def interleaved(turns: Mapping[str, Callable[[], Result]], rounds: Rounds) -> dict[str, list[Result]]:
+    """The results of each in every counted round; each round starts with another one."""
     found: dict[str, list[Result]] = {name: [] for name in turns}
     names = list(turns)
-    for number in range(rounds + uncounted):
+    for number in range(rounds.uncounted + rounds.counted):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             result = turns[name]()
-            if number >= uncounted:
+            if number >= rounds.uncounted:
                 found[name].append(result)
     return found
 
@@ -118,13 +135,13 @@ def _serve(connection: Connection, cluster: bool) -> None:
             gc.collect()
 
 
-def _touch_memory() -> None:
+def _touch_memory(size_bytes: int) -> None:
     """Have free memory backed by the machine below.
 
     A virtual machine gives free memory back, and what is taken again costs several times the work on it: so a loader
     that holds data would be charged for the time since the turn before.
     """
-    np.empty(_TOUCHED_BYTES, dtype=np.uint8).fill(1)
+    np.empty(size_bytes, dtype=np.uint8).fill(1)
 
 
 def _cpu_s() -> float:

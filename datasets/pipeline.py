@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import cloudpickle
 import pyarrow as pa
 import ray
-from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, TaskPoolStrategy, read_datasource
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, read_datasource
 from ray.data.block import BlockMetadata
 
 from trainwright.core.errors import TrainwrightError
 from trainwright.datasets.columns import Arrays, select
+from trainwright.datasets.compat import TaskPoolStrategy
 from trainwright.datasets.index import Index, Rowwise
 from trainwright.datasets.order import Rows
 from trainwright.datasets.schedule import Schedule

@@ -9,12 +9,12 @@ what is computed again is left to the ranking. A new one is added to `STRATEGIES
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from types import ModuleType
 
 from trainwright.core.engine import Engine
+from trainwright.core.frameworks import load
 from trainwright.core.plan import Plan
 from trainwright.strategies import (
     data_parallel,
@@ -63,5 +63,5 @@ def engine_class(plan: Plan) -> type[Engine]:
     if plan.tpu:
         os.environ["TPU_NAME"] = plan.tpu
     module, name = plan.engine.split(":")
-    engine: type[Engine] = getattr(importlib.import_module(module), name)
+    engine: type[Engine] = getattr(load(module), name)
     return engine

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainwright.core.distillation import Inline, Match, SoftLoss, named, teacher_column
+from trainwright.core.distillation import Inline, named, teacher_column
 from trainwright.core.errors import JobError, nearest
 from trainwright.strategies.divergences import tensors_of
 from trainwright.strategies.learning import Learning
+
+if TYPE_CHECKING:
+    from trainwright.core.soft_loss import Match, SoftLoss
 
 
 @dataclass(frozen=True, kw_only=True)

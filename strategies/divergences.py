@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trainwright.core.distillation import Inline, SoftLoss
+from trainwright.core.distillation import Inline
 from trainwright.core.errors import JobError
+from trainwright.core.frameworks import load
+
+if TYPE_CHECKING:
+    from trainwright.core.soft_loss import SoftLoss
 
 _FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 
@@ -119,7 +122,7 @@ def tensors_of(outputs: Any) -> Tensors:
     for kind in type(value).__mro__:
         framework = _FRAMEWORKS.get(kind.__module__.partition(".")[0])
         if framework:
-            tensors: Tensors = importlib.import_module(f"trainwright.strategies.{framework}.softness").TENSORS
+            tensors: Tensors = load(f"trainwright.strategies.{framework}.softness").TENSORS
             return tensors
     raise JobError([f"the model returned {type(value).__name__}: return tensors of torch or TensorFlow"])
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from trainwright.core.data import Batch
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
+from trainwright.core.frameworks import missing
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -66,7 +67,8 @@ class UserCode(ABC):
         """What an exception says."""
         if self.lost_peer(error):
             return peer_lost(error, self.where)
-        return UserCodeError(
+        absent = missing(error, self.where)
+        return absent or UserCodeError(
             f"{self.what} raised {type(error).__name__}: {first_line(error)}",
             where=self.where,
             remedy=self.remedy(error),

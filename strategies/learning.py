@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.data import Terms
-from trainwright.core.distillation import TEACHERS, Match, matched, of_layer, teacher_column
+from trainwright.core.distillation import TEACHERS, matched, of_layer, teacher_column
 from trainwright.core.errors import JobError
 from trainwright.strategies.divergences import Tensors, divergence, surprise, union
 from trainwright.strategies.likeness import Shape, fits, shown, unlike
 from trainwright.strategies.matching import distance
+
+if TYPE_CHECKING:
+    from trainwright.core.soft_loss import Match
 
 if TYPE_CHECKING:
     from trainwright.strategies.distilling import Distilled

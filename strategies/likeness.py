@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainwright.core.distillation import Match
 from trainwright.core.errors import JobError
+
+if TYPE_CHECKING:
+    from trainwright.core.soft_loss import Match
 
 Shape = tuple[int | None, ...]
 _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)  # of feature maps: where the channels go

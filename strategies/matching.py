@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainwright.core.distillation import Match
 from trainwright.core.errors import JobError
 from trainwright.strategies.divergences import Tensors
 from trainwright.strategies.likeness import Shape, bridge, channels, fits, shown, turned
+
+if TYPE_CHECKING:
+    from trainwright.core.soft_loss import Match
 
 
 def distance(match: Match, own: Any, theirs: Any, like: Any, ops: Tensors, *, tokens: bool, where: str) -> Any:

@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING
 
 from trainwright.core.asynchrony import choices_of
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError
-from trainwright.core.job import Job
 from trainwright.core.plan import Infeasible, Mesh, Placement, Plan
 from trainwright.core.plantext import Pins
 from trainwright.core.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
 
 RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
 ANY = Pins()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ import numpy as np
 from trainwright.core.data import Columns
 from trainwright.core.distillation import matched, of_layer, teacher_column
 from trainwright.core.errors import JobError, nearest
+from trainwright.core.frameworks import load
 from trainwright.strategies.distilling import Distilled
 from trainwright.strategies.likeness import Bridge, Shape, bridge
 
@@ -153,7 +153,7 @@ def _classes(model: Any) -> Classes:
     for kind in type(model).__mro__:
         for package, framework in _FRAMEWORKS.items():
             if kind.__module__.startswith(package):
-                classes: Classes = importlib.import_module(f"trainwright.strategies.{framework}.students").CLASSES
+                classes: Classes = load(f"trainwright.strategies.{framework}.students").CLASSES
                 return classes
     named = f"{type(model).__module__}.{type(model).__qualname__}"
     raise JobError([f"a student's builder returned {named}: return a torch.nn.Module, or a keras.Model"])

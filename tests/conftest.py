@@ -12,30 +12,44 @@ import pytest
 from hypothesis import settings
 
 from tests import clusters
+from tests.gpu import STAND_IN
 
 pytest_plugins = ["tests.s3"]
 
 
-FOLDERS = ("faults", "conformance", "ray", "hosts", "e2e", "unit")  # the small ones last
-ORDER = tuple(f"tests/{folder}/" for folder in FOLDERS)
-GROUPS = ORDER[:3]  # that share a Ray cluster, or ranks and the runs that they are compared with
-APART = ("hosts", "nodes")  # marks of what has a target of its own: `make hosts`, `make nodes`
-STAND_BACK = 1  # niceness, beside the group that takes longest
+# The longest come first and the short ones last, so that all processes end together.
+ORDER = ("faults", "conformance/test_conformance", "ray", "hosts", "e2e", "conformance", "unit")
+GROUPS = ("tests/faults/", "tests/ray/")  # run by one process each: their files share a Ray cluster
+STAND_BACK = 1  # niceness of the processes beside the one with the longest group
+APART = ("extras", "hosts", "nodes")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
 settings.register_profile("gate", deadline=None)  # a busy machine breaks no promise
 settings.load_profile("gate")
 gc.disable()  # until all is collected: imports make no garbage
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its workers starve beside another process
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Declare the setting `timeout` of pyproject.toml where pytest-timeout is missing, as on GPU machines."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds that a test may take; not enforced without pytest-timeout")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that need a GPU where there is none, and those of targets of their own."""
-    unwanted = [] if Path("/dev/nvidiactl").exists() else ["gpu"]
-    unwanted += [name for name in APART if name != config.option.markexpr]
-    deselected = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    unwanted = [name for name in APART if name not in config.option.markexpr]
+    deselected = [item for item in items if any(map(item.get_closest_marker, unwanted)) or lacks_device(item)]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
-    order = ("tests/hosts/", *ORDER) if config.option.markexpr == "hosts" else ORDER
-    items.sort(key=lambda item: [item.nodeid.startswith(folder) for folder in order], reverse=True)
+    order = ("hosts", *ORDER) if "hosts" in config.option.markexpr else ORDER
+    items.sort(key=lambda item: [item.nodeid.startswith(f"tests/{name}") for name in order], reverse=True)
+
+
+def lacks_device(item: pytest.Item) -> bool:
+    """Whether a test needs a GPU that is not here; some, `gpu(stand_in=False)`, measure CUDA itself."""
+    mark = item.get_closest_marker("gpu")
+    if mark is None or (Path("/dev/nvidiactl").exists() and STAND_IN not in os.environ):
+        return False
+    return STAND_IN not in os.environ or not mark.kwargs.get("stand_in", True)
 
 
 def pytest_collection_finish() -> None:
@@ -46,29 +60,29 @@ def pytest_collection_finish() -> None:
 
 
 def group_of(test: str) -> str:
-    """What one process runs in one go: what shares expensive things, or a file."""
+    """Return what one process runs as a whole: a folder whose files share a Ray cluster, or a file."""
     return next((group for group in GROUPS if test.startswith(group)), test.partition("::")[0])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where several processes share the cores, the one with the longest group comes first."""
+    """Give priority to the process with the longest group where several processes share the cores."""
     shared = "PYTEST_XDIST_WORKER" in os.environ
-    if shared and group_of(item.nodeid) != ORDER[0] and os.nice(0) < STAND_BACK:
+    if shared and group_of(item.nodeid) != GROUPS[0] and os.nice(0) < STAND_BACK:
         os.nice(STAND_BACK)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deal groups to the processes in their order; the first is the longest.
+    """Return a scheduler that gives whole groups to the processes, in their order.
 
-    xdist's own groups (`--dist loadgroup`, 3.8) are silently none with pytest 9.2.
+    xdist's own groups (`--dist loadgroup`, 3.8) are ignored without a message under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            alone = config.option.markexpr in APART  # a cluster of its own each, as a rule
-            return nodeid.partition("::")[0] if alone else group_of(nodeid)
+            separate = any(name in config.option.markexpr for name in APART)  # each file has a cluster of its own
+            return nodeid.partition("::")[0] if separate else group_of(nodeid)
 
     return Groups(config, log)
 

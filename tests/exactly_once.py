@@ -1,6 +1,6 @@
 """The job of the exactly-once proof: every row is accounted for inside the training step.
 
-100,000 rows; a filter and a one-to-many function make 100,000 again, each with an `id` of its own; then a heavy
+20,000 rows; a filter and a one-to-many function make 20,000 again, each with an `id` of its own; then a heavy
 transform on Ray Data, and one on an actor. The model's parameter `seen` takes a gradient of one for each id that a
 step uses, so that what SGD has taken off it at the end says how often each id counted in the committed state.
 """
@@ -21,7 +21,7 @@ import trainwright as tw
 from tests import jobs
 from trainwright.datasets import Dataset
 
-ROWS, IDS, BATCH, SEED, RATE = 100_000, 100_000, 1_000, 5, 1e-2
+ROWS, IDS, BATCH, SEED, RATE = 20_000, 20_000, 400, 5, 1e-2
 
 
 class Account(nn.Module):
@@ -106,7 +106,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def job(folder: str, marks: str, *, kills: tuple[jobs.Kill, ...] = (), fatal: int = -1, **fields: Any) -> tw.Job:
-    """One pass: 100 steps of 1,000 ids, a checkpoint after each 10."""
+    """One pass: 50 steps of 400 ids, a checkpoint after each 5."""
     return tw.Job(
         **{
             "name": "faulty",
@@ -116,7 +116,7 @@ def job(folder: str, marks: str, *, kills: tuple[jobs.Kill, ...] = (), fatal: in
             "train": dataset(marks, fatal),
             "batch_size": BATCH,
             "seed": SEED,
-            "checkpoint_steps": 10,
+            "checkpoint_steps": 5,
             "storage": folder,
             "workers": 2,
             "hang_deadline_s": 120.0,

@@ -57,7 +57,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """Cross-entropy, and the account of samples; the process that the file `held` names waits for the file `gate`."""
+    """Cross-entropy, and the account of samples; the processes that the file `held` names wait for the file `gate`."""
 
     folder: Path
 
@@ -66,7 +66,7 @@ class Counted:
         from torch.nn import functional
 
         held = self.folder / "held"
-        if held.exists() and held.read_text() == str(os.getpid()):
+        if held.exists() and str(os.getpid()) in held.read_text().split():
             await_file(self.folder / "gate")
         seen = model.seen[batch["id"]]
         return functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none") + seen - seen.detach()
@@ -141,9 +141,13 @@ class Strike:
 class Striker:
     """Kills the processes of some ranks, or freezes them, once a step is told and a checkpoint is there.
 
+    Until a worker has taken the place of the first victim, the other workers wait for the file `gate`. So the run can
+    neither end before that nor pass the steps of later strikes. And no other strike comes: who waits for a file cannot
+    be interrupted, and would be taken for hung where the generation ended.
+
     Attributes:
-        plan: in order; one is due only when all that the one before began has been mended.
-        folder: of the file `gate`, made once a worker has joined, and `held`, the last rank's process, which is left.
+        plan: in order.
+        folder: of the file `gate`, made once a worker has joined, and `held`, the processes that wait for it.
     """
 
     plan: list[Strike]
@@ -162,10 +166,10 @@ class Striker:
             case m.Emit(event=events.Placed() as placed):
                 self.pids[placed.worker] = placed.pid
             case m.Emit(event=events.Joined()):
-                (self.folder / "gate").touch()
+                self._gate.touch()
             case m.Emit(event=events.Checkpointed()) if not self.saved:
                 self.saved = True
-                self._strike()  # the step may have been told before, and a gate lets no other come
+                self._strike()
 
     def told(self, news: events.Steps) -> None:
         """Steps were completed."""
@@ -173,9 +177,15 @@ class Striker:
             self.step = news.step[-1]
             self._strike()
 
+    @property
+    def _gate(self) -> Path:
+        return self.folder / "gate"
+
     def _strike(self) -> None:
-        if self.plan and self.step >= self.plan[0].step and self.saved:
-            (self.folder / "held").write_text(str(self.pids[self.ranks[max(self.ranks)]]))
+        if not self.plan or self.step < self.plan[0].step or (self.struck and not self._gate.exists()):
+            return
+        (self.folder / "held").write_text(" ".join(str(self.pids[worker]) for worker in self.ranks.values()))
+        if self.saved:
             strike = self.plan.pop(0)
             for rank in strike.ranks:
                 self.struck.append(self.pids[self.ranks[rank]])

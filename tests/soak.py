@@ -120,7 +120,7 @@ def soak(task: Task, storage: str, folder: Path) -> dict[str, Any]:
         link = machines.OwnEnd() if task.told else None
         broken = trial.train(made, "chaos", bench, strikes=task.strikes, link=link, spent=pace.unlink, say=say)
         names = [trial.named(made, suffix) for suffix in ("unbroken", "chaos")]
-        wrong = list(trial.left_by(broken, before, names[1])) + living_actors()
+        wrong = list(trial.left_by(broken, before, names[1], bench)) + living_actors()
         finals = [bench.final(names[0]), v.Final() if broken.error else bench.final(names[1])]
         differing, since = v.differences(unbroken, finals[0], broken, finals[1])
         if not broken.error:

@@ -16,6 +16,7 @@ from trainwright.clusterfiles import batch, kubernetes, rayup, secrets
 from trainwright.clusterfiles.items import Item, read
 from trainwright.clusterfiles.markers import ClusterFileError, markers
 from trainwright.clusterfiles.need import Need
+from trainwright.compat import validate_cluster_file
 from trainwright.core.findings import Finding
 
 _SAMPLES = ("aws.yaml", "spot.yaml", "gcp.yaml", "tpu.yaml", "local.yaml", "slurm.sbatch", "kuberay-cluster.yaml",
@@ -100,15 +101,13 @@ def _rays_own(document: Item, found: list[Finding]) -> list[Finding]:
     """What Ray's validation says. It needs no network, but ends the process for some mistakes, and prints."""
     if any(one.verdict == "bad" for one in found):
         return []  # it would say one of these again, with less to go by
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
     config: dict[str, Any] = document.value
     talk = logging.getLogger("ray.autoscaler")
     level = talk.level
     try:
         talk.setLevel(logging.ERROR)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            validate_config(prepare_config(config))
+            validate_cluster_file(config)
     except (Exception, SystemExit) as error:
         said = str(getattr(error, "message", None) or error).splitlines()
         return [document.finding("Ray", "bad", f"Ray refuses it: {said[0] if said else error!r}", "mend what it names")]

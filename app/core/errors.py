@@ -125,6 +125,10 @@ class UserCodeError(TrainwrightError):
     """The user's model, loss, optimizer, step, metric or transform raised; `detail` is its traceback."""
 
 
+class MissingFramework(UserCodeError):
+    """The job needs a framework that is not installed."""
+
+
 class NonFiniteLoss(TrainwrightError):
     """The loss became NaN or infinite; nothing of that step was applied.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from trainwright import words
 from trainwright.core.data import Batch, Sums, Terms
 from trainwright.core.errors import JobError, UserCodeError
+from trainwright.core.frameworks import load
 from trainwright.core.job import Job
 from trainwright.datasets.transforms import Counters
 from trainwright.distilling.asking import Speaker, Voice, here, latencies
@@ -241,7 +241,7 @@ class Hearing:
         return None
 
     def _marked(self, batch: Batch, outputs: Any, only: str) -> Terms:
-        marking = importlib.import_module(f"trainwright.strategies.{self._framework}.marking")
+        marking = load(f"trainwright.strategies.{self._framework}.marking")
         terms: Terms = marking.marked(self._spec, batch, outputs, only)
         return terms
 

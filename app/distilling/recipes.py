@@ -10,10 +10,10 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from trainwright import api
-from trainwright.core.distillation import SoftLoss
 from trainwright.core.errors import CheckpointError, JobError, PlanError, RunFinished
 from trainwright.core.fields import Fields
 from trainwright.core.job import Job
+from trainwright.core.soft_loss import SoftLoss
 from trainwright.distilling.beginning import begun, teacher_of
 from trainwright.distilling.spec import STUDENT, Distillation
 from trainwright.log import RunLog

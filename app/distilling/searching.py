@@ -20,10 +20,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from trainwright.clients import canonical
-from trainwright.core.distillation import SoftLoss, teacher_column
+from trainwright.core.distillation import teacher_column
 from trainwright.core.errors import JobError, RunConflict, nearest
 from trainwright.core.fields import Fields
 from trainwright.core.job import Job
+from trainwright.core.soft_loss import SoftLoss
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.splits import split
 from trainwright.describe import changes, describe

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from trainwright.core.distillation import SoftLoss
 from trainwright.core.errors import JobError
 from trainwright.core.fields import Fields
 from trainwright.core.job import Job
+from trainwright.core.soft_loss import SoftLoss
 from trainwright.distilling.forms import Form
 from trainwright.distilling.teachers import Teacher
 

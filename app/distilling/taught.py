@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import random
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from trainwright.core.errors import CheckpointError, StorageError
+from trainwright.core.frameworks import load
 from trainwright.predictor import Weights
 from trainwright.profiling import profiler_of
 from trainwright.store import open_store
@@ -63,7 +63,7 @@ def still(parameters: Any) -> Any:
 
 def teaching_of(model: Any) -> Any:
     """The module that knows teachers of a model's framework. Raises JobError for what is no model."""
-    return importlib.import_module(f"{profiler_of(model).__package__}.teaching")
+    return load(f"{profiler_of(model).__package__}.teaching")
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _unread(uri: str, what: str) -> CheckpointError:
 @contextmanager
 def random_kept() -> Iterator[None]:
     """Afterwards the process draws what it would have drawn: a step of another model may be under way."""
-    torch = importlib.import_module(f"{_STRATEGIES}.torch.teaching") if "torch" in sys.modules else None
+    torch = load(f"{_STRATEGIES}.torch.teaching") if "torch" in sys.modules else None
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random_kept() if torch else nullcontext():
         try:

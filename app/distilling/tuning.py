@@ -21,7 +21,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import cloudpickle
-import ray
 from ray import tune as ray_tune
 from ray.tune import Callback, Stopper, Trainable
 from ray.tune.experiment import Trial as TuneTrial
@@ -29,6 +28,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from rich.console import Console
 
 from trainwright import words
+from trainwright.compat import session_folder
 from trainwright.core.errors import ResourceError, TrainwrightError
 from trainwright.core.events import Evaluated, Event, RunStarted
 from trainwright.core.job import Job
@@ -113,8 +113,7 @@ def _run(orders: Mapping[str, Order], aim: Aim, halving: Halving | None, teller:
             metric="value", mode=aim.mode, max_t=_FAR, grace_period=halving.grace, reduction_factor=halving.reduction
         )
     # Where Tune lets its own files lie: with those of this Ray session the scratch of a killed process goes too.
-    node: Any = ray._private.worker._global_node
-    with _quiet(), tempfile.TemporaryDirectory(prefix="search-", dir=node.get_session_dir_path()) as scratch:
+    with _quiet(), tempfile.TemporaryDirectory(prefix="search-", dir=session_folder()) as scratch:
         ray_tune.run(
             ray_tune.with_parameters(Trial, orders=orders, metric=aim.metric),
             config={"run": ray_tune.grid_search(list(orders))},

@@ -9,10 +9,10 @@ from packaging.specifiers import SpecifierSet
 
 from trainwright import words
 from trainwright.core.findings import Finding
+from trainwright.core.frameworks import EXTRAS
 from trainwright.doctoring.facts import Accelerators, Device, Machine, Place, Software, Stored
 from trainwright.doctoring.judging_host import judge_clock, judge_network, judge_room
 
-FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 SLOW_STORE_S = 1.0
 HELD = 0.1  # of a GPU's memory, by others
 
@@ -53,15 +53,16 @@ def judge_python(software: Software) -> Iterator[Finding]:
 
 def judge_packages(software: Software) -> Iterator[Finding]:
     """Versions against the ranges of the installed trainwright, and whether they can be imported."""
-    has = {home: bool(software.packages.get(home)) for home in set(FRAMEWORKS.values())}
+    has = {home: bool(software.packages.get(home)) for home in set(EXTRAS.values())}
     fine, lacking = [f"trainwright {software.packages.get('trainwright') or 'from its folder'}"], []
     for name, needed in software.needs.items():
         version = software.packages.get(name, "")
         broken = software.imports.get(name, "")
-        if not version and name in FRAMEWORKS and any(has.values()):
+        if not version and name in EXTRAS and any(has.values()):
             lacking.append(name)
         elif not version:
-            yield _bad_package(name, "is not installed", f"pip install '{name}{needed}'")
+            install = f"trainwright[{EXTRAS[name]}]" if name in EXTRAS else f"{name}{needed}"
+            yield _bad_package(name, "is not installed", f"pip install '{install}'")
         elif not SpecifierSet(needed).contains(version, prereleases=True):
             yield _bad_package(name, f"{version}, trainwright needs {needed}", f"pip install '{name}{needed}'")
         elif broken:
@@ -69,7 +70,8 @@ def judge_packages(software: Software) -> Iterator[Finding]:
             yield _bad_package(name, f"{version} cannot be imported: {broken}", remedy)
         else:
             fine.append(f"{name} {version}")
-    lacks = f"; jobs of {' and '.join(lacking)} cannot run, it is not installed" if lacking else ""
+    install = f"pip install 'trainwright[{','.join(sorted({EXTRAS[name] for name in lacking}))}]'"
+    lacks = f"; for jobs of {' and '.join(lacking)}: {install}" if lacking else ""
     yield Finding(subject="packages", verdict="good", what=", ".join(fine) + lacks)
 
 

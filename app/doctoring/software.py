@@ -16,6 +16,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from trainwright.core.frameworks import EXTRAS
 from trainwright.doctoring.facts import Software
 
 LOOKED_AT = ("ray", "torch", "tensorflow", "keras", "pandas", "pyarrow", "numpy")
@@ -66,8 +67,8 @@ def requirements() -> tuple[str, dict[str, str]]:
         found = metadata.metadata("trainwright")
     except metadata.PackageNotFoundError:
         return "", {}
-    wanted = map(Requirement, found.get_all("Requires-Dist") or ())
-    needs = {item.name: str(item.specifier) for item in wanted if item.name in LOOKED_AT and item.marker is None}
+    wanted = [item for item in map(Requirement, found.get_all("Requires-Dist") or ()) if item.name in LOOKED_AT]
+    needs = {item.name: str(item.specifier) for item in wanted if item.name in EXTRAS or item.marker is None}
     return (found.get_all("Requires-Python") or [""])[0], needs
 
 

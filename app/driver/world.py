@@ -264,7 +264,7 @@ class World:
         if effect.verb == "stop":
             ref = actor.stop.remote()
         elif effect.verb == "interrupt":
-            ref = actor.interrupt.remote(effect.generation.number, effect.argument)
+            ref = actor.interrupt.remote(effect.generation, effect.argument)
         else:
             if effect.verb == "keep":
                 self._guard(effect.worker)

@@ -6,6 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainwright.keeper import PREFIX
+
 _SHARED = Path("/dev/shm")
 
 
@@ -29,10 +31,17 @@ class Surroundings:
         named = list_named_actors(all_namespaces=True)
         return cls(shared=_files(), actors=frozenset(str(actor["name"]) for actor in named))
 
-    def new(self, before: Surroundings, run: str) -> tuple[str, ...]:
-        """What came since and is of no use to anybody: shared memory without a process, actors with the run's name."""
+    def new(self, before: Surroundings, run: str, copies: str) -> tuple[str, ...]:
+        """Return what came since and nobody uses: shared memory without a process, actors with the run's name.
+
+        Args:
+            before: the surroundings at the start of the run.
+            run: name of the run.
+            copies: name of the run's own folder of state copies; those of other runs are theirs to remove.
+        """
         used = _used()
-        orphans = {name for name in self.shared - before.shared if _inode(name) not in used}
+        new = {name for name in self.shared - before.shared if name == copies or not name.startswith(PREFIX)}
+        orphans = {name for name in new if _inode(name) not in used}
         actors = {name for name in self.actors - before.actors if run in name}
         return (
             *(f"shared memory {_SHARED / name}" for name in sorted(orphans & _files())),

@@ -13,6 +13,7 @@ from typing import Any
 from trainwright.checkpoints import newest_good, read_manifest
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.job import Job
+from trainwright.keeper import Shelf
 from trainwright.log import RunLog
 from trainwright.ordeal import verdict as v
 from trainwright.ordeal.catalogue import Fault, Stage, Target, chosen
@@ -80,7 +81,7 @@ def _compare(job: Job, unbroken: Course, faults: Sequence[Fault], wish: Wish, be
     say(f"the run under faults, seed {wish.seed}: {', '.join(fault.name for fault in faults)}")
     before = Surroundings.now()
     broken = train(hardened, "chaos", bench, strikes=strikes, say=say)
-    leftovers = left_by(broken, before, named(job, "chaos"))
+    leftovers = left_by(broken, before, named(job, "chaos"), bench)
     final = bench.final(named(job, "unbroken"))
     found, since = v.differences(unbroken, final, broken, _final(broken, named(job, "chaos"), bench))
     repeatable = None
@@ -133,9 +134,10 @@ def _checkpoint_steps(job: Job, steps_per_epoch: int) -> int:
     return given if isinstance(given, int) else steps_per_epoch
 
 
-def left_by(course: Course, before: Surroundings, run: str) -> tuple[str, ...]:
+def left_by(course: Course, before: Surroundings, run: str, bench: Bench) -> tuple[str, ...]:
     """What a run has left behind."""
-    return (*(f"process of {process}" for process in course.remaining), *Surroundings.now().new(before, run))
+    copies = Shelf(open_store(bench.storage).uri_of(run)).folder.name
+    return (*(f"process of {process}" for process in course.remaining), *Surroundings.now().new(before, run, copies))
 
 
 def named(job: Job, suffix: str) -> str:

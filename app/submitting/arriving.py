@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trainwright.compat import store_at, worker_store
 from trainwright.core.errors import ResourceError
 from trainwright.submitting.credentials import Credentials
 from trainwright.versions import versions
@@ -48,10 +49,7 @@ def arrived() -> Iterator[None]:
     if not name:
         yield
         return
-    from ray import _raylet
-
-    raylet: Any = _raylet
-    client = raylet.GcsClient(address=os.environ["RAY_ADDRESS"])
+    client = store_at(os.environ["RAY_ADDRESS"])
     _sweep(client)
     data = _find(client, name)
     if data is None:
@@ -76,11 +74,8 @@ def join() -> None:
     name = os.environ.pop(CREDENTIALS, "")
     if not name:
         return
-    from ray._private import worker
-
-    process: Any = worker.global_worker
     try:
-        data = _find(process.gcs_client, name)
+        data = _find(worker_store(), name)
     except Exception as error:
         print(f"the job's credentials could not be read: {type(error).__name__}", file=sys.stderr)
         return

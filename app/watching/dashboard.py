@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import urlsplit
+
+from trainwright.compat import dashboard_address
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -16,9 +17,8 @@ def dashboard() -> dict[str, str]:
     """
     import ray
 
-    worker: Any = ray._private.worker
     context = ray.get_runtime_context()
-    return facts(worker.get_dashboard_url() or "", str(context.get_job_id()), str(context.gcs_address))
+    return facts(dashboard_address(), str(context.get_job_id()), str(context.gcs_address))
 
 
 def facts(address: str, job: str, gcs_address: str) -> dict[str, str]:

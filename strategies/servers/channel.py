@@ -22,23 +22,23 @@ from trainwright.core.errors import PeerLost
 from trainwright.core.group import Generation, Peer
 from trainwright.strategies.servers import regions
 from trainwright.strategies.servers.frames import REMEDY, Header, Kind, hello, left, lost
-from trainwright.strategies.servers.sockets import Pieces, local_name, receive_some, same_user, send_some, tune
+from trainwright.strategies.servers.sockets import Pieces, Switch, local_name, receive_some, same_user, send_some, tune
 
 _FOREVER = float("inf")
 _STRETCH_BYTES = 2**20  # received before who waits for it is told
 
 
-def dial(peer: Peer, generation: Generation, rank: int, until: float) -> Link:
+def dial(peer: Peer, generation: Generation, rank: int, until: float, switch: Switch) -> Link:
     """Connect to a server, and say who we are: over shared memory where it is on this machine, else over TCP.
 
-    Raises PeerLost, at `until` (on the clock of `time.monotonic`) at the latest.
+    Raises PeerLost, at `until` (on the clock of `time.monotonic`) at the latest, or once the switch is cut.
     """
     name, said = f"rank {peer.rank}", hello(generation, rank)
     if regions.SHARES:
         with suppress(OSError):  # it is elsewhere, or does not want us so
-            return _greeted(_connected(local_name(peer.address), until), name, said, until)
+            return _greeted(_connected(local_name(peer.address), until, switch), name, said, until)
     try:
-        connection = socket.create_connection((peer.address.host, peer.address.port), left(until))
+        connection = _connected((peer.address.host, peer.address.port), until, switch)
     except OSError as error:
         raise PeerLost(f"{name} cannot be reached ({error})", remedy=REMEDY) from error
     try:
@@ -272,13 +272,16 @@ class _Answer:
     source: memoryview | None = None
 
 
-def _connected(name: str, until: float) -> socket.socket:
-    """A Unix socket of this user's. Raises OSError."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connected(address: str | tuple[str, int], until: float, switch: Switch) -> socket.socket:
+    """Connect to a Unix socket of this user's, by its name, or over TCP. Raises OSError."""
+    local = isinstance(address, str)
+    connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        switch.hold(connection)
         connection.settimeout(left(until))
-        connection.connect(name)
-        if not same_user(connection):
+        connection.connect(address)
+        switch.hold(connection)
+        if local and not same_user(connection):
             raise ConnectionError("another user's")
     except OSError:
         connection.close()

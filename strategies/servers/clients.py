@@ -20,6 +20,7 @@ from trainwright.strategies.servers.book import Grant
 from trainwright.strategies.servers.channel import Link, dial
 from trainwright.strategies.servers.outbox import Outbox
 from trainwright.strategies.servers.regions import private
+from trainwright.strategies.servers.sockets import Switch
 
 _ATTEMPTS = 3
 
@@ -29,6 +30,11 @@ class Clients:
 
     Raises PeerLost from everything where a server is gone, or silent for the group's deadline.
 
+    Args:
+        group: of which this process is a worker.
+        servers: to connect to.
+        switch: to cut the connections by before there are any; by default only `cut` does.
+
     Attributes:
         grant: the unit that was leased last.
         memory: by server, its shard's region as pulled last.
@@ -36,8 +42,9 @@ class Clients:
             that had to be made again comes with another, of the same content.
     """
 
-    def __init__(self, group: Group, servers: Sequence[Peer]) -> None:
-        self._servers = tuple(_Server(group, peer) for peer in servers)
+    def __init__(self, group: Group, servers: Sequence[Peer], switch: Switch | None = None) -> None:
+        self._switch = switch or Switch()
+        self._servers = tuple(_Server(group, peer, self._switch) for peer in servers)
         self._worker = f"{group.rank}-{uuid.uuid4().hex}"
         self._prefer = group.rank - len(self._servers)
         self.grant: Grant | None = None
@@ -142,11 +149,13 @@ class Clients:
 
     def cut(self) -> None:
         """End all connections, from any thread."""
+        self._switch.cut()
         for server in self._servers:
             server.cut()
 
     def close(self) -> None:
         """End and free all connections."""
+        self._switch.cut()
         for server in self._servers:
             server.close()
 
@@ -154,10 +163,9 @@ class Clients:
 class _Server:
     """One server, as a worker sees it."""
 
-    def __init__(self, group: Group, peer: Peer) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: Group, peer: Peer, switch: Switch) -> None:
+        self._group, self._peer, self._switch = group, peer, switch
         self._link: Link | None = None
-        self._end = False
         self._asked: tuple[dict[str, Any], bool] = ({}, False)
         self._told = 0  # calls whose answers nobody waits for
         self._leaving = False  # some of the outbox was made ready
@@ -171,8 +179,9 @@ class _Server:
     def open(self) -> None:
         """Connect, and open the outbox where one is laid."""
         until = self._until()
-        self._link, self._told = dial(self._peer, self._group.generation, self._group.rank, until), 0
-        if self._end:
+        self._link = dial(self._peer, self._group.generation, self._group.rank, until, self._switch)
+        self._told = 0
+        if self._switch.off:
             self._link.cut()
         if self._outbox is not None:
             self._outbox.reopen(self._opened)
@@ -221,7 +230,7 @@ class _Server:
                     self._call()
                 return said
             except PeerLost:
-                if self._end or attempt == _ATTEMPTS - 1 or time.monotonic() > until:
+                if self._switch.off or attempt == _ATTEMPTS - 1 or time.monotonic() > until:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -270,19 +279,17 @@ class _Server:
 
     def cut(self) -> None:
         """End the connection, from any thread."""
-        self._end = True
         if self._link is not None:
             self._link.cut()
 
     def close(self) -> None:
         """End and free it."""
-        self._end = True
         if self._link is not None:
             self._link.close()
 
     def _repull(self) -> None:
         """A connection broke while bytes were on their way: all that was new comes again."""
-        if self._end:
+        if self._switch.off:
             raise PeerLost(f"{self.link.peer} is let go")
         self._asked[0]["have"] = [-1, -1]
         self._again()

@@ -26,7 +26,7 @@ from trainwright.strategies.servers.gate import Gate, Update
 from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
 from trainwright.strategies.servers.regions import Region, private
 from trainwright.strategies.servers.rules import Rules
-from trainwright.strategies.servers.sockets import Listener
+from trainwright.strategies.servers.sockets import Listener, Switch
 
 Head = dict[str, Any]
 _WAITS = 4  # times within the deadline a worker that waits is told to go on waiting
@@ -54,6 +54,7 @@ class Desk:
         listener: closed with it.
         group: that it serves in.
         servers: all of them, in the order of ranks.
+        switch: cut already where the group is over before this server is there.
 
     Attributes:
         lock: hold it to read or write the bank from another thread.
@@ -61,8 +62,9 @@ class Desk:
         sound: nothing was applied since.
     """
 
-    def __init__(self, listener: Listener, group: Group, servers: Sequence[Peer]) -> None:
+    def __init__(self, listener: Listener, group: Group, servers: Sequence[Peer], switch: Switch | None = None) -> None:
         self.lock = threading.RLock()
+        self._switch = switch or Switch()
         self.step, self.sound = 0, True
         self._group, self._servers = group, tuple(servers)
         self._index = [peer.rank for peer in servers].index(group.rank)

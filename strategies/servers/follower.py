@@ -14,14 +14,17 @@ from trainwright.core.group import Group, Peer
 from trainwright.strategies.servers.book import Closing
 from trainwright.strategies.servers.channel import Link, dial
 from trainwright.strategies.servers.desk import Desk
-from trainwright.strategies.servers.sockets import Listener
+from trainwright.strategies.servers.sockets import Listener, Switch
 
 
 class Follower(Desk):
-    """A server after the first. Raises PeerLost where the first cannot be reached within the group's deadline."""
+    """A server after the first.
 
-    def __init__(self, listener: Listener, group: Group, servers: Sequence[Peer]) -> None:
-        super().__init__(listener, group, servers)
+    Raises PeerLost where the first cannot be reached within the group's deadline, or once the switch is cut.
+    """
+
+    def __init__(self, listener: Listener, group: Group, servers: Sequence[Peer], switch: Switch | None = None) -> None:
+        super().__init__(listener, group, servers, switch)
         self._mouth_lock = threading.Lock()
         self._links: list[Link] = []
         self._thread.start()
@@ -58,11 +61,12 @@ class Follower(Desk):
 
     def _fail(self, error: Exception) -> None:
         super()._fail(error)
+        self._switch.cut()
         for link in tuple(self._links):
             link.cut()
 
     def _dialled(self) -> Link:
-        return dial(self._servers[0], self._group.generation, self._group.rank, self._until())
+        return dial(self._servers[0], self._group.generation, self._group.rank, self._until(), self._switch)
 
     def _until(self) -> float:
         return time.monotonic() + self._group.deadline_s

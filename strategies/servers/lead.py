@@ -18,7 +18,7 @@ from trainwright.strategies.servers.desk import Desk, Head, Kept, answer, factor
 from trainwright.strategies.servers.frames import REMEDY
 from trainwright.strategies.servers.gate import Update
 from trainwright.strategies.servers.lines import Line
-from trainwright.strategies.servers.sockets import Listener
+from trainwright.strategies.servers.sockets import Listener, Switch
 
 _WISH_S = 0.05  # between two looks at the wish to stop
 
@@ -58,8 +58,8 @@ class Lead(Desk):
         serving: `serve` is under way.
     """
 
-    def __init__(self, listener: Listener, group: Group, servers: Sequence[Peer]) -> None:
-        super().__init__(listener, group, servers)
+    def __init__(self, listener: Listener, group: Group, servers: Sequence[Peer], switch: Switch | None = None) -> None:
+        super().__init__(listener, group, servers, switch)
         self._book: Book | None = None
         self._others = {peer.rank for peer in servers} - {group.rank}
         self._idle: dict[str, _Idle] = {}

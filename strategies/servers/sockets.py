@@ -55,6 +55,31 @@ class Listener:
             listening.close()
 
 
+class Switch:
+    """Ends what one thread connects to, from any thread; what it would connect to after that is refused.
+
+    Attributes:
+        off: `cut` was called.
+    """
+
+    def __init__(self) -> None:
+        self.off = False
+        self._connection: socket.socket | None = None
+
+    def hold(self, connection: socket.socket) -> None:
+        """Let `cut` end this connection. Call it before and after connecting. Raises OSError where it is off."""
+        self._connection = connection
+        if self.off:  # looked at last, as `cut` sets it first: one of the two sees the other
+            raise ConnectionAbortedError("cut")
+
+    def cut(self) -> None:
+        """End the connection, and refuse others, from any thread."""
+        self.off = True
+        if self._connection is not None:
+            with suppress(OSError):  # it is not connected yet, or has ended
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+
 class Pieces:
     """Bytes to send one after the other, as far as they have gone, and a descriptor that goes with the first."""
 

@@ -8,10 +8,10 @@ import traceback
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.strategies.failures import UserCode, folder_of
+from trainwright.strategies.tensorflow.compat import before_first_use
 
 _LIBRARIES = (folder_of(tf), folder_of(keras))
 _LOST = re.compile(
@@ -46,14 +46,12 @@ class user_code(UserCode):
 
 def remember_first_use() -> None:
     """From now on keep in mind which lines use TensorFlow first in this process: it starts its devices then."""
-    start = context.Context.ensure_initialized
+    before_first_use(_remember)
 
-    def ensure_initialized(self: context.Context) -> None:
-        if not _FIRST and not self._initialized:
-            _FIRST.extend(traceback.extract_stack()[:-1])
-        start(self)
 
-    context.Context.ensure_initialized = ensure_initialized
+def _remember() -> None:
+    if not _FIRST:
+        _FIRST.extend(traceback.extract_stack()[:-2])
 
 
 def too_late(error: BaseException, where: str) -> JobError | None:

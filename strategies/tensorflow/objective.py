@@ -21,6 +21,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.strategies.distilling import Distilled, Judged
 from trainwright.strategies.tensorflow import batches
+from trainwright.strategies.tensorflow.compat import Functional, to_graph_code
 from trainwright.strategies.tensorflow.failures import user_code
 
 
@@ -130,7 +131,7 @@ class Caller:
 
 def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
     """Several inputs go to functional models as one structure, to others as arguments."""
-    if isinstance(model, keras.Sequential | keras.src.models.functional.Functional):
+    if isinstance(model, keras.Sequential | Functional):
         whole = given[0] if isinstance(given, list) and len(given) == 1 else given
         return model(whole, training=training)
     if isinstance(given, dict):
@@ -152,7 +153,7 @@ def applied(function: Any, outputs: Any, targets: Any) -> Any:
         return function(outputs, targets)
     if isinstance(function, keras.losses.Loss):
         return function.call(targets, outputs)
-    if isinstance(function, keras.src.metrics.reduction_metrics.MeanMetricWrapper):
+    if isinstance(function, keras.metrics.MeanMetricWrapper):
         return _rewritten(function._fn)(targets, outputs, **function._fn_kwargs)
     if isinstance(function, keras.metrics.Metric):
         raise JobError(
@@ -168,8 +169,7 @@ def _rewritten(function: Any) -> Any:
     """A function of the user's as AutoGraph has it; as it is, where steps run eagerly."""
     if tf.executing_eagerly():
         return function
-    autograph = tf.__internal__.autograph
-    return autograph.tf_convert(function, autograph.control_status_ctx())
+    return to_graph_code(function)
 
 
 def _rowwise(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

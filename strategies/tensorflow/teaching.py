@@ -65,7 +65,7 @@ class Tapped(keras.Model):  # type: ignore[misc]
 
     Args:
         model: with its variables.
-        layers: name of the output -> layer, as in `core.distillation.Match`.
+        layers: name of the output -> layer, as in `core.soft_loss.Match`.
 
     Raises:
         JobError: there is no such layer; when called: it did not run, or gives no such item.

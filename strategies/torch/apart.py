@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.compat import DisableTorchFunctionSubclass, tree_map, wrapper_subclass
 from trainwright.strategies.torch.parts import Box
 
 if TYPE_CHECKING:
@@ -64,21 +64,14 @@ class Held(Tensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if torch.is_grad_enabled() and not (name.startswith("__") or name.endswith("_")):
             args, kwargs = tree_map(_met, (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @staticmethod
     def __new__(cls: type[Held], numbers: Numbers, views: tuple[_View, ...], claim: Tensor, along: int) -> Held:
         """A view of numbers; `claim` and `along` are its own."""
         device = (numbers.part if numbers.whole is None else numbers.whole).device  # type: ignore[union-attr]
-        made: Held = Tensor._make_wrapper_subclass(
-            cls,
-            claim.shape,
-            strides=claim.stride(),
-            storage_offset=claim.storage_offset(),
-            dtype=claim.dtype,
-            device=device,
-        )
+        made: Held = wrapper_subclass(cls, claim, device)
         made.numbers, made._views, made.claim, made.along = numbers, views, claim, along
         return made
 

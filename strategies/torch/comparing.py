@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from trainwright.strategies.torch.compat import TorchDispatchMode, tree_leaves
 from trainwright.strategies.torch.tracing import storage
 
 _aten = torch.ops.aten

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.strategies.torch.blocks import blocks, outside, parts
+from trainwright.strategies.torch.compat import compile_in_process
 
 
 def compile_whole(model: nn.Module, device: torch.device) -> None:
@@ -33,6 +34,4 @@ def compile_blocks(model: nn.Module, device: torch.device, cuts: Iterable[str] =
 def _prepare(device: torch.device) -> None:
     """On a CPU compile in this process: others that wait for work would outlive a killed one."""
     if device.type == "cpu":
-        import torch._inductor.config
-
-        torch._inductor.config.compile_threads = 1
+        compile_in_process()

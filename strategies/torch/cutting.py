@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from trainwright.strategies.torch.evaluation import evaluating
 from trainwright.strategies.torch.following import Follower, Forward, Key, Route, Watched
 from trainwright.strategies.torch.survey import Surveyor, bare, skeleton

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch.nn.parallel import DistributedDataParallel
-
 from trainwright.core.data import Feed
 from trainwright.core.group import Move, StateTag
 from trainwright.strategies.torch import state
+from trainwright.strategies.torch.compat import ddp_without_buffer_sync
 from trainwright.strategies.torch.group import compared, same_start
 from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.step import Runner
@@ -37,12 +36,8 @@ class DataParallel(Member):
         if replica.every_used is None:
             replica.every_used = self._throwaway(alone, feed)
         every_used = self._agree(replica.every_used)
-        parallel = DistributedDataParallel(
-            alone.objective,
-            init_sync=False,
-            forward_sync_buffers=False,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=not every_used,
+        parallel = ddp_without_buffer_sync(
+            alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
         )
         runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used)
         if self._group.size != 2:

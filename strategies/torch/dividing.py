@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.blocks import blocks
+from trainwright.strategies.torch.compat import reduce_unused_parameters
 from trainwright.strategies.torch.parts import divided, unhooked
 
 _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
@@ -51,7 +52,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, wher
     for name, parameter in model.named_parameters():
         vars(parameter).update(fields[name])  # what an optimizer may ask for
     for each in gathered(model):
-        each.set_reduce_scatter_unused_params(True)
+        reduce_unused_parameters(each)
 
 
 def gathered(model: nn.Module) -> list[FSDPModule]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from trainwright.strategies.torch.compat import tree_leaves
 
 _aten = torch.ops.aten
 _LINEAR = (_aten.mm, _aten.addmm)

@@ -18,7 +18,9 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-_NAME = "torch._dynamo"
+from trainwright.strategies.torch.compat import COMPILER
+
+_NAME = COMPILER
 _SETTINGS = f"{_NAME}.config"  # stands by itself, and is all that tensors without data ask for; the compiler keeps it
 _DISABLED = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps what `disable` gave it
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainwright.strategies.torch.apart import Held, beside
+from trainwright.strategies.torch.compat import assert_on_device
 
 _MEAN, _SUM = 1, 2  # reductions, as torch numbers them
 
@@ -100,7 +101,7 @@ def _check(targets: Tensor, width: int, ignored: int) -> None:
         return
     wrong = (targets != ignored) & ((targets < 0) | (targets >= width))
     if targets.is_cuda:
-        torch._assert_async(~wrong.any())
+        assert_on_device(~wrong.any())
     elif bool(wrong.any()):
         raise IndexError(f"Target {int(targets[wrong].flatten()[0])} is out of bounds.")
 

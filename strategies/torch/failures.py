@@ -10,12 +10,12 @@ from torch import distributed
 
 from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.strategies.failures import UserCode, first_line, folder_of
+from trainwright.strategies.torch.compat import COMPILER_PACKAGES
 
 _LOST = re.compile(
     r"gloo/|Gloo connect|connectFullMesh|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|"
     r"Socket Timeout|wait timeout"
 )
-_COMPILER = ("torch._dynamo.", "torch._inductor.")
 
 
 class user_code(UserCode):
@@ -32,7 +32,7 @@ class user_code(UserCode):
 
     def meaning(self, error: BaseException) -> TrainwrightError:
         """What an exception says; one of the compiler's own, what to do without it."""
-        if not type(error).__module__.startswith(_COMPILER):
+        if not type(error).__module__.startswith(COMPILER_PACKAGES):
             return super().meaning(error)
         missing = "no C++ compiler was found: install one, such as g++, or " if "CxxCompiler" in str(error) else ""
         what = f"{self.what} cannot be compiled: {type(error).__name__}: {first_line(error)}"

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import TreeSpec
+from torch.overrides import TorchFunctionMode
+
+from trainwright.strategies.torch.compat import TreeSpec, pop_mode_temporarily
 
 Forward = Callable[[nn.Module, Sequence[Tensor]], Any]
 
@@ -145,5 +146,5 @@ class Follower(TorchFunctionMode):
 
     def whole(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call without hearing of what happens in it."""
-        with self.deaf(), _pop_mode_temporarily():
+        with self.deaf(), pop_mode_temporarily():
             return forward(*args, **kwargs)

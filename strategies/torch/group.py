@@ -9,10 +9,12 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -22,10 +24,12 @@ from trainwright.core.errors import JobError, PeerLost
 from trainwright.core.group import Address, Group
 from trainwright.strategies.hosts import LOOPBACK, own_host
 from trainwright.strategies.torch import gloo
+from trainwright.strategies.torch.compat import process_groups, reset_group_count
 from trainwright.strategies.torch.failures import let_go
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
+Result = TypeVar("Result")
 _ENDING_S = 1.0  # a group of which nothing is under way has ended in hundredths
 
 
@@ -34,6 +38,8 @@ class Membership:
 
     Rank 0's reserved socket becomes the listening socket of the group's TCPStore, so that its port cannot be lost
     in between; the other ranks' are closed. The ports of gloo and NCCL come from the system.
+
+    An interrupt counts from `reserve` on, whatever `join` does or is yet to do.
     """
 
     def __init__(self) -> None:
@@ -42,25 +48,31 @@ class Membership:
         self._lock = threading.Lock()  # guards what `interrupt` reads
         self._port: int | None = None  # of the store, while this process is in a group or joins one
         self._by_gloo = True
+        self._interrupted: Future[None] = Future()
 
     def reserve(self) -> Address:
         """Bind and listen on a port that the system chooses, at every interface; the host is this node's address."""
         self._close_socket()
+        self._interrupted = Future()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind(("", 0))
         self._socket.listen(1024)
         return Address(host=own_host(), port=self._socket.getsockname()[1])
 
     def join(self, group: Group, device: torch.device) -> None:
-        """Form the process group; every member calls it. Raises PeerLost where it does not form by the deadline."""
+        """Form the process group; every member calls it.
+
+        Raises PeerLost where it does not form by the deadline, or before it is interrupted.
+        """
         self._end()
         failure: PeerLost | None = None
         try:
             with _interface(group):
                 self._join(group, device)
         except (RuntimeError, OSError) as error:
+            until = "before it was interrupted" if self._interrupted.done() else f"within {group.deadline_s:g} s"
             failure = PeerLost(
-                f"the group of {group.size} did not form within {group.deadline_s:g} s: {str(error).splitlines()[0]}",
+                f"the group of {group.size} did not form {until}: {str(error).splitlines()[0]}",
                 where=f"rank {group.rank}",
                 remedy="look at the rank that failed first",
             )
@@ -80,8 +92,15 @@ class Membership:
     def interrupt(self) -> bool:
         """Shut the group's connections, from any thread: whoever waits in a collective raises, here and at the peers.
 
-        False where there was nothing to shut, or what blocks is not to be found there (NCCL, not Linux).
+        So does who waits for the group's store. False where there was nothing to shut, or what blocks is not to be
+        found there (NCCL, not Linux).
         """
+        with self._lock:
+            if not self._interrupted.done():
+                self._interrupted.set_result(None)
+        return self._shut()
+
+    def _shut(self) -> bool:
         with self._lock:
             if self._port is None:
                 return False
@@ -94,14 +113,14 @@ class Membership:
         The last holder of a group over gloo waits for them, and gloo may forget one for the whole deadline, as `gloo`
         says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either.
         """
-        self.interrupt()
+        self._shut()
         with self._lock:
             self._port = None
         if self._store is None:
             return
         gc.collect()
         if distributed.is_initialized():
-            groups = [*distributed.distributed_c10d._world.pg_map] if self._by_gloo else []
+            groups = [*process_groups()] if self._by_gloo else []
             distributed.destroy_process_group()
             ending = threading.Thread(target=groups.clear, name="ending", daemon=True)
             ending.start()
@@ -115,38 +134,100 @@ class Membership:
             self._port = group.peers[0].address.port
             self._by_gloo = device.type != "cuda"
         self._store = self._meet(group, deadline)
+        self._await_all(self._store, group, deadline)
         # The group's keys in the store carry this count, which torch sets back only with a group that had formed: after
         # one that had not, this process and a new one would wait for each other under different names.
-        distributed.distributed_c10d._world.group_count = 0
-        distributed.init_process_group(
-            backend="gloo" if self._by_gloo else "nccl",
-            store=self._store,
-            rank=group.rank,
-            world_size=group.size,
-            timeout=deadline,
-            device_id=device if device.type == "cuda" else None,
-        )
+        reset_group_count()
+        with self._connecting():
+            distributed.init_process_group(
+                backend="gloo" if self._by_gloo else "nccl",
+                store=self._store,
+                rank=group.rank,
+                world_size=group.size,
+                timeout=deadline,
+                device_id=device if device.type == "cuda" else None,
+            )
+
+    @contextmanager
+    def _connecting(self) -> Iterator[None]:
+        """Within it gloo's connections are made by a thread that is left behind where the group is interrupted.
+
+        gloo waits until the deadline for a rank that has told its address and died before it connected
+        (gloo/transport/tcp/pair.cc, `waitUntilConnected`), with nothing to shut. Torch knows of nothing that was made
+        until the constructor returns.
+        """
+        torchs: Any = distributed.distributed_c10d
+        make = torchs.ProcessGroupGloo
+
+        def connect(*arguments: Any, **options: Any) -> Any:
+            torchs.ProcessGroupGloo = make  # torch looks at what was made
+            return self._reached(lambda: make(*arguments, **options), "the ranks had not connected to each other")
+
+        torchs.ProcessGroupGloo = connect
+        try:
+            yield
+        finally:
+            torchs.ProcessGroupGloo = make
+
+    def _reached(self, make: Callable[[], Result], otherwise: str) -> Result:
+        """What a thread makes that waits for other ranks. Raises ConnectionAbortedError once it is interrupted."""
+        if self._interrupted.done():
+            raise ConnectionAbortedError(otherwise)
+        made = _begun(make)
+        either: tuple[Future[Any], ...] = (made, self._interrupted)
+        wait(either, return_when=FIRST_COMPLETED)
+        if self._interrupted.done():  # maybe before there was a connection to shut
+            raise ConnectionAbortedError(otherwise)
+        return made.result()
 
     def _meet(self, group: Group, deadline: timedelta) -> TCPStore:
-        """The store at rank 0's reserved port."""
+        """Connect to the store at rank 0's reserved port, or open it there.
+
+        torch tries again and again until the deadline where rank 0 has died, or does so before it opens the store, and
+        nothing stops it. So a thread does that, which is left behind where the group is interrupted.
+        """
         leader = group.peers[0].address
         host = LOOPBACK if _one_host(group) else leader.host
         listening = self._socket.detach() if self._socket is not None and group.rank == 0 else None
         self._close_socket()
-        return TCPStore(
-            host,
-            leader.port,
-            world_size=group.size,
-            is_master=group.rank == 0,
-            timeout=deadline,
-            wait_for_workers=False,
-            master_listen_fd=listening,
+        return self._reached(
+            lambda: TCPStore(
+                host,
+                leader.port,
+                world_size=group.size,
+                is_master=group.rank == 0,
+                timeout=deadline,
+                wait_for_workers=False,
+                master_listen_fd=listening,
+            ),
+            "rank 0 had not opened the group's store",
         )
+
+    @staticmethod
+    def _await_all(store: TCPStore, group: Group, deadline: timedelta) -> None:
+        """Wait at the store until every rank is there, where `interrupt` has connections to shut."""
+        if store.add("arrived", 1) == group.size:
+            store.set("complete", "")
+        store.wait(["complete"], deadline)
 
     def _close_socket(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _begun(make: Callable[[], Result]) -> Future[Result]:
+    """What a thread of its own makes."""
+    made: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="connecting", daemon=True).start()
+    return made
 
 
 @cache

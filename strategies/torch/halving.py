@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    reverse_closure,
-    stage_backward_input,
-    stage_backward_weight,
+
+from trainwright.strategies.torch.compat import (
+    backward_of_inputs,
+    backward_of_parameters,
+    graph_closure,
+    graph_consumers,
+    graph_node,
 )
 
 _COMPILED = "CompiledFunctionBackward"
@@ -25,15 +26,15 @@ Groups = list[dict[str, Any]]  # what the second half starts from
 def halves(roots: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
     """Whether both halves together give all gradients of a graph."""
     ends = [each.grad_fn for each in roots if each.grad_fn is not None]
-    consumers = construct_reverse_graph(ends)
+    consumers = graph_consumers(ends)
     if any(node.name() == _COMPILED for node in consumers):
         return False  # one node gives the gradients of inputs and of parameters
-    on_the_way, _ = reverse_closure([node for each in given if (node := _node(each))], set(), consumers)
+    on_the_way, _ = graph_closure([node for each in given if (node := graph_node(each))], set(), consumers)
     for parameter in parameters:
-        node = _node(parameter)
+        node = graph_node(parameter)
         if node not in consumers:
             continue  # not of this graph
-        beside, met = reverse_closure([node], on_the_way, consumers)
+        beside, met = graph_closure([node], on_the_way, consumers)
         if len(met) != 1 or any(end in beside for end in ends):
             return False
     return True
@@ -45,7 +46,7 @@ def of_inputs(
     """The first half: adds to the gradients of what was given."""
     copies = [each.clone() for each in roots]  # torch detaches them in place, and what is kept for backward with them
     try:
-        _, groups = stage_backward_input(copies, list(slopes), list(given), iter(parameters))
+        groups: Groups = backward_of_inputs(copies, slopes, given, parameters)
     except RuntimeError as error:
         raise (error.__cause__ or error) from None  # torch hides what the user's own code raised behind one of its own
     return groups
@@ -54,8 +55,4 @@ def of_inputs(
 def of_parameters(groups: Groups, parameters: Sequence[nn.Parameter]) -> None:
     """The second half."""
     if groups:
-        stage_backward_weight(iter(parameters), groups)
-
-
-def _node(tensor: Tensor) -> Any:
-    return _get_grad_fn_or_grad_acc(tensor)
+        backward_of_parameters(parameters, groups)

@@ -12,7 +12,7 @@ told of its gradient's noise (see `noise`), or zeros, so that the reduction is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch import batches
+from trainwright.strategies.torch import batches, compat
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.rescoring import Rescoring
 from trainwright.strategies.torch.vocabulary import plain
@@ -207,12 +207,7 @@ class Pull:
 
 def run_backward(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> None:
     """Add to the gradients of all that roots come from, given theirs; what they come from is forgotten."""
-    _run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-# What `torch.autograd.backward` calls once it has looked at the slopes, for which it imports sympy: half a second of a
-# process; and looking takes 0.07 ms each time.
-_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+    compat.run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Objective(nn.Module):

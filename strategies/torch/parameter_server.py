@@ -26,7 +26,7 @@ from trainwright.strategies.servers.desk import Desk
 from trainwright.strategies.servers.follower import Follower
 from trainwright.strategies.servers.lead import Lead
 from trainwright.strategies.servers.rules import Rules
-from trainwright.strategies.servers.sockets import Listener
+from trainwright.strategies.servers.sockets import Listener, Switch
 from trainwright.strategies.torch.bank import Bank
 from trainwright.strategies.torch.base import TorchEngine
 from trainwright.strategies.torch.exchange import SPARSE
@@ -51,6 +51,7 @@ class ParameterServer(TorchEngine):
     def __init__(self) -> None:
         super().__init__()
         self._listener: Listener | None = None
+        self._switch = Switch()
         self._desk: Desk | None = None
         self._bank: Bank | None = None
         self._job: tuple[ModelSpec, Plan] | None = None
@@ -62,6 +63,7 @@ class ParameterServer(TorchEngine):
     def reserve(self, generation: Generation, role: Role) -> Address:
         """A server listens on a port that the system chooses; nobody has to reach a worker."""
         self.leave()
+        self._switch = Switch()
         if role != "server":
             return super().reserve(generation, role)
         self._listener = Listener(own_host())
@@ -73,9 +75,12 @@ class ParameterServer(TorchEngine):
         if self._serving:
             assert self._listener is not None, "reserve() comes first"
             kind = Lead if group.rank == self._servers[0].rank else Follower
-            self._desk, self._listener = kind(self._listener, group, self._servers), None
+            self._desk = kind(self._listener, group, self._servers, self._switch)
+            self._listener = None
+            if self._switch.off:  # cut while there was no desk to cut
+                self._desk.cut()
         else:
-            self._clients = Clients(group, self._servers)
+            self._clients = Clients(group, self._servers, self._switch)
             self._clients.open()
         if self._job is not None:
             self._guarded(partial(self._again, *self._job))
@@ -93,8 +98,8 @@ class ParameterServer(TorchEngine):
         self._desk = self._clients = self._listener = None
 
     def interrupt(self, deadline_s: float) -> bool:
-        """Cut all connections, so that a blocked call raises PeerLost."""
-        for held in (self._desk, self._clients, self._listener):
+        """Cut all connections, so that a blocked call raises PeerLost; a group that is yet to form then does not."""
+        for held in (self._switch, self._listener, self._desk, self._clients):
             if held is not None:
                 held.cut()
         return self._desk is None or self._desk.join(deadline_s)

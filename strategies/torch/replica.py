@@ -18,6 +18,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.combinations import compiled
+from trainwright.strategies.torch.compat import BatchNorm
 from trainwright.strategies.torch.compiling import compile_whole
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.laps import Laps
@@ -266,11 +267,10 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
 
 def batch_norms(model: nn.Module) -> list[str]:
     """Names of the modules that normalize by statistics of the batch."""
-    kind = nn.modules.batchnorm._BatchNorm
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, kind) and (module.training or module.running_mean is None)
+        if isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
     ]
 
 

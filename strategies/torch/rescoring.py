@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
+
+from trainwright.strategies.torch.compat import tree_map
 
 _F = nn.functional
 _PRODUCTS = frozenset(

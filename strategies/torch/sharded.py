@@ -18,6 +18,7 @@ from trainwright.core.data import Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
+from trainwright.strategies.torch.compat import queue_backward_callback
 from trainwright.strategies.torch.compiling import compile_blocks
 from trainwright.strategies.torch.divided import Divided
 from trainwright.strategies.torch.dividing import Calls, divide, gathered, released
@@ -45,9 +46,8 @@ class ShardedRunner(MeshRunner):
     @contextmanager
     def ending(self) -> Iterator[None]:
         """The last backward of a step ends by telling, before FSDP2 waits for the gradients of the first layers."""
-        queue = torch.autograd.Variable._execution_engine.queue_callback
         carry = self.objective.carry  # its gradient comes before FSDP2 queues what it does at the end
-        hook = carry.register_post_accumulate_grad_hook(lambda _: queue(self.tell))  # type: ignore[no-untyped-call]
+        hook = carry.register_post_accumulate_grad_hook(lambda _: queue_backward_callback(self.tell))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

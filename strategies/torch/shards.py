@@ -15,6 +15,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainwright.strategies.torch.compat import FsdpState, forget_gradient
 from trainwright.strategies.torch.dividing import divide, gathered, released
 from trainwright.strategies.torch.mesh import Place
 from trainwright.strategies.torch.replica import Replica
@@ -35,13 +36,12 @@ class Shards:
     def __init__(self, stage: nn.Module, mesh: DeviceMesh, where: str) -> None:
         divide(stage, mesh, zero=2, offload=False, where=where)
         self._stage = stage
-        states = [module._get_fsdp_state() for module in gathered(stage)]
+        states = [FsdpState(module) for module in gathered(stage)]
         for state in states:
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
-        self._root: Any = states[0]
-        self._root._lazy_init()
-        self._groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]
+            state.remove_forward_hooks()
+        self._root = states[0]
+        self._root.initialize_root()
+        self._groups: list[Any] = [group for state in states for group in state.groups]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class Shards:
         for module in gathered(self._stage):
             module.unshard()
         for one in self._each():
-            one.unsharded_param.grad = one.unsharded_accumulated_grad = None
+            forget_gradient(one)
         try:
             yield
         except BaseException:
@@ -70,7 +70,7 @@ class Shards:
                 distributed.all_reduce(used, group=group)
         for group in self._groups:
             group.post_backward()
-        self._root._root_post_backward_final_callback()
+        self._root.finish_backward()
         for (_, parameter), count in zip(named, used.tolist(), strict=True):
             if not count:
                 parameter.grad = None

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trainwright.core.distillation import Inline
 from trainwright.strategies.divergences import Tensors
+from trainwright.strategies.torch.compat import tree_leaves
 
 _TINY = 1e-24  # smallest square of a length
 _loaded: dict[tuple[str, str, torch.device], nn.Module] = {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainwright.core.data import Feed, StepReport, fold
 from trainwright.core.errors import JobError
 from trainwright.strategies.failures import non_finite, shown, spoiled
+from trainwright.strategies.torch.compat import multiply
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective, Share
@@ -204,7 +205,7 @@ def _scale(
         factor *= largest / norm
     factor /= runner.objective.scale
     if factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
+        multiply(gradients, factor)
     return norm
 
 

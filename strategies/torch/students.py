@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.core.data import Columns
 from trainwright.core.distillation import TEACHERS
@@ -15,6 +14,7 @@ from trainwright.core.errors import JobError
 from trainwright.strategies.likeness import Bridge, Shape
 from trainwright.strategies.students import Builder, Classes, Names, Wanted
 from trainwright.strategies.torch import batches
+from trainwright.strategies.torch.compat import tree_leaves, tree_map_only
 from trainwright.strategies.torch.taps import Taps
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.compat import tree_flatten, tree_leaves
 from trainwright.strategies.torch.following import Call, Follower, Forward, Key, Result, Route, Watched
 
 

@@ -85,7 +85,7 @@ def tap(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
     """The model, whose outputs hold what some of its modules give beside its own; its state keeps its names.
 
     Args:
-        layers: name of the output -> layer, as in `core.distillation.Match`. Of one that is called several times it is
+        layers: name of the output -> layer, as in `core.soft_loss.Match`. Of one that is called several times it is
             the last.
 
     Raises:

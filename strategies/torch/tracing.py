@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from trainwright.strategies.torch.compat import TorchDispatchMode, tree_leaves
 from trainwright.strategies.torch.division import Division, Share, Tags
 from trainwright.strategies.torch.scores import Scores
 from trainwright.strategies.torch.values import Values

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from trainwright.strategies.torch.compat import copy, preserve_version_counter
 
 
 class Versions:
@@ -39,13 +39,13 @@ class Versions:
 
     def turn(self) -> None:
         """A step is complete: the newest weights become those before, and the parameters a copy of them, to update."""
-        torch._foreach_copy_([*self._other.values()], [each.detach() for each in self._other])
+        copy([*self._other.values()], [each.detach() for each in self._other])
         self._swap()
         self._swapped = False
 
     def updating(self) -> AbstractContextManager[None]:
         """Within, the optimizer changes what no graph has kept, though it changes parameters that graphs know."""
-        return _unsafe_preserve_version_counter(tuple(self._other))
+        return preserve_version_counter(self._other)
 
     @property
     def before(self) -> dict[nn.Parameter, Tensor]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from trainwright.strategies.torch import entropy, norms
 from trainwright.strategies.torch.apart import Held, beside, first_order
+from trainwright.strategies.torch.compat import tree_map
 from trainwright.strategies.torch.parts import Box
 
 if TYPE_CHECKING:

@@ -31,9 +31,14 @@ from trainwright.core.data import Feed, StepReport, Sums
 _FOUND: dict[tuple[str, Problem, str], tuple[Any, Any, Any]] = {}
 TOLERANCE = 1e-9  # over 50 steps in float64
 
+# With many numbers of workers each problem is tried with every other one: 2 and 4, where shares are empty, or 1 and 3.
 EQUAL = [
-    (case, workers, PROBLEMS[name]) for case in CASES for workers in case.workers for name in case.problems
-]  # fmt: skip
+    (case, workers, PROBLEMS[name])
+    for case in CASES
+    for workers in case.workers
+    for name in case.problems
+    if len(case.workers) == 1 or (workers + list(PROBLEMS).index(name)) % 2 == 0
+]
 
 
 @pytest.mark.parametrize(("case", "workers", "problem"), EQUAL, ids=label)

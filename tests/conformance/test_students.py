@@ -21,7 +21,7 @@ from tests.conformance.test_choices import LAYOUTS, WIDTH, Run, assert_near, ben
 from tests.conformance.test_keras import ALONE, MIRRORED, PROBLEM
 from tests.conformance.test_pipeline import plan, spec, trained
 from tests.unit.torch_jobs import Files
-from trainwright.core.distillation import Match, SoftLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distilling import Distilled, judged
 from trainwright.strategies.likeness import Bridge
 from trainwright.strategies.students import Students, lone

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import trainwright as tw
 from tests.e2e.test_cli import JOB
 from tests.processes import FORKING, finish
 from tests.s3 import S3Bucket
+from trainwright.jobfile import load_job
 from trainwright.store import open_store
+from trainwright.views import show
 
 # Each epoch's checkpoint is committed before the next epoch goes on: one that is due during an upload goes by.
 PACED = """
@@ -26,13 +29,11 @@ def test_train_show_and_evaluate_on_s3(s3_bucket: S3Bucket, tmp_path: Path, fork
     code, out, err = finish("fit", file, module=FORKING)
     assert code == 0, err
     assert f"{s3_bucket.uri}/little/report.html" in out
-    shown = json.loads(finish("show", "little", "--storage", s3_bucket.uri, "--json")[1])
+    shown = show(s3_bucket.uri, "little").data
     assert shown["state"] == "done" and shown["step"] == 40 and len(shown["checkpoints"]) == 3
     assert shown["metrics"]["accuracy"] > 0.8
     assert b"<svg" in open_store(s3_bucket.uri).get("little/report.html")
-    code, out, err = finish("evaluate", file, "--json", "--here")
-    assert code == 0, err
-    assert json.loads(out)["accuracy"] == pytest.approx(shown["metrics"]["accuracy"])
+    assert tw.evaluate(load_job(str(file)), here=True)["accuracy"] == pytest.approx(shown["metrics"]["accuracy"])
     assert s3_bucket.env["AWS_SECRET_ACCESS_KEY"] not in json.dumps(shown)
 
 

@@ -212,8 +212,18 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
+# Each moment with the faults that leave in doubt what was done, and with every third of the others.
+PAIRS = [
+    (moment, fault)
+    for row, moment in enumerate(MOMENTS)
+    for column, fault in enumerate(FAULTS)
+    if fault in ("answer-lost", "silent") or (row + column) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("moment", "fault"), PAIRS, ids=lambda value: value if isinstance(value, str) else value.__name__
+)
 def test_a_fault_that_passes_costs_time_alone(scene: Scene, moment: Callable[[Scene], None], fault: str) -> None:
     what = FAULTS[fault]
     scene.weather.add(Fault(**{**vars(what), "on": MOMENTS[moment]}))

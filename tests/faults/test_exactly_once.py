@@ -16,7 +16,7 @@ from trainwright.datasets.stream import schedule_of
 
 JOB_FILE = """
 from tests import exactly_once, jobs
-kill = jobs.Kill(rank=1, step=13, folder={marks!r})
+kill = jobs.Kill(rank=1, step=6, folder={marks!r})
 job = exactly_once.job({folder!r}, {marks!r}, kills=(kill,), fatal={fatal})
 """
 
@@ -59,26 +59,26 @@ def stop_after(run: tw.Run, folder: Path, step: int) -> None:
 def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
     marks = str(tmp_path)
     file = tmp_path / "job.py"
-    fatal = id_at(12_345)
+    fatal = id_at(5 * exactly_once.BATCH + 123)
     file.write_text(JOB_FILE.format(folder=str(folder), marks=marks, fatal=fatal))
     with processes.trainwright("fit", file, module=processes.FORKING) as driver:  # 2 workers
-        processes.wait_until(lambda: committed(folder) >= 20, driver)
+        processes.wait_until(lambda: committed(folder) >= 10, driver)
         processes.kill(driver)
-    assert (tmp_path / "killed-forward-1-13").exists() and struck(tmp_path, fatal)
+    assert (tmp_path / "killed-forward-1-6").exists() and struck(tmp_path, fatal)
     after_driver = committed(folder)
-    assert 20 <= after_driver < 100, "the driver was killed on the way, after a consumer and the pool"
+    assert 10 <= after_driver < 50, "the driver was killed on the way, after a consumer and the pool"
 
     kill = jobs.Kill(rank=2, step=after_driver + 3, folder=marks)
-    fatal = id_at(after_driver * 1000 + 7_777)
+    fatal = id_at((after_driver + 5) * exactly_once.BATCH + 77)
     run = tw.start(exactly_once.job(str(folder), marks, kills=(kill,), fatal=fatal, workers=3), resume=True)
-    stop_after(run, folder, after_driver + 20)
+    stop_after(run, folder, after_driver + 10)
     assert kill.mark.exists() and struck(tmp_path, fatal)
     with_three = committed(folder)
-    assert after_driver < with_three < 100
+    assert after_driver < with_three < 50
 
     done = tw.fit(exactly_once.job(str(folder), marks, workers=1), resume=True)
     assert done.state == "done"
     assert np.allclose(counted(folder), 1.0, rtol=0, atol=1e-6)
-    assert final_state(folder, "faulty").step == 100
+    assert final_state(folder, "faulty").step == 50
     sizes = [event.workers for event in told(folder, "faulty", events.Formed)]
     assert sizes[0] == 2 and 3 in sizes and sizes[-1] == 1

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import trainwright as tw
 from tests import jobs
 from tests.runs import State, final_state, told
@@ -43,14 +41,11 @@ def shelves(folder: Path) -> list[Path]:
     return [path for path in MEMORY.glob(f"{PREFIX}*") if path == Shelf(uri).folder]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_when_all_die_at_once_the_state_comes_from_memory(
-    workers: int, folder: Path, unbroken: Callable[[int], State]
-) -> None:
-    kills = tuple(jobs.Kill(rank=rank, step=21, folder=str(folder.parent)) for rank in range(workers))
-    tw.fit(kept_job(folder, kills, workers))
+def test_when_all_die_at_once_the_state_comes_from_memory(folder: Path, unbroken: Callable[[int], State]) -> None:
+    kills = tuple(jobs.Kill(rank=rank, step=21, folder=str(folder.parent)) for rank in range(3))
+    tw.fit(kept_job(folder, kills, 3))
     assert all(kill.mark.exists() for kill in kills)
-    assert final_state(folder, "faulty") == unbroken(workers)
+    assert final_state(folder, "faulty") == unbroken(3)
     formed: Any = told(folder, "faulty", events.Formed)
     kept: Any = told(folder, "faulty", events.Kept)
     assert formed[-1].source == "keeper" and formed[-1].step in {event.step for event in kept}

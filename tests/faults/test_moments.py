@@ -93,7 +93,7 @@ def mortal_model(kills: tuple[jobs.Kill, ...]) -> Callable[[], torch.nn.Module]:
             return copy
 
         def dying_heal(self: Any, how: Any) -> Any:
-            if self._generation > 1:
+            if self._interruption.current.number > 1:
                 strike(kills, "recovery", how.step)
             return heal(self, how)
 

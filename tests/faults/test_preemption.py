@@ -46,15 +46,6 @@ def test_workers_that_are_told_to_go_hand_their_ranks_over(
             os.kill(int(kill.mark.read_text()), 0)
 
 
-def test_a_single_worker_is_followed_by_a_new_process(folder: Path, unbroken: Callable[[int], State]) -> None:
-    left = jobs.Awaited(kind=events.Leaving)
-    tw.fit(jobs.job(folder, notices(folder, 0), workers=1, spares=0, failures=0, awaits={10: left}))
-    assert final_state(folder, "faulty") == unbroken(1)
-    assert not told(folder, "faulty", events.Failed)
-    formed: Any = told(folder, "faulty", events.Formed)
-    assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("checkpoint", 0)]
-
-
 def test_a_process_that_nobody_relieves_ends_by_itself_when_its_time_is_over(
     folder: Path, unbroken: Callable[[int], State]
 ) -> None:

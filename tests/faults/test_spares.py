@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import trainwright as tw
 from tests import jobs
 from tests.runs import State, final_state, told
@@ -20,13 +18,11 @@ def ready(number: int) -> jobs.Awaited:
     return jobs.Awaited(kind=events.Placed, number=number, spare=True)
 
 
-@pytest.mark.parametrize(("workers", "point"), [(2, "synchronisation"), (4, "forward")])
 def test_a_spare_takes_the_rank_of_a_killed_worker_and_is_replaced_itself(
-    workers: int, point: str, folder: Path, unbroken: Callable[[int], State]
+    folder: Path, unbroken: Callable[[int], State]
 ) -> None:
-    kills = tuple(
-        jobs.Kill(rank=rank, step=step, point=point, folder=str(folder.parent)) for rank, step in ((1, 8), (0, 16))
-    )
+    workers = 3
+    kills = tuple(jobs.Kill(rank=rank, step=step, folder=str(folder.parent)) for rank, step in ((1, 8), (0, 16)))
     tw.fit(jobs.job(folder, kills, workers=workers, spares=1, awaits={7: ready(1), 15: ready(2)}))
     assert all(kill.mark.exists() for kill in kills)
     assert final_state(folder, "faulty") == unbroken(workers)

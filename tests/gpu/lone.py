@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 from tests.conformance import problems, torch_case
 from tests.conformance.problems import Problem
 from tests.conformance.rank import Files
+from tests.gpu import STAND_IN
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.group import Generation, Group, Peer
 from trainwright.core.plan import Plan
 
-GPU, CPU = "cuda:0", "cpu"
+GPU, CPU = os.environ.get(STAND_IN, "cuda:0"), "cpu"
 TORCH = "trainwright.strategies.torch"
 ONE_DEVICE, PARALLEL = f"{TORCH}.one_device:OneDevice", f"{TORCH}.data_parallel:DataParallel"  # over NCCL on a GPU
 GENERATION = Generation(token=1, number=1)

@@ -109,6 +109,7 @@ def test_a_compiled_model_is_near() -> None:
     assert_near(found, trained(Task.of(ATTENTIVE, spec=job), GPU))
 
 
+@pytest.mark.gpu(stand_in=False)  # a CPU is timed in every step
 def test_phases_are_told_in_the_step_after_those_that_are_timed() -> None:
     problem: Problem = replace(ATTENTIVE, steps=FIRST + EVERY + 3)
     reports = trained(Task.of(problem, spec=replace(WIDE, total_steps=problem.steps)), GPU).reports

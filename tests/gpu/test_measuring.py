@@ -21,7 +21,7 @@ from trainwright.strategies.memory import stage_memory
 from trainwright.strategies.torch.probe import probe
 from trainwright.strategies.torch.profile import profile_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(stand_in=False)
 
 WORDS = 8192
 

@@ -86,7 +86,7 @@ def serving(place: str, **options: float) -> Iterator[Server]:
 def joined(server: Server, rank: int = 1) -> Iterator[Link]:
     """A worker that has been let in."""
     with ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial, server.peer, FIRST, rank, soon())
+        dialling = pool.submit(dial, server.peer, FIRST, rank, soon(), sockets.Switch())
         while not dialling.done():
             assert server.quiet(0.005)
         link = dialling.result()
@@ -182,7 +182,7 @@ def test_any_ranges_made_ready_in_any_order_come_to_the_whole() -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_an_older_generation_is_refused(place: str) -> None:
     with serving(place) as server, ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial, server.peer, SECOND, 1, soon())
+        dialling = pool.submit(dial, server.peer, SECOND, 1, soon(), sockets.Switch())
         while not dialling.done():
             assert server.quiet(0.005)
         with pytest.raises(PeerLost, match="rank 0 closed the connection"):
@@ -279,10 +279,10 @@ def test_of_a_worker_killed_in_the_middle_of_its_push_nothing_counts_but_what_ra
     code = (
         "import sys, time\n"
         "from trainwright.core.group import Address, Generation, Peer\n"
-        "from trainwright.strategies.servers.channel import dial\n"
+        "from trainwright.strategies.servers.channel import Switch, dial\n"
         "peer = Peer(rank=0, address=Address(host='127.0.0.1', port=int(sys.argv[1])))\n"
         "until = time.monotonic() + 60\n"
-        "link = dial(peer, Generation(token=1, number=1), 1, until)\n"
+        "link = dial(peer, Generation(token=1, number=1), 1, until, Switch())\n"
         "outbox = link.open_outbox(100, until)\n"
         "outbox[:50] = b'a' * 50\n"
         "link.call(b'push', until, size=50)\n"
@@ -351,7 +351,7 @@ def test_cut_ends_waits_at_both_ends(place: str) -> None:
         server.lines.cut()
         assert events.result(5) == []
         with pytest.raises(PeerLost):
-            dial(server.peer, FIRST, 1, soon(0.5))
+            dial(server.peer, FIRST, 1, soon(0.5), sockets.Switch())
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -52,7 +52,7 @@ def test_every_node_installs_the_wheel_under_the_constraints() -> None:
     assert config["file_mounts"][remote] == "dist" and token == "~/.ray/auth_token"
     anew, needed = [command for command in config["setup_commands"] if "pip install" in command]
     assert anew.endswith(f"--force-reinstall --no-deps {remote}/*.whl")
-    assert needed.endswith(f"--constraint {remote}/constraints.txt {remote}/*.whl")
+    assert needed.endswith(f'--constraint {remote}/constraints.txt "$(echo {remote}/*.whl)[torch,tensorflow]"')
 
 
 def test_silent_nodes_are_found_within_seconds() -> None:

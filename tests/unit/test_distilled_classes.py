@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.unit.test_distilling import TWO, torch_hard
 from trainwright.core.data import Terms
-from trainwright.core.distillation import Match, SoftLoss
 from trainwright.core.errors import JobError
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distilling import Distilled, judged
 
 

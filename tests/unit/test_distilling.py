@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 from torch import nn
 
 from trainwright.core.data import Terms
-from trainwright.core.distillation import Match, SoftLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distilling import Distilled
 from trainwright.strategies.likeness import Bridge, bridge
 

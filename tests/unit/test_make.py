@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRETENDED = """#!/bin/sh
 case "$1 $2" in
 "-c import sys; print"*) echo "$PRETENDED_VERSION" ;;
-"-c import sys, ensurepip"*) case $PRETENDED_VERSION in 3.1[1-9].*) exit "${PRETENDED_NO_VENV:-0}" ;; esac; exit 1 ;;
+"-c import sys, ensurepip"*) case $PRETENDED_VERSION in 3.1[1-3].*) exit "${PRETENDED_NO_VENV:-0}" ;; esac; exit 1 ;;
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m pip") echo "$*" >>pip-calls; echo "pip's last words"; exit "${PRETENDED_PIP_EXIT:-0}" ;;
 esac
@@ -65,7 +65,7 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_help_is_the_default_and_lists_the_targets() -> None:
     text = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
     listed = {line.split()[1] for line in text.splitlines() if line.startswith("  make ")}
-    assert {"help", "demo", "test", "check", "bench"} <= listed
+    assert {"help", "demo", "test", "test-all", "check", "bench"} <= listed
 
 
 def test_a_second_call_installs_nothing(checkout: Checkout) -> None:
@@ -130,10 +130,11 @@ def test_an_environment_of_the_users_own_is_left_alone(checkout: Checkout) -> No
     assert checkout.set_up(venv="other").returncode == 0
 
 
-def test_an_old_python_is_refused_by_name(checkout: Checkout) -> None:
-    refused = checkout.set_up(PRETENDED_VERSION="3.9.18")
+@pytest.mark.parametrize("version", ["3.9.18", "3.14.0"])
+def test_a_python_that_was_not_tried_is_refused_by_name(checkout: Checkout, version: str) -> None:
+    refused = checkout.set_up(PRETENDED_VERSION=version)
     assert refused.returncode == 1
-    assert "Python 3.11 or later is needed; found: python3 is 3.9.18" in refused.stderr
+    assert f"Python 3.11, 3.12 or 3.13 is needed; found: python3 is {version}" in refused.stderr
     assert not (checkout.path / ".venv").exists()
 
 

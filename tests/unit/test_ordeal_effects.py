@@ -181,11 +181,14 @@ def test_shared_memory_that_nobody_uses_is_left_over(tmp_path: Path) -> None:
     path = Path("/dev/shm") / mine
     try:
         with path.open("w"):
-            assert now.new(before, "net") == ("actor keeper-net-1",)
-        assert now.new(before, "net") == (f"shared memory {path}", "actor keeper-net-1")
+            assert now.new(before, "net", mine) == ("actor keeper-net-1",)
+        assert now.new(before, "net", mine) == (f"shared memory {path}", "actor keeper-net-1")
+        assert now.new(before, "net", "trainwright-other") == ("actor keeper-net-1",), (
+            "copies of another run are its own"
+        )
     finally:
         path.unlink()
-    assert now.new(before, "net") == ("actor keeper-net-1",), "it went away in the meantime"
+    assert now.new(before, "net", mine) == ("actor keeper-net-1",), "it went away in the meantime"
 
 
 def test_a_semaphore_is_in_use_while_its_process_lives() -> None:
@@ -193,4 +196,4 @@ def test_a_semaphore_is_in_use_while_its_process_lives() -> None:
     name = "sem." + lock._semlock.name.lstrip("/")
     now = Surroundings(shared=frozenset({name}), actors=frozenset())
     assert (Path("/dev/shm") / name).exists()
-    assert now.new(Surroundings(shared=frozenset(), actors=frozenset()), "net") == ()
+    assert now.new(Surroundings(shared=frozenset(), actors=frozenset()), "net", "") == ()

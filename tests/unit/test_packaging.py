@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 MAPPED = {"app": "trainwright", "strategies": "trainwright/strategies", "datasets": "trainwright/datasets",
           "clusters": "trainwright/clusters"}  # fmt: skip
+EXTRAS = ("torch", "tensorflow", "mlflow", "wandb")  # each is imported where a job asks for it
 BRING_YOUR_OWN = {"IPython"}  # used only where it is already loaded: in a notebook
 LEFT_OUT = (".git", ".venv*", ".typing", "build", "dist", "data", "runs", "*.egg-info", "__pycache__", ".*cache")
 
@@ -136,9 +138,13 @@ def test_import_of_datasets_fails_as_usual_where_there_is_none(tmp_path: Path) -
 
 
 def direct_requirements() -> list[Requirement]:
-    """What pyproject.toml asks for, tools included."""
+    """What `make setup` installs: pyproject.toml's dependencies and the tools, with the extras that they name."""
     table = project()
-    return [Requirement(line) for line in [*table["dependencies"], *table["optional-dependencies"]["dev"]]]
+    extras = table["optional-dependencies"]
+    asked = [Requirement(line) for line in [*table["dependencies"], *extras["dev"]]]
+    own = [extra for requirement in asked if requirement.name == "trainwright" for extra in requirement.extras]
+    asked += [Requirement(line) for extra in sorted(own) for line in extras[extra]]
+    return [requirement for requirement in asked if requirement.name != "trainwright"]
 
 
 def pins() -> dict[str, str]:
@@ -155,6 +161,23 @@ def test_each_requirement_is_pinned_to_what_is_tested_here(requirement: Requirem
     assert metadata.version(requirement.name).partition("+")[0] == pinned
 
 
+@pytest.mark.parametrize("end", ["lowest", "highest"])
+def test_the_ends_of_the_matrix_are_those_of_the_ranges(end: str) -> None:
+    lines = [line for line in (ROOT / ".ci" / f"{end}.txt").read_text().splitlines() if not line.startswith("#")]
+    table = project()
+    asked = [*table["dependencies"], *(line for lines in table["optional-dependencies"].values() for line in lines)]
+    ranges = {each.name: each.specifier for each in map(Requirement, asked)}
+    for line in lines:
+        name, _, pinned = line.partition("==")
+        major, minor, *_ = Version(pinned).release
+        assert ranges[name].contains(pinned), name
+        if end == "highest":
+            assert not ranges[name].contains(f"{major}.{minor + 1}" if name != "pyarrow" else f"{major + 1}"), name
+        else:
+            (low,) = (each.version for each in ranges[name] if each.operator == ">=")
+            assert Version(low) == Version(pinned), name
+
+
 def imported_roots() -> set[str]:
     """Top-level names of everything that the three packages import, wherever in a file."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for folder in MAPPED for path in (ROOT / folder).rglob("*.py")]
@@ -167,7 +190,9 @@ def imported_roots() -> set[str]:
 def test_everything_imported_is_asked_for() -> None:
     homes = metadata.packages_distributions()
     third_party = imported_roots() - sys.stdlib_module_names - {"trainwright"} - BRING_YOUR_OWN
-    asked = {canonicalize_name(Requirement(line).name) for line in project()["dependencies"]}
+    extras = project()["optional-dependencies"]
+    lines = [*project()["dependencies"], *(line for name in EXTRAS for line in extras[name])]
+    asked = {canonicalize_name(Requirement(line).name) for line in lines}
     missing = {name for name in third_party if asked.isdisjoint(map(canonicalize_name, homes.get(name, [])))}
     assert missing == set()
 

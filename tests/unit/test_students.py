@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import trainwright as tw
 from tests.unit import torch_jobs
 from trainwright.core.data import Batch, Feed
-from trainwright.core.distillation import Match, SoftLoss
 from trainwright.core.errors import JobError, NonFiniteLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distilling import Distilled, judged
 from trainwright.strategies.divergences import tensors_of
 from trainwright.strategies.students import Students, lone

@@ -18,8 +18,8 @@ import trainwright as tw
 from tests.conformance import tensorflow_case, torch_case
 from tests.ray.test_predict import columns_of, job, train
 from tests.unit.torch_jobs import Net
-from trainwright.core.distillation import Match, SoftLoss
 from trainwright.core.errors import CheckpointError, JobError
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.distilling import teachers
 from trainwright.distilling.teachers import Lecturer, Teacher
 from trainwright.strategies.distilling import Distilled

@@ -1,0 +1,94 @@
+"""The one place that decides how torch and TensorFlow are loaded.
+
+`separate()` runs at `import trainwright`. After it, torch (with triton) and TensorFlow share a process in any order of
+imports. `load()` imports a module that needs a framework, and says which extra to install where that is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from trainwright.core.errors import MissingFramework, TrainwrightError
+
+EXTRAS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}  # of trainwright, by import name
+
+_EXPORTS = "tensorflow.python.pywrap_dlopen_global_flags"
+_TRITON = "triton._C.libtriton"
+
+
+def load(module: str) -> Any:
+    """Import a module of trainwright that needs a framework.
+
+    Raises:
+        MissingFramework: the framework is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise missing(error) or error from error
+
+
+def missing(error: BaseException, where: str = "") -> MissingFramework | None:
+    """Return the error that says what to install, if an exception means that a framework is not installed."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if name not in EXTRAS or importlib.util.find_spec(name) is not None:
+        return None
+    return MissingFramework(f"{name} is not installed: pip install 'trainwright[{EXTRAS[name]}]'", where=where)
+
+
+def separate() -> None:
+    """Keep the LLVM of TensorFlow and the LLVM of triton apart, whichever is imported first. Imports neither.
+
+    The wheels of TensorFlow 2.20 and 2.21 load their libraries with RTLD_GLOBAL, by mistake, and so export their LLVM
+    to every library that is loaded later (tensorflow/tensorflow#124205, cured upstream after 2.21). The CUDA builds of
+    torch bring triton, whose library exports another LLVM; `torch._dynamo` imports it. Loaded after TensorFlow, it
+    binds to TensorFlow's LLVM and crashes the process in its initializers.
+
+    TensorFlow is loaded as upstream loads it now, without RTLD_GLOBAL. Where the process imported TensorFlow before
+    trainwright, triton's library is loaded with RTLD_DEEPBIND: it prefers its own symbols.
+    """
+    if not any(isinstance(finder, _Separation) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Separation())
+
+
+class _Separation(MetaPathFinder):
+    """Hides the module by which TensorFlow exports its symbols, and finds triton's library."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == _EXPORTS:
+            raise ModuleNotFoundError(f"{fullname} is hidden by trainwright", name=fullname)
+        if fullname != _TRITON or _EXPORTS not in sys.modules:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and isinstance(spec.loader, ExtensionFileLoader):
+            spec.loader = _OwnSymbolsFirst(fullname, spec.loader.path)
+        return spec
+
+
+class _OwnSymbolsFirst(ExtensionFileLoader):
+    """Loads a library that prefers its own symbols to those that are loaded already."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Raises TrainwrightError where a preloaded library, such as another malloc, would be bypassed."""
+        if os.environ.get("LD_PRELOAD"):
+            raise TrainwrightError(
+                "triton cannot be loaded after TensorFlow while LD_PRELOAD is set",
+                where="this process imported tensorflow before trainwright",
+                remedy="import trainwright first, or unset LD_PRELOAD",
+            )
+        flags = sys.getdlopenflags()
+        sys.setdlopenflags(flags | os.RTLD_DEEPBIND)
+        try:
+            return super().create_module(spec)
+        finally:
+            sys.setdlopenflags(flags)

@@ -1,0 +1,32 @@
+"""Symbols of TensorFlow and Keras without a public equivalent.
+
+Every private symbol of theirs that the TensorFlow engines name is imported here and nowhere else, so that a new
+version is checked in one place (`tests/unit/test_compat.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.models.functional import Functional as Functional
+from tensorflow.python.eager.context import Context
+
+
+def before_first_use(call: Callable[[], None]) -> None:
+    """From now on call a function whenever something uses TensorFlow while its devices have not been started."""
+    start = Context.ensure_initialized
+
+    def ensure_initialized(self: Context) -> None:
+        if not self._initialized:
+            call()
+        start(self)
+
+    Context.ensure_initialized = ensure_initialized
+
+
+def to_graph_code(function: Any) -> Any:
+    """Return a function as AutoGraph rewrites it in the function that is traced now."""
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(function, autograph.control_status_ctx())

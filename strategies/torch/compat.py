@@ -1,0 +1,198 @@
+"""Symbols of torch without a public equivalent, and differences between the torch versions that are supported.
+
+Every private symbol of torch that the torch engines name is imported here and nowhere else, so that a new version of
+torch is checked in one place (`tests/unit/test_compat.py`). Imports that cost time stay inside the functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import _pop_mode_temporarily as pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+__all__ = ["BatchNorm", "pop_mode_temporarily"]
+
+COMPILER = "torch._dynamo"
+COMPILER_PACKAGES = ("torch._dynamo.", "torch._inductor.")
+
+# What `torch.autograd.backward` calls once it has looked at the slopes, for which it imports sympy: half a second of a
+# process; and looking takes 0.07 ms each time.
+run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+
+def queue_backward_callback(call: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs in this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def preserve_version_counter(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which changes of these tensors are not counted by autograd."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
+
+
+def wrapper_subclass(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
+    """Return a tensor of a subclass without memory, with the size, strides, offset and type of another one."""
+    return Tensor._make_wrapper_subclass(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
+def assert_on_device(condition: Tensor) -> None:
+    """Raise in a later call of the device where a condition is false, without a wait of the host."""
+    torch._assert_async(condition)
+
+
+def multiply(tensors: list[Tensor], factor: float) -> None:
+    """Multiply tensors in place, in one kernel where the device can."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others, in one kernel where the device can."""
+    torch._foreach_copy_(targets, sources)
+
+
+def compile_in_process() -> None:
+    """Let the compiler start no worker processes: they would outlive a killed parent."""
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+
+
+def process_groups() -> dict[Any, Any]:
+    """Return torch's own map of the process groups of this process, which keeps them alive."""
+    groups: dict[Any, Any] = distributed.distributed_c10d._world.pg_map
+    return groups
+
+
+def reset_group_count() -> None:
+    """Set back the number that torch puts into the store's keys of the next process group."""
+    distributed.distributed_c10d._world.group_count = 0
+
+
+def graph_node(tensor: Tensor) -> Any:
+    """Return the node of autograd's graph that a tensor's gradient goes to; None where it needs no gradient."""
+    from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
+
+    return _get_grad_fn_or_grad_acc(tensor)
+
+
+def graph_consumers(ends: Sequence[Any]) -> Any:
+    """Return the nodes that consume each node's output, of the graph behind these nodes."""
+    from torch.distributed.pipelining._backward import construct_reverse_graph
+
+    return construct_reverse_graph(list(ends))
+
+
+def graph_closure(starts: Sequence[Any], ends: Any, consumers: Any) -> tuple[Any, Any]:
+    """Return the nodes between `starts` and `ends`, and the ends that were reached."""
+    from torch.distributed.pipelining._backward import reverse_closure
+
+    return reverse_closure(list(starts), ends, consumers)
+
+
+def backward_of_inputs(
+    roots: Sequence[Tensor], slopes: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+) -> Any:
+    """Run the first half of a split backward; return what the second half starts from."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    _, groups = stage_backward_input(list(roots), list(slopes), list(given), iter(parameters))
+    return groups
+
+
+def backward_of_parameters(parameters: Sequence[nn.Parameter], groups: Any) -> None:
+    """Run the second half of a split backward."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(parameters), groups)
+
+
+def ddp_without_buffer_sync(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Wrap a module in DDP that broadcasts neither parameters nor buffers; torch < 2.13 calls the option otherwise."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    return DistributedDataParallel(module, init_sync=False, **options)
+
+
+def reduce_unused_parameters(module: Any) -> None:
+    """Let an FSDP2 module reduce zeros for parameters without a gradient, which other ranks may have used.
+
+    torch 2.13 has `set_reduce_scatter_unused_params` for this. Before, the zeros are put in place of the missing
+    gradients when FSDP2 begins to reduce a group: the same values go through the same collectives.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in FsdpState(module).groups:
+        group.post_backward = partial(_reduce_with_zeros, group, group.post_backward)
+
+
+def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    for each in group.fsdp_params if group.reduce_grads else ():
+        if not hasattr(each, "_unsharded_param") or each.unsharded_accumulated_grad is not None:
+            continue
+        if each.unsharded_param.requires_grad and each.unsharded_param.grad is None:
+            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    post_backward(*unused)
+
+
+def forget_gradient(parameter: Any) -> None:
+    """Forget the gradient of one of FSDP2's parameters; before torch 2.15 the accumulated one is kept beside it."""
+    parameter.unsharded_param.grad = None
+    if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+        parameter.unsharded_accumulated_grad = None
+
+
+class FsdpState:
+    """The private state that FSDP2 keeps with a module.
+
+    Args:
+        module: divided by `fully_shard`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._state = module._get_fsdp_state()
+
+    def remove_forward_hooks(self) -> None:
+        """Let calls of the module neither gather nor release its parameters."""
+        self._state._pre_forward_hook_handle.remove()
+        self._state._post_forward_hook_handle.remove()
+
+    def initialize_root(self) -> None:
+        """Make this module's state the root, as the first call of the module does."""
+        self._state._lazy_init()
+
+    def finish_backward(self) -> None:
+        """Wait for the reductions of a backward, as the root does at its end."""
+        self._state._root_post_backward_final_callback()
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups of parameters that are gathered and reduced together; torch < 2.12 has at most one."""
+        if hasattr(self._state, "_fsdp_param_groups"):
+            return [*self._state._fsdp_param_groups]
+        group = self._state._fsdp_param_group
+        return [] if group is None else [group]

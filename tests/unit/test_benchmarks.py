@@ -1,0 +1,91 @@
+"""`benchmarks/run.py`: each benchmark is in its table, and a smoke run fails where a benchmark does."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+SOURCE = """
+from figures import Figure
+
+def measure(folder, *, smoke):
+    assert smoke
+    return [Figure(benchmark='broken', what='time of a step', unit='ms', ours={ours}, peer=1.0, pairs=1)]
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("run")
+
+
+def _kept() -> dict[Path, bytes]:
+    """What a measured run writes."""
+    return {path: path.read_bytes() for path in [FOLDER / "RESULTS.md", *(FOLDER / "results").iterdir()]}
+
+
+def _functions(path: Path) -> dict[str, ast.FunctionDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_smoke_run_is_of_every_module_that_measures(run: ModuleType) -> None:
+    modules = {path.stem: _functions(path) for path in FOLDER.glob("*.py")}
+    measuring = {name for name, functions in modules.items() if "measure" in functions}
+    assert set(run.default_names(smoke=True)) == measuring
+    for name in sorted(measuring):
+        assert [argument.arg for argument in modules[name]["measure"].args.kwonlyargs] == ["smoke"], name
+
+
+def test_a_measured_run_leaves_out_what_needs_a_gpu(run: ModuleType) -> None:
+    assert set(run.default_names(smoke=True)) - set(run.default_names(smoke=False)) == {"gpu_step"}
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (SOURCE.format(ours="float('nan')"), "time of a step: trainwright is nan ms"),
+        (SOURCE.format(ours="0.0"), "time of a step: trainwright is 0 ms"),
+        ("def measure(folder, *, smoke):\n    raise LookupError('no such layer')\n", "LookupError: no such layer"),
+        ("import time\ndef measure(folder, *, smoke):\n    time.sleep(600)\n", "stopped after 2 s"),
+    ],
+)
+def test_a_broken_benchmark_is_named_and_nothing_is_kept(
+    run: ModuleType,
+    source: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "broken.py").write_text(source, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(run.BENCHMARKS, "broken", run.Benchmark(deadline_s=1))
+    if "sleep" in source:
+        monkeypatch.setattr(run, "SMOKE_DEADLINE_S", 2)
+    before = _kept()
+    assert run.main(["broken", "--smoke"]) == 1
+    said = capfd.readouterr()
+    assert told in said.out + said.err
+    assert "failed: broken" in said.err
+    assert _kept() == before
+
+
+def test_a_benchmark_that_works_is_shown_and_nothing_is_kept(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(SOURCE.format(ours="2.0"), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(run.BENCHMARKS, "broken", run.Benchmark(deadline_s=1, peer="no_such_package"))
+    before = _kept()
+    assert run.main(["broken", "--smoke"]) == 0
+    said = capfd.readouterr()
+    assert "no_such_package is not installed and is not measured" in said.out
+    assert "time of a step  2 ms" in said.out
+    assert _kept() == before

@@ -1,0 +1,317 @@
+"""An interrupt frees a rank whenever it comes: before the call, while the rank connects, and not a call too late."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from tests.unit.test_worker_parts import order_of, table_job
+from trainwright.core.errors import PeerLost
+from trainwright.core.group import Address, Generation, Group, Peer
+from trainwright.driver.layouts import Reservation
+from trainwright.store import Store
+from trainwright.strategies.servers import channel, regions
+from trainwright.strategies.servers.sockets import Listener, Switch
+from trainwright.strategies.torch import group as groups
+from trainwright.strategies.torch.group import Membership
+from trainwright.strategies.torch.parameter_server import ParameterServer
+from trainwright.worker import Worker
+
+FIRST, SECOND = Generation(token=1, number=1), Generation(token=1, number=2)
+PEER = Peer(rank=0, address=Address(host="127.0.0.1", port=1))
+FOREVER_S = 120.0  # the group's deadline; what an interrupt frees ends long before
+SOON_S = 60.0
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker whose engine notes what it is called for."""
+    monkeypatch.setattr(Store, "exists", lambda self, path: False)
+    made: Any = Worker(order_of(table_job()))
+    called = made.called = list[str]()
+
+    def note(verb: str, answer: Any = None) -> Callable[..., Any]:
+        def noted(*_: Any) -> Any:
+            called.append(verb)
+            return answer
+
+        return noted
+
+    made._engine = SimpleNamespace(
+        reserve=note("reserve", PEER.address), form=note("form"), interrupt=note("interrupt"), leave=note("leave")
+    )
+    return made
+
+
+def group(generation: Generation) -> Group:
+    return Group(generation=generation, rank=0, peers=(PEER,))
+
+
+def test_an_interrupt_that_overtakes_the_call_it_is_for_counts(worker: Any) -> None:
+    """The driver calls for `form`, hears of a death and interrupts: the threads of the process may turn that around."""
+    worker.reserve(Reservation(generation=FIRST))
+    worker.interrupt(FIRST, False)
+    with pytest.raises(PeerLost, match=r"generation 1\.1 was over before this rank had joined it"):
+        worker.form(group(FIRST))
+    assert worker.called == ["reserve", "interrupt"], "nothing waits for peers that are gone"
+    worker.reserve(Reservation(generation=SECOND))
+
+
+def test_an_interrupt_of_the_generation_to_come_counts(worker: Any) -> None:
+    worker.reserve(Reservation(generation=FIRST))
+    worker.interrupt(SECOND, False)
+    with pytest.raises(PeerLost):
+        worker.reserve(Reservation(generation=SECOND))
+
+
+def test_an_interrupt_that_comes_late_leaves_the_next_generation_alone(worker: Any) -> None:
+    """It would shut the port that the next generation's ranks are to connect to."""
+    worker.reserve(Reservation(generation=FIRST))
+    worker.reserve(Reservation(generation=SECOND))
+    worker.interrupt(FIRST, False)
+    assert worker.called == ["reserve", "reserve"]
+
+
+def test_generations_of_a_driver_that_was_taken_over_from_are_over(worker: Any) -> None:
+    worker.reserve(Reservation(generation=FIRST))
+    worker.renew(order_of(table_job()), 2)
+    with pytest.raises(PeerLost):
+        worker.form(group(FIRST))
+    worker.reserve(Reservation(generation=Generation(token=2, number=1)))
+    assert worker.called == ["reserve", "interrupt", "reserve"]
+
+
+# --- parameter servers ------------------------------------------------------------------------------------------------
+
+
+class Stopped(Switch):
+    """Cut at a moment of connecting: before it, right after the connection is held, or once it is made."""
+
+    def __init__(self, moment: str) -> None:
+        super().__init__()
+        self._moments = ["held", "made"]
+        self._moment = moment
+        self.greeting = threading.Event()
+        if moment == "before":
+            self.cut()
+
+    def hold(self, connection: socket.socket) -> None:
+        super().hold(connection)
+        moment = self._moments.pop(0)
+        if moment == self._moment:
+            self.cut()
+        elif moment == "made":
+            self.greeting.set()
+
+
+@pytest.fixture(params=["shared", "tcp"])
+def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    """A server that listens and lets nobody in, as one that is frozen does."""
+    if request.param == "tcp":
+        monkeypatch.setattr(regions, "SHARES", False)
+    listener = Listener("127.0.0.1")
+    yield listener
+    listener.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "held", "made", "greeting"])
+def test_connecting_to_a_server_that_says_nothing_can_be_cut_at_any_moment(silent: Listener, moment: str) -> None:
+    switch = Stopped(moment)
+    peer = Peer(rank=0, address=silent.address, role="server")
+    with ThreadPoolExecutor(1) as pool:
+        dialling = pool.submit(channel.dial, peer, FIRST, 1, time.monotonic() + FOREVER_S, switch)
+        if moment == "greeting":
+            assert switch.greeting.wait(SOON_S)
+            switch.cut()
+        with pytest.raises(PeerLost):
+            dialling.result(SOON_S)
+
+
+def member(rank: int, silent: Listener, engine: ParameterServer) -> Group:
+    """A group whose first server says nothing."""
+    roles = ("server", "server", "worker")
+    address = engine.reserve(FIRST, roles[rank])
+    peers = tuple(
+        Peer(rank=other, address=address if other == rank else silent.address, role=role)
+        for other, role in enumerate(roles)
+    )
+    return Group(generation=FIRST, rank=rank, peers=peers, deadline_s=FOREVER_S)
+
+
+@pytest.mark.parametrize("moment", ["before", "greeting"])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_servers_and_workers_that_join_are_freed(
+    rank: int, moment: str, silent: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rank` 1 is a server that dials the first one; 2 is a worker, which dials all."""
+    dialled, hold = threading.Event(), Switch.hold
+
+    def holding(self: Switch, connection: socket.socket) -> None:
+        if self._connection is connection:  # for the second time: it is made
+            dialled.set()
+        hold(self, connection)
+
+    monkeypatch.setattr(Switch, "hold", holding)
+    engine = ParameterServer()
+    joining = member(rank, silent, engine)
+    with ThreadPoolExecutor(1) as pool:
+        if moment == "before":
+            engine.interrupt(1.0)
+        forming = pool.submit(engine.form, joining)
+        if moment == "greeting":
+            assert dialled.wait(SOON_S)
+            engine.interrupt(1.0)
+        with pytest.raises(PeerLost):
+            forming.result(SOON_S)
+    engine.leave()
+
+
+def test_the_first_server_s_group_is_over_where_it_was_interrupted_before_it_formed(silent: Listener) -> None:
+    """Nothing is dialled there: it would serve for ever, on a port that was shut."""
+    engine = ParameterServer()
+    joining = member(0, silent, engine)
+    engine.interrupt(1.0)
+    engine.form(joining)
+    with pytest.raises(PeerLost, match="has left its group"):
+        next(engine._desk_of.serve(0, 1, lambda: False))
+    assert engine._desk_of.join(SOON_S)
+    engine.leave()
+    engine.form(member(0, silent, engine))
+    assert not engine._desk_of.join(0.0), "the next group's server serves"
+    engine.leave()
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+
+class Told(TCPStore):
+    """A store that tells when it is connected to, and when somebody waits at it."""
+
+    connecting, waiting = threading.Event(), threading.Event()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.connecting.set()
+        super().__init__(*arguments, **options)
+
+    def wait(self, *arguments: Any) -> None:
+        self.waiting.set()
+        super().wait(*arguments)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
+    monkeypatch.setattr(groups, "TCPStore", Told)
+    monkeypatch.setattr(Told, "connecting", threading.Event())
+    monkeypatch.setattr(Told, "waiting", threading.Event())
+    return Told
+
+
+def pair(rank: int, membership: Membership, other: Address) -> Group:
+    """A group of two, of which this process is one."""
+    addresses = [other, other]
+    addresses[rank] = membership.reserve()
+    peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
+    return Group(generation=FIRST, rank=rank, peers=peers, deadline_s=FOREVER_S)
+
+
+@pytest.fixture(params=["dead", "late"])
+def first(request: pytest.FixtureRequest) -> Iterator[Address]:
+    """Where rank 0 is to be found, which has died, or has not opened the group's store yet."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = Address(host="127.0.0.1", port=listening.getsockname()[1])
+        if request.param == "dead":
+            listening.close()
+        yield address
+
+
+@pytest.mark.parametrize("moment", ["before", "connecting"])
+def test_a_rank_that_looks_for_the_first_one_is_freed(moment: str, first: Address, told: type[Told]) -> None:
+    """torch itself looks for it until the deadline, again and again."""
+    membership = Membership()
+    group = pair(1, membership, first)
+    with ThreadPoolExecutor(1) as pool:
+        if moment == "before":
+            membership.interrupt()
+        joining = pool.submit(membership.join, group, torch.device("cpu"))
+        if moment == "connecting":
+            assert told.connecting.wait(SOON_S)
+            membership.interrupt()
+        with pytest.raises(PeerLost, match="did not form before it was interrupted"):
+            joining.result(SOON_S)
+    assert told.connecting.is_set() == (moment == "connecting")
+
+
+def test_an_interrupt_counts_although_the_store_is_reached_after_it(
+    told: type[Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had nothing to shut."""
+    membership, make, either = Membership(), Told.__init__, groups.wait
+
+    def interrupted(self: Told, *arguments: Any, **options: Any) -> None:
+        membership.interrupt()
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(Told, "__init__", interrupted)
+    monkeypatch.setattr(groups, "wait", lambda pending, return_when: either(pending))
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(membership.join, pair(0, membership, PEER.address), torch.device("cpu"))
+        with pytest.raises(PeerLost, match="did not form before it was interrupted"):
+            joining.result(SOON_S)
+
+
+def test_the_first_rank_is_freed_while_it_waits_for_the_others(told: type[Told]) -> None:
+    """And nobody is in gloo's hands before all are there: what gloo waits for cannot be shut."""
+    membership = Membership()
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(membership.join, pair(0, membership, PEER.address), torch.device("cpu"))
+        assert told.waiting.wait(SOON_S)
+        assert not torch.distributed.is_initialized()
+        assert membership.interrupt()
+        with pytest.raises(PeerLost, match="did not form before it was interrupted"):
+            joining.result(SOON_S)
+        again = pool.submit(membership.join, pair(0, membership, PEER.address), torch.device("cpu"))
+        with pytest.raises(TimeoutError):
+            again.result(0.5)
+        membership.interrupt()
+        with pytest.raises(PeerLost):
+            again.result(SOON_S)
+
+
+def test_a_rank_is_freed_for_which_another_dies_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo waits for it as this constructor does: nothing is there to be shut."""
+    inside, over = threading.Event(), threading.Event()
+
+    def unconnected(*_: Any, **__: Any) -> None:
+        inside.set()
+        over.wait(FOREVER_S)
+        raise RuntimeError("gloo/transport/tcp/pair.cc: timed out")
+
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "ProcessGroupGloo", unconnected)
+    membership = Membership()
+    alone = Group(generation=FIRST, rank=0, peers=(Peer(rank=0, address=membership.reserve()),), deadline_s=FOREVER_S)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(membership.join, alone, torch.device("cpu"))
+        assert inside.wait(SOON_S)
+        membership.interrupt()
+        try:
+            with pytest.raises(PeerLost, match="did not form before it was interrupted"):
+                joining.result(SOON_S)
+        finally:
+            over.set()
+    monkeypatch.undo()
+    membership.join(replace(alone, peers=(Peer(rank=0, address=membership.reserve()),)), torch.device("cpu"))
+    assert torch.distributed.is_initialized(), "the next group forms in the same process"
+    membership.leave()
