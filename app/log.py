@@ -6,6 +6,9 @@
 
 The token of a driver is the number of its acquire entry. Whoever wants to write number n and finds it taken reads on: a
 higher token there means that another driver has the run, and this one must stop.
+
+A power cut may leave the entry that was being written empty or torn. Such a number is passed over by everybody: the
+entry was never acknowledged to its writer, and the next one takes the next number.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -72,9 +75,8 @@ class Entry:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Entry:
-        """Read an entry. Raises ValueError, TypeError or KeyError for anything else."""
-        fields = json.loads(data)
+    def of(cls, fields: Any) -> Entry:
+        """The entry of a parsed file. Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
         if fields.pop("format") != _FORMAT:
             raise ValueError("of another version")
         fields["checkpoints"] = tuple(CheckpointRef(**item) for item in fields["checkpoints"])
@@ -87,6 +89,9 @@ class Entry:
 
 class RunLog:
     """The log of one run. One thread at a time.
+
+    Attributes:
+        torn: numbers above that of the newest entry whose files are torn.
 
     Args:
         store: where the run lives.
@@ -110,6 +115,8 @@ class RunLog:
         self._store, self._run = store, run
         self._clock, self._sleep, self._now, self._dead = clock, sleep, now, dead
         self._last: Entry | None = None
+        self.torn: tuple[int, ...] = ()
+        self._top = 0  # the highest number seen, those of torn entries included
         self.hint_error: StorageError | None = None
 
     # --- reading ------------------------------------------------------------------------------------------
@@ -121,20 +128,37 @@ class RunLog:
             RunConflict: there are files of that name that are no run.
             StorageError: the store cannot be read, or an entry was altered.
         """
-        number = max(self._numbers(self._hint()), default=0) or max(self._numbers(0), default=0)
-        if not number:
+        numbers = self._numbers(self._hint()) or self._numbers(0)
+        if not numbers:
             stranger = next(self._store.list(self._run), None)
             if stranger is None:
                 return None
-            number = max(self._numbers(0), default=0)  # of a driver that began just now, log first
-            if not number:
+            numbers = self._numbers(0)  # of a driver that began just now, log first
+            if not numbers:
                 raise self._no_run(stranger[0])
-        return self._read(number)
+        return self._newest(numbers) or self._newest(self._numbers(0))
 
     def entries(self) -> list[Entry]:
-        """All entries, in order. Raises StorageError."""
+        """All entries that can be read, in order. Raises StorageError."""
         with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(self._read, self._numbers(0)))
+            return [entry for entry in pool.map(self._read, self._numbers(0)) if entry is not None]
+
+    def confirm(self, token: int) -> None:
+        """Make sure that no other driver has taken the run over. Raises FencedError, StorageError."""
+        head = self.head()
+        if head is not None:
+            self._refuse_if_fenced(head, token)
+
+    def _newest(self, numbers: Sequence[int]) -> Entry | None:
+        """The newest entry of these that is no torn one."""
+        self._top, torn = max(self._top, *numbers), []
+        for number in reversed(numbers):
+            entry = self._read(number)
+            if entry is not None:
+                self.torn = tuple(torn)
+                return entry
+            torn.append(number)
+        return None
 
     def _hint(self) -> int:
         hint = self._store.find(f"{self._run}/log/HINT") or b""
@@ -154,10 +178,15 @@ class RunLog:
             remedy="give the job another name= or storage=, or move those files away",
         )
 
-    def _read(self, number: int) -> Entry:
+    def _read(self, number: int) -> Entry | None:
+        """An entry; None for one that was torn while it was written."""
         path = self._path(number)
         try:
-            entry = Entry.from_json(self._store.get(path))
+            fields = json.loads(self._store.get(path))
+        except ValueError:
+            return None
+        try:
+            entry = Entry.of(fields)
             if entry.number != number:
                 raise ValueError("of another number")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -196,7 +225,7 @@ class RunLog:
                     raise self._owned(head)  # it wrote an entry while it was watched
                 self._outwait(head, patience_s)
                 watched = head
-            number = head.number + 1 if head else 1
+            number = self._top + 1
             kept = () if fresh or head is None else head.checkpoints
             entry = self._entry(number, "acquire", number, job=job, checkpoints=kept, owner=owner)
             if self._append(entry):
@@ -230,19 +259,20 @@ class RunLog:
     def _write(self, token: int, kind: Kind, state: Callable[[Entry], dict[str, Any]]) -> Entry:
         """Append as the owner `token`, after whatever is there by now."""
         last = self._last or self.head()
+        number = last.number + 1 if last else 0
         while last is not None:
             if kind == last.kind == "release" and last.token == token:
                 return last
             self._refuse_if_fenced(last, token)
             entry = self._entry(
-                last.number + 1,
+                number,
                 kind,
                 token,
                 **{"job": last.job, "checkpoints": last.checkpoints, "owner": last.owner, **state(last)},
             )
             if self._append(entry):
                 return entry
-            last = self._read(entry.number)
+            last, number = self._read(number) or last, number + 1
         raise ValueError(f"run {self._run!r} was never acquired")
 
     def _refuse_if_fenced(self, last: Entry, token: int) -> None:
@@ -286,7 +316,7 @@ class RunLog:
 
     def _owned(self, head: Entry) -> OwnedError:
         return OwnedError(
-            f"run {self._run!r} is being trained by {head.owner}, since {_when(self._read(head.token))}",
+            f"run {self._run!r} is being trained by {head.owner}, since {_when(self._read(head.token) or head)}",
             where=self._store.uri_of(self._run),
             remedy="wait for it, stop it with Ctrl-C there, or give the job another name=",
         )

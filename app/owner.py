@@ -7,16 +7,20 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from trainwright import words
-from trainwright.core.errors import StorageError
+from trainwright.core.errors import FencedError, StorageError
 from trainwright.store import Store
 
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # runs on while the machine is suspended
 HEARTBEAT_S = 1.0
+LEASE_S = 5.0  # after a heartbeat nobody takes the run over for at least this long: others wait for 10 s
+CONFIRM_S = 15.0  # a heartbeat that may be under way, and one more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,21 @@ def provably_dead(owner: Owner) -> bool:
         return False
     if (owner.boot, owner.namespace) != (_boot(), _namespace()):
         return False
-    return started_ticks(owner.pid) != owner.started
+    try:
+        return _ticks(_stat(owner.pid)) != owner.started
+    except OSError:
+        return not _may_exist(owner.pid)
+
+
+def _may_exist(pid: int) -> bool:
+    """Whether there may be such a process; /proc hides those of other users where it is mounted with hidepid."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _boot() -> str:
@@ -93,9 +111,16 @@ def _namespace() -> str:
 def started_ticks(pid: int) -> int | None:
     """Start time of a living process; None when there is none, or only its unburied rest (a zombie)."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return _ticks(_stat(pid))
     except OSError:
         return None
+
+
+def _stat(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text()
+
+
+def _ticks(stat: str) -> int | None:
     fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces and parentheses
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
@@ -106,18 +131,20 @@ def heartbeat_path(run: str, token: int) -> str:
 
 
 class Heartbeat:
-    """Overwrites a counter in storage every second, so that others see that its owner lives.
+    """Overwrite a counter in storage every second, so that other drivers see that its owner lives.
 
-    A beat that fails is not the end of a run: it is kept in `error`, and the next one tries again. Others take the run
-    over when they have seen no change for their patience, and then the next commit raises FencedError. The heart is
-    also the first to notice that the store is gone, and that it is back: it says so once each.
+    A heartbeat that fails does not end the run: the error is kept in `error`, and the next one tries again. Other
+    drivers take the run over when they have seen no change for their patience. The heartbeat is also the first to
+    notice that the store cannot be reached, and that it is back: it reports each once.
 
     Args:
-        note: takes a line for the user; from the heart's thread.
-        clock: seconds, from any origin.
+        note: takes a line for the user; called from the heartbeat's thread.
+        confirm: raises FencedError where the log names another owner. Called before a heartbeat that comes so late
+            that another driver may have taken the run over.
+        clock: seconds, from any origin, which also count while the process or the machine is stopped.
 
     Attributes:
-        error: why the last beat failed; None when it did not.
+        error: why the last heartbeat failed; None when it did not.
     """
 
     def __init__(
@@ -128,46 +155,81 @@ class Heartbeat:
         *,
         every_s: float = HEARTBEAT_S,
         note: Callable[[str], object] = lambda text: None,
-        clock: Callable[[], float] = time.monotonic,
+        confirm: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = lambda: time.clock_gettime(_CLOCK),
     ) -> None:
         self.error: StorageError | None = None
         self._store, self._path, self._every_s = store, heartbeat_path(run, token), every_s
-        self._note, self._clock = note, clock
+        self._note, self._confirm, self._clock = note, confirm, clock
         self._count = 0
         self._stopped = threading.Event()
+        self._turn = threading.Condition()  # guards what follows
+        self._beaten_s = self._tried_s = clock()  # when the last heartbeat that was stored, or tried, began
+        self._fenced: FencedError | None = None
         self._thread = threading.Thread(target=self._beat_on, name="trainwright-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Beat now and from now on."""
+        """Send a heartbeat now and from now on."""
         self._thread.start()
 
     def stop(self, *, patience_s: float = 5.0) -> None:
-        """Beat no more; waits up to `patience_s` for a beat that is under way. Safe to call twice or before `start`."""
+        """Stop; waits up to `patience_s` for a heartbeat under way. Safe to call twice or before `start`."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(patience_s)
 
     def beat(self) -> None:
-        """Count on, once. Raises StorageError."""
+        """Increase the counter, once. Raises StorageError."""
         self._count += 1
         self._store.put(self._path, json.dumps({"count": self._count}).encode(), sync=False)
+
+    def assure(self) -> bool:
+        """Return whether the run is known to be still this driver's.
+
+        Returns at once while heartbeats arrive. After a stall of this process it waits for the next heartbeat, which
+        asks the log first. False means that the store cannot tell: it is not reached.
+
+        Raises:
+            FencedError: another driver has taken the run over.
+        """
+        now_s = self._clock()
+        with self._turn:
+            if now_s - self._beaten_s >= LEASE_S and self.error is None and self._thread.is_alive():
+                self._turn.wait_for(lambda: self._fenced or self._tried_s > now_s - LEASE_S, CONFIRM_S)
+            if self._fenced is not None:
+                raise self._fenced
+            return now_s - self._beaten_s < LEASE_S
 
     def _beat_on(self) -> None:
         down_s = 0.0
         while not self._stopped.is_set():
-            began_s = self._clock()
-            try:
-                self.beat()
-            except StorageError as error:
-                before, self.error = self.error, error
-                if before is None:
-                    down_s = began_s
-                    self._say_down(error, began_s)
-            else:
-                before, self.error = self.error, None
-                if before is not None:
-                    self._say_back(down_s)
+            began_s, before = self._clock(), self.error
+            error = self._try(began_s)
+            with self._turn:
+                self.error, self._tried_s = error, began_s
+                self._beaten_s = began_s if error is None else self._beaten_s
+                self._turn.notify_all()
+                if self._fenced is not None:
+                    return
+            if error is not None and before is None:
+                down_s = began_s
+                self._say_down(error, began_s)
+            elif error is None and before is not None:
+                self._say_back(down_s)
             self._stopped.wait(self._every_s)
+
+    def _try(self, now_s: float) -> StorageError | None:
+        try:
+            if now_s - self._beaten_s >= LEASE_S:
+                self._confirm()
+            self.beat()
+        except FencedError as error:
+            self._fenced = error
+        except StorageError as error:
+            return error
+        except Exception as error:  # the thread goes on: without it another driver would take a sound run over
+            return StorageError(f"cannot write: {type(error).__name__}: {error}", detail=traceback.format_exc())
+        return None
 
     def _say_down(self, error: StorageError, since_s: float) -> None:
         since = datetime.now().astimezone() - timedelta(seconds=self._clock() - since_s)

@@ -7,6 +7,7 @@ needs, and every kind of store has it: of several writers of one path exactly on
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,6 +72,7 @@ class Store:
         self._client: ObjectStore | None = None
         self._once: ObjectStore | None = None
         self._bulk: ObjectStore | None = None
+        self._durable: set[Path] = set()  # folders whose names are on disk
         if self._folder is None:
             with self._explained("cannot open the store", ""):
                 self._client, self._once, self._bulk = (self._connect(tries_s) for tries_s in self._tries_s)
@@ -209,8 +211,11 @@ class Store:
         return created and not again and read == b"probe"
 
     def _create_once(self, path: str, data: bytes) -> bool:
-        obstore.put(self._once or self._writer(), path, data, mode="create")
-        self._sync(path)
+        if self._folder is None:
+            obstore.put(self._once or self._writer(), path, data, mode="create")
+        else:
+            _link(self._folder / path, data)
+            self._sync(path)
         return True
 
     def _get(self, path: str) -> bytes:
@@ -244,10 +249,16 @@ class Store:
                     obstore.delete(self._reader(), path)
 
     def _sync(self, path: str) -> None:
-        """Force a file of a folder to disk: what the log names must outlive a power cut."""
-        if self._folder is not None:
-            with (self._folder / path).open("rb") as file:
-                os.fsync(file.fileno())
+        """Force a file of a folder and its name to disk: what the log names must outlive a power cut."""
+        if self._folder is None:
+            return
+        place = self._folder / path
+        _fsync(place)
+        for folder in place.parents:
+            _fsync(folder)
+            if folder in self._durable or folder == self._folder.parent:
+                break  # its own name was forced to disk before
+            self._durable.add(folder)
 
     @property
     def _tries_s(self) -> tuple[float, float, float]:
@@ -310,6 +321,31 @@ class Store:
             if doing != "cannot write" and path and is_missing_file(error):
                 raise MissingFile("there is no such file", where=where, remedy="check the path") from None
             raise explain(error, doing=doing, where=where) from None
+
+
+def _link(place: Path, data: bytes) -> None:
+    """Create a file that is whole on disk before it has its name. Raises AlreadyExistsError."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    unnamed = place.with_name(f"{place.name}#{secrets.randbelow(10**9)}")  # which obstore does not list
+    try:
+        with unnamed.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(unnamed, place)
+        except FileExistsError:
+            raise AlreadyExistsError(f"{place} exists") from None
+    finally:
+        unnamed.unlink(missing_ok=True)
+
+
+def _fsync(place: Path) -> None:
+    number = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _portions(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.errors import FencedError, RunConflict, StorageError
 from trainwright.log import Owner
-from trainwright.store import Store
+from trainwright.store import Store, open_store
 
 
 @pytest.fixture(params=KINDS)
@@ -166,9 +167,6 @@ def altered(data: bytes, **changes: object) -> bytes:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: b"",
-        lambda data: data[:-20],
-        lambda data: b"\xff\xfe\x00",
         lambda data: b"[]",
         lambda data: b"null",
         lambda data: altered(data, number=9),
@@ -209,3 +207,56 @@ def test_a_run_that_begins_while_it_is_looked_for_is_found(memory: Store, monkey
     monkeypatch.setattr(Store, "list", begin_meanwhile)
     head = log_of(memory).head()
     assert head is not None and head.number == 1 and not left
+
+
+# --- torn entries -----------------------------------------------------------------------------------------------------
+
+
+def test_a_torn_newest_entry_costs_that_entry_and_no_more(tmp_path: Path) -> None:
+    """The last write torn at every byte, or of zeros from there on, as file systems leave it after a power cut."""
+    store = open_store(str(tmp_path))
+    log = log_of(store)
+    token = log.acquire(FAR, JOB).token
+    good = log.commit(token, ref(10, token), 3)
+    torn = log.commit(token, ref(20, token, ref(10, token).path), 3)
+    place = tmp_path / f"{RUN}/log/{torn.number:08d}.json"
+    whole = place.read_bytes()
+    for length in range(len(whole)):
+        for left in (whole[:length], whole[:length].ljust(len(whole), b"\0")):
+            place.write_bytes(left)
+            assert log_of(store).head() == good
+    assert [entry.number for entry in log_of(store).entries()] == [1, 2]
+    again = log_of(store)
+    entry = again.acquire(FAR, JOB, patience_s=0)
+    assert (entry.number, again.torn, entry.checkpoints) == (4, (3,), good.checkpoints)
+    with pytest.raises(FencedError):
+        log_of(store).commit(token, ref(30, token), 3)
+    assert again.commit(entry.token, ref(20, entry.token), 3).number == 5
+
+
+def test_a_driver_goes_on_behind_an_entry_of_its_own_that_was_torn(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    log = log_of(store)
+    token = log.acquire(FAR, JOB).token
+    (tmp_path / f"{RUN}/log/00000002.json").write_bytes(b"")
+    committed = log.commit(token, ref(10, token), 3)
+    (tmp_path / f"{RUN}/log/HINT").write_bytes(b"2")
+    assert committed.number == 3 and log_of(store).head() == committed
+
+
+def test_an_entry_is_whole_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def note(number: int) -> None:
+        place = Path(os.readlink(f"/proc/self/fd/{number}"))
+        calls.append("folder" if place.is_dir() else "named" if place.suffix == ".json" else "unnamed")
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "link", lambda *places: (calls.append("link"), link(*places)))
+    store = open_store(str(tmp_path))
+    assert store.create(f"{RUN}/log/00000001.json", b"{}")
+    assert calls[:3] == ["unnamed", "link", "named"] and calls.count("folder") >= 3  # log, run, store
+    assert not store.create(f"{RUN}/log/00000001.json", b"[]") and store.get(f"{RUN}/log/00000001.json") == b"{}"
+    assert [path.name for path in (tmp_path / RUN / "log").iterdir()] == ["00000001.json"]

@@ -104,6 +104,7 @@ def test_check_leaves_nothing_behind(store: Store) -> None:
 def test_check_refuses_a_store_that_overwrites_on_create(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     put = obstore.put
     monkeypatch.setattr(obstore, "put", lambda *args, mode=None, **more: put(*args, **more))
+    monkeypatch.setattr(os, "link", os.rename)
     with pytest.raises(StorageError, match="does not keep its promises"):
         store.check()
 
@@ -173,7 +174,11 @@ def test_a_full_or_forbidden_disk_is_named(
     def fail(*_: object, **__: object) -> None:
         raise GenericError(f"Generic LocalFileSystem error: Unable to copy data to file: x (os error {code})")
 
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
     monkeypatch.setattr(obstore, "put", fail)
+    monkeypatch.setattr(os, "link", refuse)
     for attempt in (lambda: store.put("run/a", b"1"), lambda: store.create("run/a", b"1"), store.check):
         with pytest.raises(StorageError, match=said) as caught:
             attempt()
@@ -253,7 +258,7 @@ def test_a_network_folder_that_stumbles_is_tried_again(
         left[0] -= 1
         if left[0] >= 0:
             if not lands:
-                (tmp_path / "a").unlink()
+                (tmp_path / "a").unlink(missing_ok=True)
             raise OSError(code, os.strerror(code))
         sync(number)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
+from tests.processes import wait_for
 from trainwright.core.errors import FencedError, OwnedError, StorageError
 from trainwright.log import Entry, Heartbeat, Owner, RunLog, provably_dead
-from trainwright.owner import heartbeat_path
+from trainwright.owner import LEASE_S, heartbeat_path
 from trainwright.store import Store
 
 
@@ -62,6 +63,40 @@ def test_what_cannot_be_known_is_no_proof(change: dict[str, object]) -> None:
     assert provably_dead(gone)
     assert not provably_dead(replace(gone, **change))
     assert not provably_dead(Owner.here())
+
+
+HIDDEN = """
+import os, sys
+from trainwright.owner import Owner, provably_dead
+living = Owner.parent()
+gone = Owner(boot=living.boot, namespace=living.namespace, pid=int(sys.argv[1]), started=1)
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+assert not os.path.exists(f"/proc/{living.pid}/stat"), "hidepid does nothing here"
+print(provably_dead(living), provably_dead(gone))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts /proc anew, which only root may")
+def test_an_owner_that_proc_hides_is_not_provably_dead() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    command = 'mount -t proc -o hidepid=2 proc /proc && "$@"; exit $?'
+    answer = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command, "sh", sys.executable, "-c", HIDDEN, str(gone.pid)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert answer.stdout.split() == ["False", "True"], answer.stderr
+
+
+def test_a_process_that_may_not_be_asked_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(Owner.here(), pid=2**22 + 1)
+    assert provably_dead(other)
+
+    def refuse(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not provably_dead(other)
 
 
 def test_without_proc_nothing_is_provable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,3 +234,73 @@ def test_a_heartbeat_remembers_its_error_and_goes_on(memory: Store, monkeypatch:
     assert mended.wait(10)
     heart.stop()
     assert heart.error is None
+
+
+# --- the lease --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beating(memory: Store) -> Iterator[tuple[RunLog, Heartbeat, Clock]]:
+    """An owner whose clock stands still, so that every moment is one right after a heartbeat, until it is moved."""
+    log, clock = log_of(memory), Clock()
+    token = log.acquire(FAR, JOB).token
+    heart = Heartbeat(
+        memory, RUN, token, every_s=0.01, confirm=lambda: log_of(memory).confirm(token), clock=lambda: clock.now_s
+    )
+    heart.start()
+    yield log, heart, clock
+    heart.stop()
+
+
+def test_an_owner_whose_heartbeats_arrive_is_sure_of_its_run(beating: tuple[RunLog, Heartbeat, Clock]) -> None:
+    _, heart, clock = beating
+    for _ in range(3):
+        assert heart.assure()
+        clock.now_s += LEASE_S
+
+
+def test_after_a_stall_the_log_is_asked_before_anything_else(
+    memory: Store, beating: tuple[RunLog, Heartbeat, Clock]
+) -> None:
+    log, heart, clock = beating
+    log_of(memory, dead=lambda owner: True).acquire(Owner.here(), JOB)
+    assert heart.assure()  # it cannot know yet, and nobody takes over from one who was heard of just now
+    clock.now_s += 100
+    with pytest.raises(FencedError, match="taken over"):
+        heart.assure()
+    with pytest.raises(FencedError, match="taken over"):
+        heart.assure()
+
+
+def test_while_the_store_is_away_nothing_is_known_and_nobody_waits(
+    memory: Store, beating: tuple[RunLog, Heartbeat, Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, heart, clock = beating
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("away")
+
+    monkeypatch.setattr(Store, "put", fail)
+    wait_for(lambda: heart.error is not None)
+    assert heart.assure()
+    clock.now_s += LEASE_S
+    assert not heart.assure()
+    monkeypatch.undo()
+    wait_for(lambda: heart.error is None)
+    assert heart.assure()
+
+
+def test_a_heartbeat_outlives_an_error_that_nobody_expected(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, notes = Store.put, []
+
+    def break_once(self: Store, path: str, data: bytes, **more: bool) -> None:
+        if not notes:
+            raise ZeroDivisionError("a bug")
+        put(self, path, data, **more)
+
+    monkeypatch.setattr(Store, "put", break_once)
+    heart = Heartbeat(memory, RUN, 1, every_s=0.01, note=notes.append)
+    heart.start()
+    wait_for(lambda: len(notes) == 2)
+    heart.stop()
+    assert "ZeroDivisionError: a bug" in notes[0] and "the store is back" in notes[1] and heart.error is None
