@@ -132,46 +132,66 @@ class WorkerProcess:
         return self._answer(verb, argument, token)
 
     @ray.method(concurrency_group="watch")
-    def watch(self, after: int, timeout_s: float) -> Steps:
+    def watch(self, after: int, timeout_s: float, token: int) -> Steps | Failure:
         """News of completed steps."""
         assert self._worker is not None, "hello comes first"
-        return self._worker.watch(after, timeout_s)
+        return self._refusal(token) or self._worker.watch(after, timeout_s)
 
     @ray.method(concurrency_group="watch")
-    def stop(self) -> None:
+    def stop(self, token: int) -> Failure | None:
         """Wish to stop."""
         assert self._worker is not None, "hello comes first"
-        self._worker.stop()
+        refusal = self._refusal(token)
+        if refusal is None:
+            self._worker.stop()
+        return refusal
 
     @ray.method(concurrency_group="watch")
-    def interrupt(self, generation: Generation, explain: bool) -> str:
+    def interrupt(self, generation: Generation, explain: bool) -> str | Failure:
         """Free the stepping thread from a collective of that generation; says where the threads stood, on request."""
-        return self._worker.interrupt(generation, explain) if self._worker is not None else ""
+        refusal = self._refusal(generation.token)
+        return refusal or (self._worker.interrupt(generation, explain) if self._worker is not None else "")
 
     @ray.method(concurrency_group="life")
-    def notice(self) -> float:
+    def notice(self, token: int) -> float | Failure:
         """Returns when this process is told that it will be ended: in so many seconds."""
-        return self._notices.wait()
+        left_s = self._notices.wait()
+        return self._refusal(token) or left_s
 
     @ray.method(concurrency_group="life")
-    def live(self, token: int) -> None:
-        """Ends with the process, which is how a death is told at once, or when another driver takes over."""
+    def live(self, token: int) -> Failure:
+        """Ends with the process, which is how a death is told at once; returns when another driver takes over."""
         with self._turn:
             self._turn.wait_for(lambda: self._token != token)
+        return self._refusal(token) or _fenced(self._where)
 
     @ray.method(concurrency_group="watch")
-    def beat(self) -> None:
-        """The driver lives."""
+    def keep_alive(self) -> None:
+        """Somebody prepares to take this process over: stay."""
         self._orphanage.heard()
 
     @ray.method(concurrency_group="watch")
-    def end(self) -> None:
-        """The run goes on without this process."""
-        self._orphanage.end()
+    def beat(self, token: int) -> Failure | None:
+        """The driver lives."""
+        refusal = self._refusal(token)
+        if refusal is None:
+            self._orphanage.heard()
+        return refusal
 
     @ray.method(concurrency_group="watch")
-    def adopt(self, order: WorkOrder, token: int) -> Adopted:
+    def end(self, token: int) -> Failure | None:
+        """The run goes on without this process."""
+        refusal = self._refusal(token)
+        if refusal is None:
+            self._orphanage.end()
+        return refusal
+
+    @ray.method(concurrency_group="watch")
+    def adopt(self, order: WorkOrder, token: int) -> Adopted | Failure:
         """Belong to another driver of the same job: the group of the one before is let go of."""
+        refusal = self._refusal(token)
+        if refusal is not None:
+            return refusal
         self._orphanage.heard()
         if self._worker is None or self._broken is not None or order.identity != self._order.identity:
             return Adopted(trouble="it belongs to another job, or is not up")
@@ -189,9 +209,9 @@ class WorkerProcess:
         return Adopted(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
 
     def _answer(self, verb: str, argument: Any, token: int) -> Any:
-        if token < self._token:
-            error = FencedError("another driver has taken this worker over", where=self._where)
-            return Failure(kind="internal", error=error)
+        refusal = self._refusal(token)
+        if refusal is not None:
+            return refusal
         self._orphanage.heard()
         if self._broken is not None:
             return self._broken
@@ -204,6 +224,10 @@ class WorkerProcess:
         if verb not in ("upload", "keep"):
             self._let_go(self._worker, failure)
         return failure
+
+    def _refusal(self, token: int) -> Failure | None:
+        """What a driver is answered that another one has replaced."""
+        return _fenced(self._where) if token < self._token else None
 
     def _let_go(self, worker: Worker, failure: Failure) -> None:
         """Leave the group, so that the other ranks notice at once instead of at their deadline."""
@@ -225,25 +249,43 @@ WORKER: Any = ray.remote(**_OPTIONS)(WorkerProcess)
 class KeeperProcess:
     """Guards a run's copies on one node: gives them to other nodes, and removes them at the end."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, token: int) -> None:
         self._shelf = Shelf(uri)
+        self._token = token
         self._sealed: KeptState | None = None
         self._orphanage = Orphanage(self._shelf.remove)
 
-    def beat(self) -> None:
-        """The driver lives."""
+    def keep_alive(self) -> None:
+        """Somebody prepares to take this process over: stay."""
         self._orphanage.heard()
 
-    def end(self) -> None:
+    def beat(self, token: int) -> Failure | None:
+        """The driver lives."""
+        refusal = self._refusal(token)
+        if refusal is None:
+            self._orphanage.heard()
+        return refusal
+
+    def end(self, token: int) -> Failure | None:
         """The run goes on without these copies."""
-        self._orphanage.end()
+        refusal = self._refusal(token)
+        if refusal is None:
+            self._orphanage.end()
+        return refusal
 
-    def seal(self, kept: KeptState | None) -> None:
+    def seal(self, kept: KeptState | None, token: int) -> Failure | None:
         """This state is whole: remember it for a driver to come; None: forget the one before."""
-        self._sealed = kept
+        refusal = self._refusal(token)
+        if refusal is None:
+            self._sealed = kept
+        return refusal
 
-    def sealed(self) -> KeptState | None:
-        """The newest state that is whole."""
+    def adopt(self, token: int) -> KeptState | Failure | None:
+        """Belong to another driver; answers the newest state that is whole."""
+        refusal = self._refusal(token)
+        if refusal is not None:
+            return refusal
+        self._token = token
         self._orphanage.heard()
         return self._sealed
 
@@ -254,9 +296,15 @@ class KeeperProcess:
         except StorageError as error:
             return Failure(kind="storage", error=error)
 
-    def remove(self) -> None:
+    def remove(self, token: int) -> Failure | None:
         """The run has ended."""
-        self._shelf.remove()
+        refusal = self._refusal(token)
+        if refusal is None:
+            self._shelf.remove()
+        return refusal
+
+    def _refusal(self, token: int) -> Failure | None:
+        return _fenced(f"keeper on {socket.gethostname()}, pid {os.getpid()}") if token < self._token else None
 
 
 KEEPER: Any = ray.remote(num_cpus=0, max_restarts=0)(KeeperProcess)
@@ -277,6 +325,15 @@ def fetch_from(run: str) -> Fetch:
         return bytes(found)
 
     return fetch
+
+
+def _fenced(where: str) -> Failure:
+    error = FencedError(
+        "another driver has taken over the run's processes",
+        where=where,
+        remedy="nothing is lost: the run goes on in the other driver",
+    )
+    return Failure(kind="internal", error=error)
 
 
 def _accelerators(berth: Berth) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from trainwright.driver.messages import KeptState, Living
+from trainwright.driver.messages import Failure, KeptState, Living
 
 NAMESPACE = "trainwright"
 BEAT_S, ORPHAN_S = 10.0, 60.0
@@ -109,7 +109,34 @@ class Found:
     kept: KeptState | None = None
 
 
-def take_over(run: str, order: Any, token: int, *, fresh: bool = False) -> Found:
+@contextmanager
+def kept_alive(run: str) -> Iterator[None]:
+    """Keep the processes of a run from ending by themselves while a driver prepares to take them over.
+
+    What a driver does before that has no bound: it may read all data once, or a long history.
+    """
+    over = threading.Event()
+
+    def call() -> None:
+        while not over.is_set():
+            for name in _names(run):
+                actor = _actor(name)
+                if actor is not None and not name.endswith("/driver"):
+                    actor.keep_alive.remote()
+            over.wait(BEAT_S)
+
+    thread = threading.Thread(target=call, name="trainwright-keep-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(BEAT_S)
+
+
+def take_over(
+    run: str, order: Any, token: int, *, fresh: bool = False, assure: Callable[[], object] = lambda: None
+) -> Found:
     """Find the actors of a run and make them ours; workers that belong to another job, or do not answer, are ended.
 
     Room of the run in which none of them lives is given back: who was in it died with the driver.
@@ -118,24 +145,33 @@ def take_over(run: str, order: Any, token: int, *, fresh: bool = False) -> Found
         order: reference to the new WorkOrder.
         token: of the new driver.
         fresh: end them all, since the run begins again.
+        assure: raises FencedError where another driver has the run; called before anything is ended.
+
+    Raises:
+        FencedError: another driver has taken them over since.
     """
     actors = {name: actor for name in _names(run) if (actor := _actor(name)) is not None}
     workers = [actor for name, actor in actors.items() if name.startswith(f"{run}/worker-")]
     prefix = keeper_name(run, "")
     keepers = {name.removeprefix(prefix): actor for name, actor in actors.items() if name.startswith(prefix)}
     if fresh:
-        _end([*workers, *keepers.values()], give_back=True)
+        assure()
+        _end([*workers, *keepers.values()], token, give_back=True)
         _clear(run, ())
         return Found()
     survivors, foreign = [], []
     for actor, answer in _asked([(actor, actor.adopt.remote(order, token)) for actor in workers]):
+        if isinstance(answer, Failure):
+            raise answer.error
         if answer is None or answer.living is None:
             foreign.append(actor)
         else:
             survivors.append(Survivor(living=answer.living, actor=actor, node_id=answer.node_id, group=answer.group))
-    _end(foreign, give_back=not survivors)  # they may hold bundles of one group
+    kept = [kept for _, kept in _asked([(actor, actor.adopt.remote(token)) for actor in keepers.values()])]
+    sealed = [found for found in kept if isinstance(found, KeptState)]
+    assure()
+    _end(foreign, token, give_back=not survivors)  # they may hold bundles of one group
     _clear(run, [survivor.group for survivor in survivors])
-    sealed = [kept for _, kept in _asked([(actor, actor.sealed.remote()) for actor in keepers.values()]) if kept]
     return Found(
         workers=tuple(sorted(survivors, key=lambda survivor: survivor.living.worker)),
         keepers=keepers,
@@ -143,10 +179,10 @@ def take_over(run: str, order: Any, token: int, *, fresh: bool = False) -> Found
     )
 
 
-def _end(actors: list[Any], *, give_back: bool) -> None:
+def _end(actors: list[Any], token: int, *, give_back: bool) -> None:
     """End them, those who do not answer too; on the way they give their bundles back."""
     if give_back:
-        _asked([(actor, actor.end.remote()) for actor in actors])
+        _asked([(actor, actor.end.remote(token)) for actor in actors])
     for actor in actors:
         with suppress(RayError):
             ray.kill(actor, no_restart=True)
@@ -193,10 +229,10 @@ class Beats:
     def __init__(self) -> None:
         self._asked: dict[int, tuple[Any, float]] = {}
 
-    def send(self, actors: Mapping[int, Any]) -> Mapping[int, float]:
+    def send(self, actors: Mapping[int, Any], token: int) -> Mapping[int, float]:
         """Send each a beat; gives, by process, for how many seconds those have not answered that still owe one."""
         now_s = time.monotonic()
-        sent = {number: actor.beat.remote() for number, actor in actors.items()}
+        sent = {number: actor.beat.remote(token) for number, actor in actors.items()}
         self._asked = {number: self._owed(number) or (ref, now_s) for number, ref in sent.items()}
         return {number: now_s - since_s for number, (_, since_s) in self._asked.items() if since_s < now_s}
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest
 from trainwright.core.data import Cursor
-from trainwright.core.errors import CheckpointError, StorageError
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
 from trainwright.store import MissingFile, Store, StoreDown
 
 MANIFEST = "MANIFEST.json"
@@ -189,11 +189,14 @@ def verify(store: Store, run: str, ref: CheckpointRef, *, checksums: bool = Fals
     return manifest
 
 
-def newest_good(store: Store, run: str, refs: Sequence[CheckpointRef]) -> tuple[CheckpointRef | None, list[str]]:
+def newest_good(
+    store: Store, run: str, refs: Sequence[CheckpointRef], *, checksums: bool = True
+) -> tuple[CheckpointRef | None, list[str]]:
     """The newest checkpoint whose every file is as it was written, and a note on each one that was passed over.
 
     Args:
         refs: as an entry of the log holds them, newest last.
+        checksums: read every file; else whoever loads it verifies it.
 
     Returns:
         None and the notes when none is whole: then the run's state is lost, unless the caller has it elsewhere.
@@ -204,7 +207,7 @@ def newest_good(store: Store, run: str, refs: Sequence[CheckpointRef]) -> tuple[
     notes: list[str] = []
     for ref in reversed(refs):
         try:
-            verify(store, run, ref, checksums=True)
+            verify(store, run, ref, checksums=checksums)
         except CheckpointError as error:
             notes.append(f"the checkpoint of step {ref.step} is passed over: {error.what} ({error.where})")
         else:
@@ -275,9 +278,9 @@ def _check_size(store: Store, place: str, entry: FileEntry, size: int) -> None:
         raise _damaged(store, place, f"{entry.name} is torn: it has {size} bytes, not {entry.size_bytes}")
 
 
-def _missing(store: Store, place: str) -> CheckpointError:
+def _missing(store: Store, place: str) -> DamagedCheckpoint:
     return _damaged(store, place, f"{place.rpartition('/')[2]} is missing")
 
 
-def _damaged(store: Store, place: str, what: str) -> CheckpointError:
-    return CheckpointError(what, where=store.uri_of(place), remedy=_REMEDY)
+def _damaged(store: Store, place: str, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(what, where=store.uri_of(place), remedy=_REMEDY)

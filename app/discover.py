@@ -12,6 +12,15 @@ from trainwright.core.cluster import ACCELERATORS, Cluster, Node
 from trainwright.core.errors import ResourceError
 
 
+def has_cluster() -> bool:
+    """Whether `connect` finds a cluster that is there, instead of starting one."""
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        return True
+    import ray
+
+    return ray.is_initialized()
+
+
 def connect(verbose: bool = False) -> bool:
     """Connect to the cluster of the environment, or start one on this machine; True when this call started it.
 

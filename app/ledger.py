@@ -12,7 +12,7 @@ from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.events import Steps
 from trainwright.driver import messages as m
 from trainwright.journal import read_events
-from trainwright.log import Heartbeat, Owner, RunLog
+from trainwright.log import Entry, Heartbeat, Owner, RunLog
 from trainwright.store import Store
 
 
@@ -52,20 +52,38 @@ class RunLedger:
         self._cursor, self._facts = cursor, dict(facts)
         self._heartbeat: Heartbeat | None = None
         self._token = 0
+        self._entry: Entry | None = None
         self._note, self._begin, self._tell = note, begin, tell
 
-    def acquire(self) -> m.Acquired:
-        """Take the run and find its newest whole checkpoint; what was passed over is noted.
+    def acquire(self) -> int:
+        """Take the run; returns the token. Raises RunConflict, StorageError."""
+        self._entry = entry = self._log.acquire(Owner.here(), self._job, fresh=self._fresh)
+        self._token = entry.token
+        impatient = self._store.impatient()
+        guard = RunLog(impatient, self._run)  # of its own: it is asked from the heartbeat's thread
+        self._heartbeat = Heartbeat(
+            impatient, self._run, entry.token, note=self._note, confirm=lambda: guard.confirm(entry.token)
+        )
+        self._heartbeat.start()
+        for number in self._log.torn:
+            self._note(f"entry {number} of the log is torn and is passed over: its writer was cut off while it wrote")
+        return entry.token
+
+    def assure(self) -> bool:
+        """Whether the run is known to be still ours; see `Heartbeat.assure`. Raises FencedError."""
+        heartbeat = self._heartbeat
+        return heartbeat is None or heartbeat.assure()
+
+    def chain(self) -> tuple[CheckpointRef, ...]:
+        """The checkpoints that the log names, up to the newest that has all its files; notes what it leaves out.
 
         Raises:
             CheckpointError: there are checkpoints and none is whole; nothing was changed.
         """
-        entry = self._log.acquire(Owner.here(), self._job, fresh=self._fresh)
-        self._token = entry.token
-        self._heartbeat = Heartbeat(self._store.impatient(), self._run, entry.token, note=self._note)
-        self._heartbeat.start()
-        head, notes = newest_good(self._store, self._run, entry.checkpoints)
-        if entry.checkpoints and head is None:
+        assert self._entry is not None, "acquire comes first"
+        named = self._entry.checkpoints
+        head, notes = newest_good(self._store, self._run, named, checksums=False)
+        if named and head is None:
             self.release(m.Release(outcome="failed", step=0))
             raise CheckpointError(
                 "no checkpoint of the run is whole: " + "; ".join(notes),
@@ -74,8 +92,8 @@ class RunLedger:
             )
         for text in notes:
             self._note(text)
-        self._begin(entry.token)
-        return m.Acquired(token=entry.token, head=head)
+        self._begin(self._token)
+        return named[: named.index(head) + 1] if head else ()
 
     def say(self, **facts: Any) -> None:
         """Keep other small values in the manifests to come."""
@@ -99,7 +117,7 @@ class RunLedger:
             retain(self._store, self._run, entry.checkpoints)
         except StorageError as error:  # the new checkpoint exists all the same
             self._note(f"older checkpoints could not be deleted: {error.what}")
-        return m.Committed(checkpoint=checkpoint)
+        return m.Committed(checkpoint=checkpoint, older=entry.checkpoints[:-1])
 
     def _see(self, commit: m.Commit) -> None:
         """Make sure that what the workers wrote is in the driver's store, and not on a disk of theirs."""

@@ -151,7 +151,8 @@ class RunLog:
 
     def _newest(self, numbers: Sequence[int]) -> Entry | None:
         """The newest entry of these that is no torn one."""
-        self._top, torn = max(self._top, *numbers), []
+        self._top = max(self._top, *numbers)
+        torn: list[int] = []
         for number in reversed(numbers):
             entry = self._read(number)
             if entry is not None:

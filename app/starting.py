@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+from trainwright.adoption import kept_alive, run_name
 from trainwright.core.errors import ResourceError
 from trainwright.core.job import Job
 from trainwright.detached import RemoteSession
-from trainwright.discover import connect
+from trainwright.discover import connect, has_cluster
 from trainwright.driver.rooms import Room
 from trainwright.planner import Decision
 from trainwright.prepare import Prepared, decide_plan, opens, prepare
@@ -18,6 +20,7 @@ from trainwright.report import ReportListener
 from trainwright.run import Drives, Run
 from trainwright.session import Session
 from trainwright.signals import stopping
+from trainwright.store import open_store
 from trainwright.tensorboard import TensorBoard
 from trainwright.watching.metrics import Metrics
 from trainwright.watching.trackers import check
@@ -36,10 +39,11 @@ def ready(
     check(job.trackers)
     if inside():
         return _ready_inside(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
-    own = opens(job) and connect(verbose)
-    prepared = prepare(job, resume=resume, fresh=fresh)
-    own = connect(verbose) or own
-    decision = decide_plan(prepared)
+    own = (opens(job) or has_cluster()) and connect(verbose)
+    with kept_alive(run_name(open_store(job.storage).uri_of(job.name))) if has_cluster() and not own else nullcontext():
+        prepared = prepare(job, resume=resume, fresh=fresh)
+        own = connect(verbose) or own
+        decision = decide_plan(prepared)
     if detached:
         return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
     return heard(prepared, decision, Progress(decision, verbose=verbose), fresh=fresh, notes=notes), decision

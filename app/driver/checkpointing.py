@@ -117,7 +117,7 @@ def committed(turn: Turn, event: m.Committed) -> None:
     """The log names the checkpoint."""
     upload = _upload(turn)
     assert event.checkpoint.path == upload.path, "the answer to another commit"
-    turn.change(head=event.checkpoint, attempts=0, upload_s=turn.now_s - upload.started_s)
+    turn.change(head=event.checkpoint, older=event.older, attempts=0, upload_s=turn.now_s - upload.started_s)
     turn.emit(
         Checkpointed(
             step=upload.step,

@@ -147,8 +147,8 @@ def is_stale(state: State, event: m.Happening) -> bool:
 def _acquired(turn: Turn, event: m.Acquired) -> None:
     step = event.head.step if event.head else 0
     turn.change(
-        generation=Generation(token=event.token, number=0), head=event.head, progress=step, high=step,
-        since_s=turn.now_s, saved_s=turn.now_s,
+        generation=Generation(token=event.token, number=0), head=event.head, older=event.older, told=event.told,
+        progress=step, high=step, since_s=turn.now_s, saved_s=turn.now_s,
     )  # fmt: skip
     if step >= turn.settings.total_steps:
         ending.close(turn, "done")

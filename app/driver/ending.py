@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainwright.core import events
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import RunConflict, TrainwrightError
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import abandon
 from trainwright.driver.milestones import evaluation_due
@@ -65,8 +65,11 @@ def released(turn: Turn, event: m.Released) -> None:
 
 
 def lost(turn: Turn, event: m.Lost) -> None:
-    """The log is not ours: end the workers and write nothing more. An error that came before outranks this one."""
-    _kill_all(turn)
+    """The log is not ours: write nothing more, and end the workers, unless they belong to another driver by now.
+
+    An error that came before outranks this one.
+    """
+    _let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)
     turn.disarm()
     told = turn.state.phase is Phase.RELEASING
     turn.change(outcome="failed", error=turn.state.error or event.error)
@@ -78,6 +81,10 @@ def lost(turn: Turn, event: m.Lost) -> None:
 def _kill_all(turn: Turn) -> None:
     for worker in sorted([*turn.state.rank_of, *turn.state.spares]):
         turn.want(m.Kill(worker=worker))
+    _let_go(turn)
+
+
+def _let_go(turn: Turn) -> None:
     turn.change(rank_of={}, awaiting=frozenset(), starting=frozenset(), spares={}, apart={})
 
 

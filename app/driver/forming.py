@@ -153,7 +153,7 @@ def healed(turn: Turn) -> None:
             checkpoint=heal.checkpoint.path if heal.checkpoint else "",
             survivors=sum(not member.fresh for member in state.members),
             seconds=turn.now_s - state.since_s,
-            steps_lost=max(0, state.progress - heal.step),
+            steps_lost=max(0, state.progress - heal.step, state.told - heal.step),
             nodes=ranks_by_node([member.node for member in state.members]),
         )
     )
@@ -170,6 +170,7 @@ def healed(turn: Turn) -> None:
         losses=rolled_back(state, heal.step),
         evaluated=min(state.evaluated, heal.step) if state.spiked else state.evaluated,
         spiked=0,
+        told=0,
     )
 
 

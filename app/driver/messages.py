@@ -179,13 +179,16 @@ class Acquired:
     """The log is ours.
 
     Attributes:
-        head: the newest checkpoint that is whole, None for a new run.
+        head: the newest checkpoint that has all its files, which whoever loads it verifies; `older` are those before.
+        told: newest step that storage has an event of.
         living: workers of the driver before.
         kept: the newest state that is whole in the nodes' memory.
     """
 
     token: int
     head: CheckpointRef | None
+    older: tuple[CheckpointRef, ...] = ()
+    told: int = 0
     living: tuple[Living, ...] = ()
     kept: KeptState | None = None
 
@@ -258,9 +261,10 @@ class Progressed:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The log names the checkpoint."""
+    """The log names the checkpoint, and before it those in `older`, newest last."""
 
     checkpoint: CheckpointRef
+    older: tuple[CheckpointRef, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from trainwright.core.errors import CheckpointError, HangError, PeerLost, StorageError, TrainwrightError, WorkerLost
-from trainwright.core.events import Stacks, Waiting
+from trainwright.core.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    HangError,
+    PeerLost,
+    StorageError,
+    TrainwrightError,
+    WorkerLost,
+)
+from trainwright.core.events import Noted, Stacks, Waiting
 from trainwright.driver import apart, leaving, loops, probing
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
@@ -65,6 +73,9 @@ def raised(turn: Turn, event: m.Raised) -> None:
     failed = loops.failed(turn.state, event.worker, rank, _text(error), detail)
     if state.trials is not None and kind in ("user", "data", "internal"):
         _try_another(turn, Blame(error=error, event=failed), kill=kind == "internal")
+    elif event.verb == "heal" and isinstance(error, DamagedCheckpoint) and _has_older(state):
+        _has_answered(turn, event.worker)
+        _fall_back(turn, error, Blame(error=error, event=failed))
     elif kind in ("user", "data") or isinstance(error, CheckpointError):
         turn.emit(failed)
         if event.verb == "upload":
@@ -88,6 +99,23 @@ def raised(turn: Turn, event: m.Raised) -> None:
             turn.change(kept=None)  # what could not be read is not asked for again
         _has_answered(turn, event.worker)
         gather(turn, Blame(error=error, event=failed))
+
+
+def _has_older(state: State) -> bool:
+    """Whether another checkpoint can take the place of the one that is loaded; one rank's word is enough for that."""
+    return bool(state.older) or state.phase is Phase.GATHERING
+
+
+def _fall_back(turn: Turn, error: DamagedCheckpoint, blame: Blame) -> None:
+    """Form again, and load the checkpoint before the damaged one. That is no failure of the workers."""
+    state = turn.state
+    if state.phase is not Phase.GATHERING and state.head is not None:
+        *older, head = state.older
+        text = f"the checkpoint of step {state.head.step} is passed over: {error.what} ({error.where})"
+        turn.emit(Noted(text=f"{text}; the run goes on from that of step {head.step}"))
+        turn.change(head=head, older=tuple(older))
+    gather(turn, blame)
+    turn.change(failures=state.failures, failed_s=state.failed_s)
 
 
 def _has_answered(turn: Turn, worker: int) -> None:

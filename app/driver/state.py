@@ -207,6 +207,8 @@ class State:
         stacks: by rank, where its threads stood when the group did not move.
         since_s, phase_s: when the recovery, or the run, began, and when the phase did.
         head: newest committed checkpoint.
+        older: those before it that the log still names, newest last.
+        told: newest step that the driver before told of, until the first generation is ready.
         writers: ranks that together hold each piece once, the lowest ones.
         copying: what the snapshot under way is for.
         keepers: ranks that copy their pieces into their nodes' memory.
@@ -274,6 +276,8 @@ class State:
     since_s: float = 0.0
     phase_s: float = 0.0
     head: CheckpointRef | None = None
+    older: tuple[CheckpointRef, ...] = ()
+    told: int = 0
     writers: tuple[int, ...] = ()
     layout: str = ""
     copying: tuple[Literal["upload", "keep"], ...] = ()

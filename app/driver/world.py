@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import queue
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -28,6 +24,8 @@ from trainwright.core.group import Generation
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 from trainwright.driver.rooms import Room, Rooms
+from trainwright.eventqueue import EventQueue
+from trainwright.lease import Lease, Ledger
 from trainwright.store import open_store
 from trainwright.workorder import WorkOrder
 
@@ -35,22 +33,6 @@ NEWS_EVERY_S = 0.2
 WATCH_S = 5.0
 REMOVE_S = 10.0
 SILENT_S = 30.0  # without an answer to a beat: a process that does not run
-
-
-class Ledger(Protocol):
-    """The run's log and checkpoints, as the world needs them."""
-
-    def acquire(self) -> m.Acquired:
-        """Take the run; raises RunConflict or StorageError."""
-
-    def commit(self, commit: m.Commit) -> m.Committed:
-        """Write the manifest and name the checkpoint; raises FencedError or StorageError."""
-
-    def told(self) -> int:
-        """The newest step that storage has an event of."""
-
-    def release(self, release: m.Release) -> None:
-        """Give the run back."""
 
 
 class World:
@@ -78,7 +60,8 @@ class World:
         self._work, self._order = order, ray.put(order)
         self._uri = open_store(order.storage).uri_of(order.run)
         self._name = run_name(self._uri)
-        self._token, self._told, self._fenced = 0, 0, False
+        self._told = 0
+        self._lease = Lease(ledger, lambda: [*self._actors.values(), *self._keepers.values()])
         self._closed = threading.Event()
         self._nodes: dict[int, tuple[str, str]] = {}  # name and Ray's id, by worker
         self._slots: dict[int, int] = {}  # by worker
@@ -88,10 +71,7 @@ class World:
         self._together = order.plan.topology == "collective"
         self._rooms: Room = room or Rooms(order.plan, elastic=elastic, name=room_name(self._name))
         self._ledger, self._emit = ledger, emit
-        self._queue: queue.SimpleQueue[m.Happening | Callable[[], None]] = queue.SimpleQueue()
-        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-        self._timers: dict[str, int] = {}
+        self._queue = EventQueue()
         self._storage = ThreadPoolExecutor(1, thread_name_prefix="log")
         self._actors: dict[int, Any] = {}
         self._unwanted: set[int] = set()  # before they were placed
@@ -104,32 +84,30 @@ class World:
         self._queue.put(event)
 
     def next(self) -> m.Happening:
-        """Wait for the next event; a timer that runs out is one."""
+        """Wait for the next event; a timer that runs out is one. A driver that was replaced gets no other than that."""
         while True:
-            timeout = max(0.0, self._alarms[0][0] - time.monotonic()) if self._alarms else None
-            try:
-                item = self._queue.get(timeout=timeout)
-            except queue.Empty:
-                item = heapq.heappop(self._alarms)[2]
+            item = self._queue.wait()
+            if not self._lease.check():
+                assert self._lease.lost is not None, "a lease that may not be used is lost"
+                return m.Lost(error=self._lease.lost)
             if not callable(item):
                 return item
             item()
 
-    def _later(self, after_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._alarms, (time.monotonic() + after_s, next(self._count), action))
-
     def _then(self, ref: Any, action: Callable[[Future[Any]], None]) -> None:
-        ref.future().add_done_callback(lambda done: self._queue.put(lambda: action(done)))
+        ref.future().add_done_callback(lambda done: self._queue.put(lambda: self._settle(done, action)))
 
-    def _set_timer(self, timer: m.SetTimer) -> None:
-        self._timers[timer.name] = timer.number
+    def _settle(self, done: Future[Any], action: Callable[[Future[Any]], None]) -> None:
+        """Act on an answer, unless it says that another driver has the process."""
+        refused = done.result() if done.exception() is None else None
+        if isinstance(refused, m.Failure) and isinstance(refused.error, FencedError):
+            self._fence(refused.error)
+        else:
+            action(done)
 
-        def expire() -> None:
-            if self._timers.get(timer.name) == timer.number:
-                del self._timers[timer.name]
-                self.put(m.Expired(name=timer.name, number=timer.number))
-
-        self._later(timer.after_s, expire)
+    def _fence(self, error: TrainwrightError) -> None:
+        self._lease.lose(error)
+        self._queue.put(lambda: None)  # for whoever waits for an event
 
     # --- effects ------------------------------------------------------------------------------------------
 
@@ -139,7 +117,7 @@ class World:
             case m.Acquire():
                 self._in_storage(self._acquire)
             case m.Place() if effect.after_s:
-                self._later(effect.after_s, lambda: self._place(effect))
+                self._queue.later(effect.after_s, lambda: self._place(effect))
             case m.Place():
                 self._place(effect)
             case m.Kill():
@@ -154,13 +132,13 @@ class World:
                 self._in_storage(lambda: self._release(effect))
             case m.Seal():
                 for keeper in self._keepers.values():
-                    keeper.seal.remote(effect.kept)
+                    keeper.seal.remote(effect.kept, self._lease.token)
             case m.Emit():
                 self._emit(effect.event)
             case m.SetTimer():
-                self._set_timer(effect)
+                self._queue.set_timer(effect)
             case m.CancelTimer():
-                self._timers.pop(effect.name, None)
+                self._queue.cancel_timer(effect.name)
             case m.Finish():
                 self.close()
 
@@ -169,7 +147,7 @@ class World:
         self._closed.set()
         for worker in list(self._actors):
             self._kill(worker)
-        if not self._fenced:
+        if self._lease.check():
             self._remove_copies()
             self._rooms.give_back()
         self._storage.shutdown(wait=False, cancel_futures=True)
@@ -182,9 +160,9 @@ class World:
         self._slots[effect.worker] = effect.slot
         own, lent = None if effect.beside else effect.slot, self._rooms.lent(effect.slot)
         options = self._rooms.options(effect.slot, beside=effect.beside)
-        options |= lasting(f"{self._name}/worker-{effect.worker}-{self._token}")
+        options |= lasting(f"{self._name}/worker-{effect.worker}-{self._lease.token}")
         berth = Berth(worker=effect.worker, slot=own, run=self._name, lent=lent)
-        actor = WORKER.options(**options).remote(self._order, berth, self._token)
+        actor = WORKER.options(**options).remote(self._order, berth, self._lease.token)
         self._actors[effect.worker] = actor
         self._then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
 
@@ -213,8 +191,8 @@ class World:
 
     def _await_end(self, worker: int) -> None:
         actor = self._actors[worker]
-        self._then(actor.live.remote(self._token), lambda end: self._died(worker, end.exception()))
-        self._then(actor.notice.remote(), lambda came: self._noticed(worker, came))
+        self._then(actor.live.remote(self._lease.token), lambda end: self._died(worker, end.exception()))
+        self._then(actor.notice.remote(self._lease.token), lambda came: self._noticed(worker, came))
 
     def _guard(self, worker: int) -> None:
         """Have a keeper on a worker's node, which gives its copies to other nodes and removes them at the end."""
@@ -222,11 +200,11 @@ class World:
         if node not in self._keepers:
             stay = NodeAffinitySchedulingStrategy(node_id, soft=False)
             options = {**lasting(keeper_name(self._name, node)), "scheduling_strategy": stay, "get_if_exists": True}
-            self._keepers[node] = KEEPER.options(**options).remote(self._uri)
+            self._keepers[node] = KEEPER.options(**options).remote(self._uri, self._lease.token)
 
     def _remove_copies(self) -> None:
         """What a lost node or its keeper leaves undone is swept up there by the next run."""
-        removed = [keeper.remove.remote() for keeper in self._keepers.values()]
+        removed = [keeper.remove.remote(self._lease.token) for keeper in self._keepers.values()]
         if removed:
             ray.wait(removed, num_returns=len(removed), timeout=REMOVE_S)
         for keeper in self._keepers.values():
@@ -242,7 +220,7 @@ class World:
         """Tell a death once, whichever future brought it first."""
         actor = self._actors.pop(worker, None)
         if actor is not None:
-            if not self._fenced:  # otherwise another driver may have taken it over
+            if self._lease.check():  # otherwise it is another driver's
                 with suppress(RayError):  # of one that Ray could not even create
                     ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
             self.put(m.Died(worker=worker, cause=cause_of(error)))
@@ -262,14 +240,14 @@ class World:
         if effect.verb == "run":
             self._watch(effect)
         if effect.verb == "stop":
-            ref = actor.stop.remote()
+            ref = actor.stop.remote(self._lease.token)
         elif effect.verb == "interrupt":
             ref = actor.interrupt.remote(effect.generation, effect.argument)
         else:
             if effect.verb == "keep":
                 self._guard(effect.worker)
             aside = {"upload": actor.upload, "keep": actor.keep}
-            ref = aside.get(effect.verb, actor.call).remote(effect.verb, effect.argument, self._token)
+            ref = aside.get(effect.verb, actor.call).remote(effect.verb, effect.argument, self._lease.token)
         self._then(ref, lambda done: self._answered(effect, done))
 
     def _answered(self, call: m.Call, done: Future[Any]) -> None:
@@ -302,7 +280,8 @@ class World:
     def _ask(self, watched: tuple[int, Generation]) -> None:
         actor = self._actors.get(watched[0])
         if actor is not None and self._watched == watched:
-            self._then(actor.watch.remote(self._told, WATCH_S), lambda done: self._heard(watched, done))
+            news = actor.watch.remote(self._told, WATCH_S, self._lease.token)
+            self._then(news, lambda done: self._heard(watched, done))
 
     def _heard(self, watched: tuple[int, Generation], done: Future[Any]) -> None:
         """Pass news on, and ask again a little later."""
@@ -310,7 +289,7 @@ class World:
             self._died(watched[0], done.exception())
         elif self._watched == watched:
             self._tell(watched[1], done.result())
-            self._later(NEWS_EVERY_S, lambda: self._ask(watched))
+            self._queue.later(NEWS_EVERY_S, lambda: self._ask(watched))
 
     def _tell_rest(self, event: m.Returned | m.Raised) -> None:
         """Tell the last steps of a segment before its end."""
@@ -324,7 +303,7 @@ class World:
 
         actor = self._actors.get(event.worker)
         if actor is not None:
-            self._then(actor.watch.remote(self._told, 0.0), told)
+            self._then(actor.watch.remote(self._told, 0.0, self._lease.token), told)
 
     def _tell(self, generation: Generation, news: events.Steps) -> None:
         fresh = news.after(self._told)
@@ -340,8 +319,7 @@ class World:
             try:
                 self.put(action())
             except TrainwrightError as error:
-                self._fenced = isinstance(error, (FencedError, RunConflict))
-                self.put(m.Lost(error=error))
+                self._fence(error) if isinstance(error, RunConflict) else self.put(m.Lost(error=error))
             except Exception as error:  # nobody else would hear of it, and the driver would wait for ever
                 told = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
                 self.put(m.Lost(error=told))
@@ -350,15 +328,24 @@ class World:
 
     def _acquire(self) -> m.Happening:
         """Take the log, then what lives of the driver before; where there was none, it is of a run that was deleted."""
-        acquired = self._ledger.acquire()
-        found = take_over(self._name, self._order, acquired.token, fresh=self._fresh or acquired.token == 1)
-        told = self._ledger.told() if found.workers else 0
-        self._queue.put(lambda: self._welcome(acquired.token, found, told))
-        return replace(acquired, living=tuple(survivor.living for survivor in found.workers), kept=found.kept)
+        token = self._ledger.acquire()
+        fresh = self._fresh or token == 1
+        found = take_over(self._name, self._order, token, fresh=fresh, assure=self._ledger.assure)
+        self._queue.put(lambda: self._welcome(token, found))  # which keeps them from ending while we read on
+        chain = self._ledger.chain()
+        told = 0 if fresh else self._ledger.told()
+        self._queue.put(lambda: self._know(told if found.workers else 0))
+        living = tuple(survivor.living for survivor in found.workers)
+        head, older = (chain[-1], chain[:-1]) if chain else (None, ())
+        return m.Acquired(token=token, head=head, older=older, told=told, living=living, kept=found.kept)
 
-    def _welcome(self, token: int, found: Found, told: int) -> None:
-        """From now on the run is ours, and so are those who outlived the driver before, with what it did not tell."""
-        self._token, self._keepers, self._told = token, dict(found.keepers), told
+    def _know(self, told: int) -> None:
+        """Steps up to this one were told by the driver before."""
+        self._told = told
+
+    def _welcome(self, token: int, found: Found) -> None:
+        """From now on the run is ours, and so are those who outlived the driver before."""
+        self._lease.token, self._keepers = token, dict(found.keepers)
         for survivor in found.workers:
             worker, slot = survivor.living.worker, survivor.living.slot
             self._actors[worker] = survivor.actor
@@ -374,14 +361,21 @@ class World:
         """Tell all that their driver lives, whatever its own thread waits for: a listener may write to a slow store."""
         beats = Beats()
         while not self._closed.is_set():
-            up = {worker: actor for worker, actor in [*self._actors.items()] if worker in self._nodes}
-            for worker, silent_s in beats.send(up).items():
-                if silent_s > SILENT_S and self._expendable(worker):
-                    self._queue.put(partial(self._died, worker, WorkerLost(f"it did not answer for {silent_s:.0f} s")))
-            for number, actor in [*self._actors.items(), *self._keepers.items()]:
-                if number not in up:
-                    actor.beat.remote()
+            try:
+                self._beat_once(beats)
+            except Exception as error:  # without beats all processes of the run would end by themselves
+                text = f"the workers could not be told that their driver lives: {type(error).__name__}: {error}"
+                self._queue.put(partial(self.carry_out, m.Emit(event=events.Noted(text=text))))
             self._closed.wait(BEAT_S)
+
+    def _beat_once(self, beats: Beats) -> None:
+        up = {worker: actor for worker, actor in [*self._actors.items()] if worker in self._nodes}
+        for worker, silent_s in beats.send(up, self._lease.token).items():
+            if silent_s > SILENT_S and self._expendable(worker):
+                self._queue.put(partial(self._died, worker, WorkerLost(f"it did not answer for {silent_s:.0f} s")))
+        for number, actor in [*self._actors.items(), *self._keepers.items()]:
+            if number not in up:
+                actor.beat.remote(self._lease.token)
 
     def _expendable(self, worker: int) -> bool:  # one that does not answer is ended then, and replaced
         first = 1 if self._plan.topology == "coordinator" else self._plan.processes - self._plan.workers

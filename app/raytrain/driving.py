@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from trainwright.adoption import kept_alive, run_name
 from trainwright.core.errors import ResourceError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.discover import nodes_by_id
@@ -90,9 +91,10 @@ def _lead(
     seating = Seating.of(desk.seats(), table["bundles_to_node_id"], group.bundle_specs)
     job = seating.job(job)
     again = _is_again(job)
-    prepared = prepare(job, resume=resume or again, fresh=fresh and not again)
-    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]  # without what is in placement groups
-    decision = plan_for(prepared, seating.cluster(nodes_by_id()))
+    with kept_alive(run_name(open_store(job.storage).uri_of(job.name))):
+        prepared = prepare(job, resume=resume or again, fresh=fresh and not again)
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]  # without what is in placement groups
+        decision = plan_for(prepared, seating.cluster(nodes_by_id()))
     decision = seating.seated(decision, data_cpus=free.get("CPU", 0.0))
     head = RunLog(prepared.store, job.name).head()
     session: Drives

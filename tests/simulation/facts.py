@@ -201,7 +201,8 @@ class Facts:
             raise Violation(f"ended as {finish.outcome} with {finish.error!r}")
         unkilled = [process for process in driver.living if not process.killed]
         at_once = self.stop_now and finish.outcome == "stopped"
-        if unkilled and (at_once or (self.lost is not None and not self.release)):
+        ours = self.lost is not None and not isinstance(self.lost, RunConflict)
+        if unkilled and (at_once or (ours and not self.release)):
             raise Violation(f"workers live on: {[process.worker for process in unkilled]}")
 
     def _judge_done(self, scenario: Scenario, store: Store, finish: m.Finish) -> None:

@@ -14,7 +14,7 @@ KINDS = {
     "storage": 3, "cut": 5, "slow start": 3, "start death": 4, "start loop": 1, "never starts": 1,
     "upload fails": 6, "upload hangs": 2, "upload internal": 1, "commit fails": 4, "commit slow": 4, "outage": 4,
     "preempt": 6, "preempt all": 2, "memory full": 2, "copies lost": 2,
-    "stop": 8, "stop now": 3, "stop twice": 2, "crash": 5, "zombie": 4, "log lost": 1,
+    "stop": 8, "stop now": 3, "stop twice": 2, "crash": 5, "stall": 4, "log lost": 1,
 }  # fmt: skip
 VERBS = ("reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "leave")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.simulation.guild import SILENT_S
@@ -197,14 +198,18 @@ class Strikes:
             self._world.deliver(self._world.driver, m.Lost(error=StorageError("the log cannot be reached")))
 
     def _on_crash(self, fault: Fault) -> None:
-        self._succeed(crash=True, after_s=fault.amount * 5.0)
+        if self._succeed(lambda: self._world.crash(self._world.driver)):
+            self._world.begin_later(fault.amount * 5.0)
 
-    def _on_zombie(self, fault: Fault) -> None:
-        self._succeed(crash=False, after_s=fault.amount * 5.0)
+    def _on_stall(self, fault: Fault) -> None:
+        if fault.amount < 0.3:  # too short for anybody to notice
+            self._world.stall(self._world.driver, fault.amount * 20.0)
+        elif self._succeed(lambda: self._world.stall(self._world.driver, 16.0 + fault.target * 30.0)):
+            self._world.begin_later(fault.amount * 5.0)
 
-    def _succeed(self, *, crash: bool, after_s: float) -> None:
-        if self._successors < 2:
-            self._successors += 1
-            if crash:
-                self._world.crash(self._world.driver)
-            self._world.begin_later(after_s)
+    def _succeed(self, end: Callable[[], None]) -> bool:
+        if self._successors == 2:
+            return False
+        self._successors += 1
+        end()
+        return True

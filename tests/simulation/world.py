@@ -25,6 +25,9 @@ from trainwright.driver import messages as m
 from trainwright.driver.state import STANDING, Phase, State
 
 
+PATIENCE_S = 10.0  # without a heartbeat, before another driver takes the run over
+
+
 class Driver:
     """One driver process and what it did."""
 
@@ -41,6 +44,9 @@ class Driver:
         self.generation = 0
         self.facts = Facts()
         self.told = 0  # the last step whose loss was
+        self.stalled = False
+        self.missed: list[m.Happening] = []  # while it was, which come before the timers that ran out
+        self.expired: list[m.SetTimer] = []
 
     def team(self, number: int) -> Team:
         """The group of a generation."""
@@ -60,8 +66,8 @@ class Driver:
 
     @property
     def living(self) -> list[Process]:
-        """Its processes that run."""
-        return [process for process in self.processes.values() if process.alive]
+        """Its processes that run, and that no other driver has taken over."""
+        return [process for process in self.processes.values() if process.alive and process.driver is self]
 
 
 @dataclass
@@ -137,6 +143,11 @@ class World:
         """Let a driver decide about an event, and carry out what it wants."""
         if not driver.alive:
             return
+        if driver.stalled:
+            driver.missed.append(event)
+            return
+        if 0 < driver.token < self.store.owner and driver.finish is None and not isinstance(event, m.Lost):
+            event = m.Lost(error=FencedError("another driver has the run"))  # its lease is checked before each event
         state = driver.state
         assert state is not None
         self.delivered += 1
@@ -178,6 +189,9 @@ class World:
     def _expire(self, driver: Driver, timer: m.SetTimer) -> None:
         if driver.finish is not None or not driver.alive or driver.timers.get(timer.name) != timer.number:
             return
+        if driver.stalled:
+            driver.expired.append(timer)
+            return
         del driver.timers[timer.name]
         there = [process for process in driver.processes.values() if not process.told]
         stuck = [process for process in there if process.hung or process.deaf or process.upload_hung or process.adrift]
@@ -188,6 +202,8 @@ class World:
 
     def _call(self, driver: Driver, call: m.Call) -> None:
         process = driver.processes.get(call.worker)
+        if process is not None and process.told and driver.missed:
+            return  # it is about to hear of that death
         if process is None or not process.up or process.killed or process.told:
             raise Violation(f"{call.verb} is asked of worker {call.worker}, which is not there")
         number = call.generation.number
@@ -205,7 +221,8 @@ class World:
             self.strikes.after_call(process, call)
 
     def _acquire(self, driver: Driver, effect: m.Acquire) -> None:
-        self.clock.after(self.labour.between(0.05, 0.5), self._acquired, driver)
+        patience_s = PATIENCE_S if self.heritage is not None and self.heritage.stalled else 0.0
+        self.clock.after(patience_s + self.labour.between(0.05, 0.5), self._acquired, driver)
 
     def _acquired(self, driver: Driver) -> None:
         if self.strikes.log_lost:
@@ -220,7 +237,7 @@ class World:
     def _inherit(self, driver: Driver) -> dict[str, Any]:
         """What outlived the driver before, where the cluster did: its workers let go of their group."""
         before, self.heritage = self.heritage, None
-        if before is None or before.alive:
+        if before is None:
             return {}
         answering = [process for process in before.living if process.up and not process.killed]
         living = [process for process in answering if not process.hung and not process.deaf]
@@ -230,6 +247,9 @@ class World:
             driver.processes[process.worker] = process
             if not process.beside:
                 driver.slots[process.slot] = process.worker
+        for process in before.living:  # those that do not answer are ended
+            process.alive = False
+            process.ticket += 1
         kept = self.labour.memory.sealed.get(before.token)
         return {"living": tuple(self._living(process) for process in living), "kept": kept}
 
@@ -280,6 +300,10 @@ class World:
 
     def _kill(self, driver: Driver, effect: m.Kill) -> None:
         process = driver.processes[effect.worker]
+        if process.driver is not driver:
+            raise Violation(f"worker {effect.worker} is killed, which another driver has taken over")
+        if process.told and driver.missed:
+            return
         if process.killed or process.told:
             raise Violation(f"worker {effect.worker} is killed twice or after its death was told")
         if driver.recovering and self._saves_survivors(driver) and not process.guilty:
@@ -344,6 +368,23 @@ class World:
         driver.facts.judge(self.scenario, driver, self.store, self.clock.now_s)
         for process in driver.living:
             self.labour.die(process)
+
+    def stall(self, driver: Driver, for_s: float) -> None:
+        """The driver stands still for a while, and so hears of nothing."""
+        driver.stalled = True
+        if for_s > PATIENCE_S:
+            self.heritage = driver
+        self.clock.after(for_s, self._go_on, driver)
+
+    def _go_on(self, driver: Driver) -> None:
+        driver.stalled = False
+        while driver.missed:
+            self.deliver(driver, driver.missed.pop(0))
+        expired, driver.expired = driver.expired, []
+        for timer in expired:
+            self._expire(driver, timer)
+        if driver.finish is None and 0 < driver.token < self.store.owner:
+            self.deliver(driver, m.Lost(error=FencedError("its processes belong to another driver")))
 
     def crash(self, driver: Driver) -> None:
         """The driver dies, and Ray ends its workers, unless the cluster lives on without it."""

@@ -294,10 +294,12 @@ def test_an_upload_that_hangs_at_the_end_costs_its_process() -> None:
     assert story.returns("heal", StateTag(step=8)).calls("snapshot")[0].argument.step == 8
 
 
-def test_a_fenced_driver_ends_its_workers_and_writes_nothing() -> None:
-    error = FencedError("taken over")
+@pytest.mark.parametrize(("error", "killed"), [(FencedError("taken over"), []), (StorageError("full"), [0, 1])])
+def test_a_driver_that_lost_the_log_writes_nothing_and_ends_the_workers_that_are_its_own(
+    error: TrainwrightError, killed: list[int]
+) -> None:
     story = Story().running().tell(m.Lost(error=error))
-    assert story.all(m.Kill) == [m.Kill(worker=0), m.Kill(worker=1)]
+    assert story.all(m.Kill) == [m.Kill(worker=worker) for worker in killed]
     assert (story.all(m.Release), story.all(m.Finish)[0].error) == ([], error)
 
 

@@ -42,16 +42,19 @@ def commit(folder: Path, step: int, parent: str = "", again: int = 0) -> m.Commi
 
 def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     owner = ledger(tmp_path, [])
-    assert owner.acquire().head is None
+    owner.acquire()
+    assert owner.chain() == ()
     first = owner.commit(commit(tmp_path, 5)).checkpoint
     commit(tmp_path, 10)  # given up before it was named
     again = owner.commit(commit(tmp_path, 10, first.path, again=1)).checkpoint
-    last = owner.commit(commit(tmp_path, 15, again.path)).checkpoint
+    committed = owner.commit(commit(tmp_path, 15, again.path))
+    assert committed.older == (again,)
     owner.release(m.Release(outcome="stopped", step=15))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["00000010-1.1", "00000015-1"]
     taken = ledger(tmp_path, [])
-    assert taken.acquire().head == last
+    taken.acquire()
+    assert taken.chain() == (again, committed.checkpoint)
     taken.give_up()
 
 
@@ -82,11 +85,12 @@ def test_the_beginning_is_stored_before_anything_is_asked_for(tmp_path: Path) ->
         assert journal.flush()
 
     owner = ledger(tmp_path, [], begin=begin)
-    acquired = owner.acquire()
+    token = owner.acquire()
+    owner.chain()
     (event,) = read_events(open_store(str(tmp_path)), "run")
     assert isinstance(event, Noted) and event.text == "rows 0 to 9 begin again elsewhere"
     head = RunLog(open_store(str(tmp_path)), "run").head()
-    assert head is not None and head.token == acquired.token
+    assert head is not None and head.token == token
     owner.give_up()
     journal.close()
 
@@ -112,8 +116,11 @@ def test_a_run_with_no_whole_checkpoint_is_not_begun_again_by_itself(tmp_path: P
     shard = tmp_path / "run" / path / "state"
     shard.write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="no checkpoint of the run is whole"):
-        ledger(tmp_path, notes).acquire()
+        taken = ledger(tmp_path, notes)
+        taken.acquire()
+        taken.chain()
     assert shard.read_bytes() == b"torn", "nothing was changed"
     fresh = ledger(tmp_path, notes, fresh=True)
-    assert fresh.acquire().head is None
+    fresh.acquire()
+    assert fresh.chain() == ()
     fresh.give_up()

@@ -262,7 +262,7 @@ def test_an_owner_whose_heartbeats_arrive_is_sure_of_its_run(beating: tuple[RunL
 def test_after_a_stall_the_log_is_asked_before_anything_else(
     memory: Store, beating: tuple[RunLog, Heartbeat, Clock]
 ) -> None:
-    log, heart, clock = beating
+    _, heart, clock = beating
     log_of(memory, dead=lambda owner: True).acquire(Owner.here(), JOB)
     assert heart.assure()  # it cannot know yet, and nobody takes over from one who was heard of just now
     clock.now_s += 100
