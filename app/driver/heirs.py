@@ -46,11 +46,27 @@ def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
     )
     for one in living:
         turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
+    _tell_lost(turn, living)
     if rank_of:
         turn.emit(Noted(text=f"took over {count(len(living))} that outlived the driver before"))
         turn.call(list(rank_of), "leave")
         turn.arm("leave", settings.leave_deadline_s)
     place(turn, [rank for rank, member in enumerate(members) if member.worker == NOBODY])
+
+
+def _tell_lost(turn: Turn, living: Sequence[m.Living]) -> None:
+    """Say which steps are done again, where no process holds what the driver before had reached."""
+    state = turn.state
+    if any(one.plan is not None for one in living):
+        return  # the first group tells what was lost
+    begin, kept = state.committed, state.kept.step if state.kept else 0
+    lost = state.told - max(begin, kept)
+    if lost > 0:
+        since = f"the checkpoint of step {begin}" if begin else "the beginning"
+        where = f"the copy in memory of step {kept}" if kept > begin else since
+        steps = "1 step after it is" if lost == 1 else f"{lost} steps after it are"
+        text = f"no worker outlived the driver before: the run goes on from {where}, and {steps} done again"
+        turn.emit(Noted(text=text))
 
 
 def _usable(turn: Turn, living: Sequence[m.Living]) -> Sequence[m.Living]:

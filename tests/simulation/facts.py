@@ -10,6 +10,7 @@ from tests.simulation.store import Store, Violation
 from trainwright.core import events
 from trainwright.core.consistency import LOOP
 from trainwright.core.errors import (
+    DamagedCheckpoint,
     DataError,
     HangError,
     LossSpike,
@@ -192,6 +193,8 @@ class Facts:
         elif finish.outcome == "stopped":
             self._judge_stopped(finish, store)
         else:
+            if isinstance(finish.error, DamagedCheckpoint) and store.sound:
+                raise Violation(f"failed with {finish.error!r}, although {store.sound[-1].path} is whole")
             self._judge_failed(scenario, driver, finish, now_s)
 
     def _judge_ends(self, driver: Driver, finish: m.Finish) -> None:
@@ -200,7 +203,7 @@ class Facts:
         if (finish.outcome == "failed") != (finish.error is not None):
             raise Violation(f"ended as {finish.outcome} with {finish.error!r}")
         unkilled = [process for process in driver.living if not process.killed]
-        at_once = self.stop_now and finish.outcome == "stopped"
+        at_once = self.stop_now and finish.outcome == "stopped" and driver.generation  # else it ended as it began
         ours = self.lost is not None and not isinstance(self.lost, RunConflict)
         if unkilled and (at_once or (ours and not self.release)):
             raise Violation(f"workers live on: {[process.worker for process in unkilled]}")

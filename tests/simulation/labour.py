@@ -18,7 +18,7 @@ from tests.simulation.shop import Shop
 from tests.simulation.store import Store, Violation
 from tests.simulation.uploads import Uploads
 from trainwright.core.data import Sums
-from trainwright.core.errors import DataError, PeerLost, StorageError, UserCodeError
+from trainwright.core.errors import DamagedCheckpoint, DataError, PeerLost, StorageError, UserCodeError
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
 
@@ -247,6 +247,10 @@ class Labour:
         if team.verb == "heal" and team.argument.source == "checkpoint" and self.clock.now_s < self.outage_until_s:
             for process in arrived:
                 self.fail(process, "storage", StorageError("the store did not answer"), self.between(0.1, 0.5))
+            return
+        if team.verb == "heal" and team.argument.checkpoint and team.argument.checkpoint.path in self.store.damaged:
+            for process in arrived:
+                self.fail(process, "storage", DamagedCheckpoint("a shard is altered"), self.between(0.1, 0.5))
             return
         if team.verb == "heal" and team.argument.kept and self.memory.gone(team.argument.kept):
             for process in arrived:

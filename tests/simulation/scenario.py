@@ -75,7 +75,7 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     settings = replace(settings, keep_s=rng.choice((None, None, 0.5, 2.0)), checkpoint_auto=rng.random() < 0.1)
     settings = replace(settings, pass_limit=Random(seed + 2**33).choice((0, 1, 5)))
     scenario = Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
-    return _spiky(_crewed(scenario), Random(seed + 2**38))
+    return _damaged(_spiky(_crewed(scenario), Random(seed + 2**38)), Random(seed + 2**39))
 
 
 def _crewed(scenario: Scenario) -> Scenario:
@@ -158,6 +158,15 @@ def _planned(scenario: Scenario, rng: Random) -> Scenario:
         at_s = 2.0 + rng.random() * settings.total_steps
         faults += (Fault(kind="slow start", at_s=at_s), Fault(kind="kill", at_s=at_s + 0.1, target=rng.random()))
     return replace(scenario, settings=settings, layout="planned", faults=faults)
+
+
+def _damaged(scenario: Scenario, rng: Random) -> Scenario:
+    """In a few a checkpoint is damaged, and everybody needs it."""
+    if rng.random() > 0.05:
+        return scenario
+    at_s = 3.0 + rng.random() * scenario.settings.total_steps
+    damage = Fault(kind="checkpoint damaged", at_s=at_s)
+    return replace(scenario, faults=(*scenario.faults, damage, Fault(kind="kill all", at_s=at_s + 0.1)))
 
 
 def _spiky(scenario: Scenario, rng: Random) -> Scenario:

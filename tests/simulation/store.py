@@ -19,16 +19,27 @@ class Store:
         self._right, self._is_whole = right, is_whole
         self.entries = 0
         self.owner = 0
-        self.head: CheckpointRef | None = None
+        self.chain: list[CheckpointRef] = []  # those that the log names
+        self.damaged: set[str] = set()
         self.files: dict[tuple[str, str], tuple[int, int]] = {}
         self.committed: dict[str, CheckpointRef] = {}
         self.commits = 0
+
+    @property
+    def head(self) -> CheckpointRef | None:
+        """The newest checkpoint."""
+        return self.chain[-1] if self.chain else None
+
+    @property
+    def sound(self) -> list[CheckpointRef]:
+        """Those that can be loaded."""
+        return [ref for ref in self.chain if ref.path not in self.damaged]
 
     def acquire(self) -> m.Acquired:
         """A new owner; the old one is fenced."""
         self.entries += 1
         self.owner = self.entries
-        return m.Acquired(token=self.owner, head=self.head)
+        return m.Acquired(token=self.owner, head=self.head, older=tuple(self.chain[:-1]))
 
     def write(self, path: str, piece: str, step: int, lineage: int) -> tuple[FileEntry, ...]:
         """One writer's file."""
@@ -47,6 +58,8 @@ class Store:
         for entry in commit.files:
             if self.files[commit.path, entry.name] != (commit.step, self._right[commit.step]):
                 raise Violation(f"step {commit.step}: {entry.name} holds steps that were lost or applied twice")
+        while self.chain and self.chain[-1].path != commit.parent and self.chain[-1].path in self.damaged:
+            self.chain.pop()  # it was passed over
         parent = self.head.path if self.head else ""
         if commit.parent != parent:
             raise Violation(f"step {commit.step}: parent {commit.parent!r}, but the head is {parent!r}")
@@ -55,6 +68,7 @@ class Store:
         self.entries += 1
         self.commits += 1
         sha = f"{self.entries:064x}"
-        self.head = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=sha, parent=parent)
-        self.committed[commit.path] = self.head
-        return self.head
+        ref = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=sha, parent=parent)
+        self.chain.append(ref)
+        self.committed[commit.path] = ref
+        return ref

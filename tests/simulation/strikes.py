@@ -154,6 +154,12 @@ class Strikes:
     def _on_commit_slow(self, fault: Fault) -> None:
         self._slow_commit = True
 
+    def _on_checkpoint_damaged(self, fault: Fault) -> None:
+        """The newest one, where there is another to go back to."""
+        store = self._world.store
+        if len(store.sound) > 1 and store.head is not None:
+            store.damaged.add(store.head.path)
+
     def _on_memory_full(self, fault: Fault) -> None:
         self._world.labour.memory.full = True
 

@@ -24,7 +24,6 @@ from trainwright.driver import decide as real
 from trainwright.driver import messages as m
 from trainwright.driver.state import STANDING, Phase, State
 
-
 PATIENCE_S = 10.0  # without a heartbeat, before another driver takes the run over
 
 
@@ -44,6 +43,7 @@ class Driver:
         self.generation = 0
         self.facts = Facts()
         self.told = 0  # the last step whose loss was
+        self.told_before = 0  # by the drivers before; 0 after the first group has formed
         self.stalled = False
         self.missed: list[m.Happening] = []  # while it was, which come before the timers that ran out
         self.expired: list[m.SetTimer] = []
@@ -230,7 +230,8 @@ class World:
         elif driver.alive and driver.finish is None:
             event = self.store.acquire()
             driver.token = event.token
-            event = replace(event, **self._inherit(driver))
+            driver.told_before = max((other.told for other in self.drivers[:-1]), default=0)
+            event = replace(event, told=driver.told_before, **self._inherit(driver))
             driver.facts.resumed(event, self.scenario.settings)
             self.deliver(driver, event)
 
@@ -344,13 +345,15 @@ class World:
         elif driver.facts.release is not None:
             raise Violation(f"step {commit.step} was committed after the log was given back")
         else:
-            answer = m.Committed(checkpoint=self.store.commit(driver.token, commit))
+            ref = self.store.commit(driver.token, commit)
+            answer = m.Committed(checkpoint=ref, older=tuple(self.store.chain[:-1]))
         self.clock.after(after_s, self.deliver, driver, answer)
 
     def _release(self, driver: Driver, effect: m.Release) -> None:
         driver.facts.release = effect
         fenced = self.store.owner != driver.token
-        if not fenced and effect.step != (self.store.head.step if self.store.head else 0):
+        known = {ref.step for ref in (*self.store.chain[-1:], *self.store.sound[-1:])} or {0}
+        if not fenced and effect.step not in known:
             raise Violation(f"released at step {effect.step}, but the head is {self.store.head}")
         answer: m.Happening = m.Lost(error=FencedError("the log is not ours")) if fenced else m.Released()
         self.clock.after(self.labour.between(0.05, 0.3), self.deliver, driver, answer)
@@ -358,6 +361,10 @@ class World:
     def _emit(self, driver: Driver, event: events.Event) -> None:
         self.emitted.append(event)
         driver.facts.emitted(event)
+        if isinstance(event, events.Formed):
+            if event.steps_lost < driver.told_before - event.step:
+                raise Violation(f"{event.steps_lost} steps lost, but step {driver.told_before} was told before")
+            driver.told_before = 0
         if isinstance(event, events.Promoted):
             self._take_slot(driver, event.slot, event.worker)
             driver.processes[event.worker].spare = False

@@ -15,6 +15,7 @@ from trainwright.core.errors import (
     ResourceError,
     StorageError,
     StoreDown,
+    TrainwrightError,
     UserCodeError,
     WorkerLost,
 )

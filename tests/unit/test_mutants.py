@@ -271,10 +271,31 @@ MUTANTS = (
         also=("commit slow", "stop now"),
     ),
     Mutant(
+        name="ends workers that another driver has taken over",
+        module="ending",
+        fragment="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
+        replacement="_kill_all(turn)",
+        also=("stall",),
+    ),
+    Mutant(
+        name="hides the steps that nobody holds any more",
+        module="forming",
+        fragment="steps_lost=max(0, state.progress - heal.step, state.told - heal.step),",
+        replacement="steps_lost=max(0, state.progress - heal.step),",
+        also=("crash",),
+    ),
+    Mutant(
+        name="ends the run where a checkpoint is damaged",
+        module="recovering",
+        fragment="return bool(state.older) or state.phase is Phase.GATHERING",
+        replacement="return False",
+        also=("checkpoint damaged", "kill all"),
+    ),
+    Mutant(
         name="lets workers live when the log is lost",
         module="ending",
-        fragment="    _kill_all(turn)\n    turn.disarm()\n",
-        replacement="    turn.disarm()\n",
+        fragment="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
+        replacement="_let_go(turn)",
     ),
     Mutant(
         name="leaves a rank out of the evaluation",

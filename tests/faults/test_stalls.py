@@ -1,0 +1,180 @@
+"""A driver stands still, another takes the run over, the first goes on: it must do nothing, and say why it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import processes
+from tests.faults.test_heirs import killed_driver, lasting_actors, steps_told
+from tests.runs import State, final_state, told
+from trainwright.core import events
+from trainwright.log import Entry, RunLog
+from trainwright.store import open_store
+
+STEP_S = 2.0  # so that 27 steps last for all stalls
+Driver = subprocess.Popen[str]
+
+
+class Stalls:
+    """One run whose drivers are stopped one after the other.
+
+    Args:
+        fit: starts another driver of the run.
+    """
+
+    def __init__(self, folder: Path, fit: Callable[[], Driver]) -> None:
+        self.folder, self._fit = folder, fit
+        self.driver = fit()
+        self.stalled: list[Driver] = []
+
+    def happened(self, kind: type[events.Event]) -> int:
+        """Events of a kind so far."""
+        return len(told(self.folder, "faulty", kind)) if self.folder.exists() else 0
+
+    def head(self) -> Entry | None:
+        """The newest entry of the log."""
+        return RunLog(open_store(str(self.folder)), "faulty").head() if self.folder.exists() else None
+
+    def await_one_more(self, kind: type[events.Event]) -> None:
+        """Until there is another event of a kind."""
+        before = self.happened(kind)
+        processes.wait_until(lambda: self.happened(kind) > before, self.driver)
+
+    def take_over(self) -> None:
+        """Stop the driver, have another one take its run, and let it go on when that one trains."""
+        self.driver.send_signal(signal.SIGSTOP)
+        self.stalled.append(self.driver)
+        formed = self.happened(events.Formed)
+        self.driver = self._fit()
+        processes.wait_until(lambda: self.happened(events.Formed) > formed, self.driver)
+        self.stalled[-1].send_signal(signal.SIGCONT)
+
+
+def while_placing(run: Stalls) -> None:
+    processes.wait_until(lambda: run.happened(events.Placed) > 0, run.driver)
+
+
+def while_stepping(run: Stalls) -> None:
+    processes.wait_until(lambda: steps_told(run.folder) > 0, run.driver)
+    run.await_one_more(events.Steps)
+
+
+def while_recovering(run: Stalls) -> None:
+    placed: Any = told(run.folder, "faulty", events.Placed)
+    os.kill(placed[-1].pid, signal.SIGKILL)
+
+
+def while_saving(run: Stalls) -> None:
+    run.await_one_more(events.Checkpointed)
+
+
+def while_taking_over(run: Stalls) -> None:
+    """The driver before is killed; the next one is stopped as soon as it has the log."""
+    head = run.head()
+    processes.kill(run.driver)
+    run.driver = run._fit()
+    processes.wait_until(lambda: run.head() != head, run.driver)
+
+
+MOMENTS = {
+    "gate": [while_placing, while_recovering, while_stepping, while_taking_over],
+    "all": [
+        while_placing, while_stepping, while_recovering, while_taking_over, while_saving, while_recovering,
+        while_stepping, while_taking_over, while_recovering, while_saving,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_a_driver_that_stood_still_harms_nothing(
+    folder: Path, tmp_path: Path, unbroken: Callable[[int], State], ray_cluster: None
+) -> None:
+    moments = MOMENTS[os.environ.get("TRAINWRIGHT_STALLS", "gate")]
+    steps = 5 if len(moments) > 4 else 1000
+    step_s = STEP_S * len(moments) / 4
+    file = processes.write_job(tmp_path, folder, step_s=step_s, checkpoint_steps=steps, keep=50, workers=2)
+    with ExitStack() as stack:
+
+        def fit() -> Driver:
+            return stack.enter_context(processes.trainwright("fit", file, cluster=processes.address()))
+
+        run = Stalls(folder, fit)
+        for moment in moments:
+            moment(run)
+            run.take_over()
+        for stalled in run.stalled:
+            _, err = stalled.communicate(timeout=60)
+            assert stalled.returncode == 1 and re.search("taken over|has taken", err), err
+        (tmp_path / "quick").touch()
+        _, err = run.driver.communicate(timeout=100)
+        assert run.driver.returncode == 0, err
+    assert final_state(folder, "faulty") == unbroken(2)
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [event.steps_lost for event in formed] == [0] * len(formed)
+    assert {event.source for event in formed[1:]} == {"replica"}
+    assert not lasting_actors()
+
+
+SLOW_FILE = """
+import os, time
+import trainwright as tw
+from tests import jobs
+from trainwright import adoption
+
+def keep(row):
+    time.sleep(0.15 if os.path.exists({slow!r}) else 0)  # 203 rows, twice as long as workers live without a driver
+    return True
+
+def step(model, batch, made=jobs.make_step(())):
+    adoption.ORPHAN_S = 15.0
+    if next(model.parameters()).device.type != "meta" and not os.path.exists({quick!r}):
+        time.sleep(1)
+    return made(model, batch)
+
+train = tw.datasets.table(jobs.data()).filter(keep)
+job = jobs.job({storage!r}, train=train, step=step, checkpoint_steps=1000)
+"""
+
+
+def test_workers_outlive_a_driver_whose_successor_prepares_for_long(
+    folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
+) -> None:
+    slow, quick, file = tmp_path / "slow", tmp_path / "quick", tmp_path / "job.py"
+    file.write_text(SLOW_FILE.format(slow=str(slow), quick=str(quick), storage=str(folder)))
+    with processes.trainwright("fit", file, cluster=processes.address()) as driver:
+        processes.wait_until(lambda: bool(folder.exists()) and steps_told(folder) >= 3, driver)
+        slow.touch()
+        processes.kill(driver)
+    with processes.trainwright("fit", file, cluster=processes.address()) as driver:
+        processes.wait_until(lambda: len(told(folder, "faulty", events.Formed)) == 2, driver)
+        quick.touch()
+        _, err = driver.communicate(timeout=100)
+        assert driver.returncode == 0, err
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]
+    assert final_state(folder, "faulty") == unbroken(2)
+
+
+def test_steps_that_nobody_holds_any_more_are_told(
+    folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
+) -> None:
+    file = killed_driver(folder, tmp_path)
+    lived: Any = told(folder, "faulty", events.Placed)
+    before = steps_told(folder)
+    for event in lived:
+        os.kill(event.pid, signal.SIGKILL)
+    (tmp_path / "quick").touch()
+    code, _, err = processes.finish("fit", file, cluster=processes.address())
+    assert code == 0 and f"{before} steps after it are done again" in err, err
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("initial", before)]
+    assert final_state(folder, "faulty") == unbroken(2)
