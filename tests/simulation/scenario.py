@@ -164,9 +164,7 @@ def _damaged(scenario: Scenario, rng: Random) -> Scenario:
     """In a few a checkpoint is damaged, and everybody needs it."""
     if rng.random() > 0.05:
         return scenario
-    at_s = 3.0 + rng.random() * scenario.settings.total_steps
-    damage = Fault(kind="checkpoint damaged", at_s=at_s)
-    return replace(scenario, faults=(*scenario.faults, damage, Fault(kind="kill all", at_s=at_s + 0.1)))
+    return replace(scenario, faults=(*scenario.faults, Fault(kind="checkpoint damaged", at_s=rng.random() * 5)))
 
 
 def _spiky(scenario: Scenario, rng: Random) -> Scenario:

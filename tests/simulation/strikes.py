@@ -12,7 +12,7 @@ from trainwright.core.errors import StorageError
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.world import Driver, World
 
 
 class Strikes:
@@ -24,7 +24,7 @@ class Strikes:
         self._calls: dict[str, int] = {}
         self._starts: list[str] = []
         self._failing_commits = 0
-        self._slow_commit = False
+        self._slow_commit = self._damage = False
         self._successors = 0
         self.log_lost = False
 
@@ -155,10 +155,17 @@ class Strikes:
         self._slow_commit = True
 
     def _on_checkpoint_damaged(self, fault: Fault) -> None:
-        """The newest one, where there is another to go back to."""
+        """The next one that has a parent, and all workers die, so that it is needed."""
+        self._damage = True
+
+    def after_commit(self, driver: Driver) -> None:
+        """The log names another checkpoint."""
         store = self._world.store
-        if len(store.sound) > 1 and store.head is not None:
+        if self._damage and len(store.sound) > 1 and store.head is not None:
+            self._damage = False
             store.damaged.add(store.head.path)
+            for process in [process for process in driver.living if process.up and not process.killed]:
+                self._world.labour.die(process)
 
     def _on_memory_full(self, fault: Fault) -> None:
         self._world.labour.memory.full = True

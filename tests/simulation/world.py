@@ -347,6 +347,7 @@ class World:
         else:
             ref = self.store.commit(driver.token, commit)
             answer = m.Committed(checkpoint=ref, older=tuple(self.store.chain[:-1]))
+            self.strikes.after_commit(driver)
         self.clock.after(after_s, self.deliver, driver, answer)
 
     def _release(self, driver: Driver, effect: m.Release) -> None:

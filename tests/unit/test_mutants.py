@@ -289,7 +289,7 @@ MUTANTS = (
         module="recovering",
         fragment="return bool(state.older) or state.phase is Phase.GATHERING",
         replacement="return False",
-        also=("checkpoint damaged", "kill all"),
+        also=("checkpoint damaged",),
     ),
     Mutant(
         name="lets workers live when the log is lost",
