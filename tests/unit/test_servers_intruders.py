@@ -1,0 +1,118 @@
+"""Who is not a member gets nowhere, and a member that says nonsense loses its connection alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.alone import KEY, STEPS, Cluster, assert_close, cluster
+from trainwright.core.errors import PeerLost
+from trainwright.strategies.servers import handshake, regions
+from trainwright.strategies.servers.channel import Link, dial
+from trainwright.strategies.servers.frames import Header, Kind
+from trainwright.strategies.servers.sockets import Switch
+
+UNIT: dict[str, Any] = {"worker": "w", "unit": [0, 0, 1], "at": 0}
+PUSH: dict[str, Any] = {
+    **UNIT, "do": "push", "seen": 0, "weight": 1.0, "keep": False, "sums": [[1.0, 1.0]], "norm": 1.0
+}  # fmt: skip
+MALFORMED: dict[str, bytes] = {
+    "no JSON": b"\xff\xfe",
+    "deep": b"[" * 100_000,
+    "a list": b"[]",
+    "no call": b"{}",
+    "a call of another kind": b'{"do": ["pull"]}',
+    "an unknown call": b'{"do": "drop table"}',
+    **{
+        name: json.dumps(head).encode()
+        for name, head in {
+            "a pull without fields": {"do": "pull"},
+            "a pull of words": {"do": "pull", "worker": "w", "needs": "all", "have": [0, 0]},
+            "a pull that has a number": {"do": "pull", "worker": "w", "needs": 0, "have": 3},
+            "a push of nothing": PUSH,
+            "a push of an unknown share": {**PUSH, "unit": [0, 99, 1]},
+            "a push of a unit that is none": {**PUSH, "unit": [0, 0]},
+            "a push of a step that nobody was given": {**PUSH, "unit": [7, 0, 1], "weight": 0.0},
+            "a push without sums": {**PUSH, "sums": [], "weight": 0.0},
+            "a push of an endless weight": {**PUSH, "weight": float("inf")},
+            "a lease for nobody": {"do": "lease", "worker": None, "prefer": 0, "first": 0},
+            "done without a push": {"do": "done", **UNIT, "unit": [0, 2, 1]},
+            "a worker that hears": {"do": "hear", "heard": 0},
+            "a worker that speaks for a server": {"do": "say", "part": [0, -1.0]},
+        }.items()
+    },
+}
+
+
+@pytest.fixture
+def own() -> Iterator[Cluster]:
+    with cluster("dividing", 1, 1) as made:
+        yield made
+
+
+def member(own: Cluster, key: bytes = KEY) -> Link:
+    """A connection of rank 1 to the server."""
+    return dial(own.peers[0], key, 1, time.monotonic() + 10.0, Switch())
+
+
+@pytest.mark.parametrize("said", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("moment", ["before the first step", "while it serves"])
+def test_a_malformed_call_ends_its_connection_and_not_the_server(own: Cluster, said: bytes, moment: str) -> None:
+    serving = own.serve() if moment == "while it serves" else []
+    if serving:
+        own.work(own.workers[0], 1).result(30.0)  # a round is given out
+    link = member(own)
+    link.call(said, time.monotonic() + 10.0)
+    with pytest.raises(PeerLost, match="closed the connection"):
+        link.answer(time.monotonic() + 10.0)
+    link.close()
+    serving = serving or own.serve()
+    own.work(own.workers[0]).result(30.0)
+    assert len(own.reports(serving)) == STEPS
+    assert_close(own.parameters(), own.by_hand()[2])
+
+
+def test_memory_that_is_none_ends_its_connection_and_not_the_server(own: Cluster) -> None:
+    link = member(own)
+    assert link.shared
+    empty = os.memfd_create("empty", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(empty, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    link._send([Header(Kind.OUTBOX, size=0).pack()], time.monotonic() + 5.0, empty)
+    with pytest.raises(PeerLost):
+        link.call(b"{}", time.monotonic() + 5.0)
+        link.answer(time.monotonic() + 5.0)
+    link.close()
+    os.close(empty)
+    own.run()
+    assert_close(own.parameters(), own.by_hand()[2])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_knows_the_generation_and_not_its_key_is_not_let_in(
+    own: Cluster, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "SHARES", shared)
+    with pytest.raises(PeerLost, match="closed the connection"):
+        member(own, b"another key")
+    own.run()
+    assert_close(own.parameters(), own.by_hand()[2])
+
+
+def test_a_server_that_does_not_know_the_key_is_told_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(handshake.nonce() + bytes(handshake.MAC_BYTES))
+        with pytest.raises(ConnectionError, match="the server does not know the group's key"):
+            handshake.join(ours, KEY, 1, time.monotonic() + 5.0)
+
+
+def test_a_group_without_a_key_does_not_form() -> None:
+    with pytest.raises(ValueError, match="the group has no key"):
+        handshake.claim(b"", handshake.nonce(), 1)
