@@ -8,12 +8,18 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.alone import KEY, STEPS, Cluster, assert_close, cluster
 from trainwright.core.errors import PeerLost
+from trainwright.core.group import Generation
+from trainwright.driver.apart import group_of
+from trainwright.driver.decide import begin
+from trainwright.driver.settings import Settings
+from trainwright.driver.state import Member
 from trainwright.strategies.servers import handshake, regions
 from trainwright.strategies.servers.channel import Link, dial
 from trainwright.strategies.servers.frames import Header, Kind
@@ -116,3 +122,14 @@ def test_a_server_that_does_not_know_the_key_is_told_nothing() -> None:
 def test_a_group_without_a_key_does_not_form() -> None:
     with pytest.raises(ValueError, match="the group has no key"):
         handshake.claim(b"", handshake.nonce(), 1)
+
+
+def test_each_generation_of_each_driver_has_a_key_that_nothing_shows() -> None:
+    first, second = Generation(token=1, number=1), Generation(token=1, number=2)
+    ours, theirs = (Settings(workers=2, total_steps=1, steps_per_epoch=1, secret=secret) for secret in (b"our own secret", b"theirs"))
+    keys = {ours.key_of(first), ours.key_of(second), theirs.key_of(first)}
+    assert len(keys) == 3 and min(map(len, keys)) == 32
+    state, _ = begin(ours, 0.0)
+    group = group_of(replace(state, members=(Member(worker=0, slot=0),), generation=second), 0)
+    assert group.key == ours.key_of(second)
+    assert repr(group.key) not in repr(group) and repr(ours.secret) not in repr(ours)
