@@ -121,10 +121,14 @@ class Seat:
         try:
             until = time.monotonic() + group.deadline_s
             self._chief = socket.create_connection((chief.host, chief.port), group.deadline_s)
+        except OSError as error:
+            raise PeerLost(f"the chief cannot be reached ({error})", remedy=_REMEDY) from error
+        try:
             handshake.join(self._chief, group.key, group.rank, until)
             former = _line(self._chief)
         except (OSError, ValueError) as error:
-            raise PeerLost(f"the chief cannot be reached ({error})", remedy=_REMEDY) from error
+            self._chief.close()
+            raise PeerLost(f"the chief did not let rank {group.rank} in ({error})", remedy=_REMEDY) from error
         if former["host"] not in ("", host):
             self._chief.close()
             raise PeerLost(

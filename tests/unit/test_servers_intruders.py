@@ -15,15 +15,17 @@ import pytest
 
 from tests.alone import KEY, STEPS, Cluster, assert_close, cluster
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Generation
+from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.driver.apart import group_of
 from trainwright.driver.decide import begin
 from trainwright.driver.settings import Settings
 from trainwright.driver.state import Member
+from trainwright.strategies import hosts
 from trainwright.strategies.servers import handshake, regions
 from trainwright.strategies.servers.channel import Link, dial
 from trainwright.strategies.servers.frames import Header, Kind
 from trainwright.strategies.servers.sockets import Switch
+from trainwright.strategies.tensorflow.seats import Seat, Seats
 
 UNIT: dict[str, Any] = {"worker": "w", "unit": [0, 0, 1], "at": 0}
 PUSH: dict[str, Any] = {
@@ -134,3 +136,24 @@ def test_each_generation_of_each_driver_has_a_key_that_nothing_shows() -> None:
     group = group_of(replace(state, members=(Member(worker=0, slot=0),), generation=second), 0)
     assert group.key == ours.key_of(second)
     assert repr(group.key) not in repr(group) and repr(ours.secret) not in repr(ours)
+
+
+def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_told", ["127.0.0.1"])
+    seats = Seats()
+    peers = tuple(Peer(rank=rank, address=seats.address) for rank in range(2))
+    group = Group(generation=Generation(token=1, number=1), rank=0, peers=peers, key=KEY, deadline_s=20.0)
+    seats.open(group)
+    served: list[Address] = []
+    try:
+        with socket.create_connection((seats.address.host, seats.address.port)) as noisy:
+            noisy.sendall(json.dumps({"rank": 1, "generation": "1.1"}).encode() * 9)
+            with pytest.raises(PeerLost, match="the chief did not let rank 1 in"):
+                Seat(replace(group, rank=1, key=b"another key"), served.append)
+            assert served == []
+        member = Seat(replace(group, rank=1), served.append)
+        assert seats.gather(group, time.monotonic() + 20.0) == {1: served[0]}
+        member.leave()
+        member._chief.close()
+    finally:
+        seats.end()
