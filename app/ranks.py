@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import threading
 import time
@@ -169,7 +170,7 @@ class Ranks:
             for rank, (address, node) in enumerate(zip(addresses, self._nodes, strict=True))
         )
         about: dict[str, Any] = {
-            "generation": generation, "peers": peers, "devices": devices(self._plan),
+            "generation": generation, "peers": peers, "key": secrets.token_bytes(), "devices": devices(self._plan),
             "threads": self._plan.placement.threads, "deadline_s": max(CALL_DEADLINE_S, self._hang_s),
         }  # fmt: skip
         self._ask("form", [Group(rank=rank, slot=rank, **about) for rank in range(size)])

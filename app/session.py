@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -179,6 +180,7 @@ class Session:
             threads=plan.placement.threads,
             devices=devices(plan),
             mesh=plan.mesh if capabilities.topology == "collective" and not job.elastic else None,
+            secret=secrets.token_bytes(),
         )
 
     def _order(self) -> WorkOrder:

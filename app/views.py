@@ -35,6 +35,7 @@ from trainwright import words
 from trainwright.comparison import Row, noise_text, step_parts
 from trainwright.core.errors import StorageError, nearest
 from trainwright.core.events import Event, RunStarted
+from trainwright.core.printable import printable
 from trainwright.distilling.verdict import Verdict
 from trainwright.history import History, State, epoch_of, read_history
 from trainwright.journal import EventReader
@@ -73,7 +74,8 @@ def runs(storage: str) -> View:
     """All runs under a storage URI, the one that changed last on top. Raises StorageError."""
     store = open_store(storage)
     names = [name for name in store.folders() if _is_run(store, name)]
-    rows = sorted((_summary(name, read_history(store, name)) for name in names), key=lambda row: -row["changed_s"])
+    found = [_summary(printable(name), read_history(store, name)) for name in names]
+    rows = sorted(found, key=lambda row: -row["changed_s"])
     return View(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))
 
 

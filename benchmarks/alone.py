@@ -150,7 +150,8 @@ class Crew:
             for rank, (address, role) in enumerate(zip(addresses, roles, strict=True))
         )
         groups = [
-            Group(generation=generation, rank=rank, peers=peers, deadline_s=DEADLINE_S) for rank in range(len(roles))
+            Group(generation=generation, rank=rank, peers=peers, key=b"of this benchmark", deadline_s=DEADLINE_S)
+            for rank in range(len(roles))
         ]
         _asked(pipes, [("form", group, setup) for group in groups])
         stamps, *gaps = _asked(pipes, [("train", setup)] * len(pipes))

@@ -269,4 +269,4 @@ def _group(rank: int, way: str, addresses: Sequence[Mapping[str, Address]]) -> G
         Peer(rank=number, address=found.get(way, nowhere), role="server" if number < SERVERS else "worker")
         for number, found in enumerate(addresses)
     )
-    return Group(generation=GENERATION, rank=rank, peers=peers, deadline_s=DEADLINE_S)
+    return Group(generation=GENERATION, rank=rank, peers=peers, key=b"of this benchmark", deadline_s=DEADLINE_S)

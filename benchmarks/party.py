@@ -124,7 +124,8 @@ def _rank(order: WorkOrder, act: Act, watch: Any, rank: int, pipe: Connection, b
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
     placement = order.plan.placement
     devices = ("cuda:0",) if placement.accelerator == "GPU" else ("cpu",)
-    worker.form(Group(generation=GENERATION, rank=rank, peers=peers, devices=devices, threads=placement.threads))
+    about = {"devices": devices, "threads": placement.threads}
+    worker.form(Group(generation=GENERATION, rank=rank, peers=peers, key=b"of this benchmark", **about))
     worker.heal(Heal(step=0, source="initial"))
     found = act(Seat(worker=worker, rank=rank, barrier=barrier, watch=watch))
     barrier.wait(MEET_S)

@@ -20,7 +20,7 @@ from trainwright.strategies.reference import state as states
 from trainwright.strategies.reference.independent import Independent
 from trainwright.strategies.servers.lead import Lead
 
-FIRST = Generation(token=1, number=1)
+FIRST, KEY = Generation(token=1, number=1), b"the key of the first"
 SHARES, STEPS = 3, 12
 Arrays = Mapping[str, Any]
 
@@ -67,7 +67,7 @@ class Cluster:
         return one
 
     def _group(self, rank: int, peers: tuple[Peer, ...]) -> Group:
-        return Group(generation=FIRST, rank=rank, peers=peers, deadline_s=self.deadline_s)
+        return Group(generation=FIRST, rank=rank, peers=peers, key=KEY, deadline_s=self.deadline_s)
 
     def feed(self, step: int, share: int) -> Feed:
         ids = problems.batches(self.problem, step + 1)[step]

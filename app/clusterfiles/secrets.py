@@ -6,6 +6,7 @@ import re
 
 from trainwright.clusterfiles.items import Item
 from trainwright.core.findings import Finding
+from trainwright.core.secrets import is_secret
 
 _PATTERNS = {
     "an AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
@@ -39,11 +40,10 @@ def in_text(text: str, file: str) -> list[Finding]:
 
 def in_environment(env: Item) -> list[Finding]:
     """Of a container's environment: a value given where a reference belongs."""
-    secret = re.compile(r"(?i)(password|secret|token|access_key|api_key|private_key|credential)s?$")
     found = []
     for entry in env.entries:
         name = entry.text("name")
         value = entry.at("value")
-        if value is not None and value.value and secret.search(name):
+        if value is not None and value.value and is_secret(name):
             found.append(value.finding("secrets", "bad", f"the value of {name} stands here", _REMEDY))
     return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
+
+from trainwright.core.printable import printable
 
 _KINDS: dict[str, type[Event]] = {}
 _TIMES = ("predicted", "refitted", "measured")
@@ -24,7 +25,7 @@ class Event:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps({"kind": self.kind, **dataclasses.asdict(self)}, separators=(",", ":"), default=str)
+        return json.dumps({"kind": self.kind, **asdict(self)}, separators=(",", ":"), default=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,11 +244,11 @@ class Steps(Event):
         """These steps and those of a newer event, at its time."""
         ours, theirs = vars(self), vars(newer)
         lists = {name: value + theirs[name] for name, value in ours.items() if isinstance(value, list)}
-        return dataclasses.replace(newer, **lists)
+        return replace(newer, **lists)
 
     def _sliced(self, part: slice) -> Steps:
         lists = {name: value[part] for name, value in vars(self).items() if isinstance(value, list)}
-        return dataclasses.replace(self, **lists)  # type: ignore[arg-type]
+        return replace(self, **lists)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,11 +391,10 @@ class RunEnded(Event):
 
 
 def from_json(line: str) -> Event:
-    """Read one line back; fields of a later version are ignored. Raises ValueError for a line that is no event."""
-    data = json.loads(line)
+    """Read one line back, printable, without fields of a later version. Raises ValueError where it is no event."""
+    data = printable(json.loads(line))
     try:
         kind = _KINDS[data.pop("kind")]
     except (KeyError, AttributeError) as error:
         raise ValueError(f"not an event: {line[:80]!r}") from error
-    known = {item.name for item in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in data.items() if name in known})
+    return kind(**{name: value for name, value in data.items() if name in kind.__dataclass_fields__})

@@ -77,6 +77,8 @@ class Group:
     Attributes:
         rank: the receiver's own rank; `peers[rank]` is itself.
         peers: all members in rank order.
+        key: random, of this generation: members prove by it to each other that they belong together. Empty only where a
+            rank is alone.
         devices: the receiver's devices, such as `("cpu",)` or `("cuda:0",)`.
         slot: the receiver's room, for as long as it lives.
         accelerators: their ids on the node, which a process that was not given them must make visible to itself.
@@ -87,6 +89,7 @@ class Group:
     generation: Generation
     rank: int
     peers: tuple[Peer, ...]
+    key: bytes = field(default=b"", repr=False)
     devices: tuple[str, ...] = ("cpu",)
     slot: int = 0
     accelerators: tuple[str, ...] = ()

@@ -1,18 +1,27 @@
-"""What must not be told: the values of environment variables whose names say that they are secret."""
+"""What must not be told: environment variables whose names say that they are secret, and passwords in addresses."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
+from urllib.parse import unquote
 
 _SECRET = re.compile(
-    r"(?:^|_)(?:\w*KEY|SECRET|\w*TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|SAS)(?:_|$)", re.IGNORECASE
+    r"(?:^|_)(?:\w*KEY|KEYS|\w*SECRETS?|\w*TOKENS?|\w*PASSWORDS?|\w*PASSWD|PASSPHRASE|CREDENTIALS?|SAS|PAT|JWT|DSN"
+    r"|(?:CONN|CONNECTION)_?STR(?:ING)?|WEBHOOK|COOKIE)(?:_|$)"
+    r"|(?:^|_)(?:PASS|(?:SSH|DB|PG|MYSQL)PASS|AUTH)$"
+    r"|_PWD$",  # of a shell PWD is a folder
+    re.IGNORECASE,
 )
-_PLACE = re.compile(r"_(?:PATH|FILE|FILES|DIR|URI|URL)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_PLACE = re.compile(
+    r"_(?:PATH|FILE|FILES|DIR|URI|(?<!WEBHOOK_)URL)$|^(?:GOOGLE_APPLICATION_CREDENTIALS|OLD_?PWD)$", re.IGNORECASE
+)
+_ADDRESS = re.compile(r"(://[^\s/:@\"'<>]*:)([^\s/\"'<>]+)(?=@)")  # user, password
+_FIELD = re.compile(r"(?i)(?:^|;)\s*(?:\w*key|password|pwd|\w*signature)\s*=\s*([^;]+)")  # of a connection string
 _LEAST = 6  # characters: shorter values are words of the language, and no secret
 HIDDEN = "***"
 
@@ -23,25 +32,36 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text with every secret of the environment replaced: as it is, and as JSON and Python quote it."""
+    """The text without secrets of the environment, as they are and as JSON and Python quote them, and of addresses."""
     return _hidden(text, _secrets(environment))
 
 
 def json_without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """The same of one JSON document: in its strings, so that it stays one."""
     found = [secret for secret in _secrets(environment) if json.dumps(secret)[1:-1] in text]
-    return json.dumps(_rewritten(json.loads(text), found)) if found else text
+    return json.dumps(_rewritten(json.loads(text), found)) if found or _ADDRESS.search(text) else text
 
 
 def _secrets(environment: Mapping[str, str]) -> list[str]:
     """The longest first, so that none is hidden in part by another."""
-    values = [value for name, value in environment.items() if len(value) >= _LEAST and is_secret(name)]
+    values = [value for item in environment.items() for value in _told_by(*item) if len(value) >= _LEAST]
     quoted = [form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])]
     return sorted(dict.fromkeys(quoted), key=len, reverse=True)
 
 
+def _told_by(name: str, value: str) -> Iterator[str]:
+    """What is secret of a variable: all of it by its name, and the password in an address by its form."""
+    if is_secret(name):
+        yield value
+        yield from _FIELD.findall(value)
+    for _, password in _ADDRESS.findall(value):
+        yield password
+        yield unquote(password)
+
+
 def _hidden(text: str, secrets: list[str]) -> str:
-    return reduce(lambda told, secret: told.replace(secret, HIDDEN), secrets, text)
+    told = reduce(lambda told, secret: told.replace(secret, HIDDEN), secrets, text)
+    return _ADDRESS.sub(rf"\1{HIDDEN}", told)
 
 
 def _rewritten(value: Any, secrets: list[str]) -> Any:

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 
 from trainwright.doctoring.facts import Link
-from trainwright.strategies.hosts import own_host
+from trainwright.strategies.hosts import bound, own_host
 
 KEY_BYTES = 16
 _CONNECT_S = 3.0
@@ -30,7 +30,8 @@ class Listener:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._socket = socket.create_server(("", 0), backlog=64)
+        self._socket = bound(own_host())
+        self._socket.listen(64)
         self.address = own_host(), int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="doctor", daemon=True).start()
 

@@ -241,6 +241,7 @@ def group_of(state: State, rank: int) -> Group:
     slot, serves = state.members[rank].slot, state.settings.role_of(rank) == "server"
     return Group(
         generation=state.generation, rank=rank, peers=state.peers, slot=slot,
+        key=state.settings.key_of(state.generation),
         devices=("cpu",) if serves else state.settings.devices, accelerators=state.accelerators.get(slot, ()),
         threads=state.settings.threads, deadline_s=state.settings.call_deadline_s,
     )  # fmt: skip

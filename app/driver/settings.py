@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from trainwright.core.group import Reform, Role, Topology, role_of
+from trainwright.core.group import Generation, Reform, Role, Topology, role_of
 from trainwright.core.plan import Mesh, Plan
 from trainwright.driver.layouts import Layouts
 
@@ -56,6 +58,7 @@ class Settings:
         threads: CPU threads of a worker.
         devices: names of the devices of each process, as it sees them.
         mesh: by which ranks are laid over the nodes; None where they may be in any order.
+        secret: random, of this driver; the keys of its generations are derived from it.
     """
 
     workers: int
@@ -98,6 +101,7 @@ class Settings:
     threads: int = 1
     devices: tuple[str, ...] = ("cpu",)
     mesh: Mesh | None = None
+    secret: bytes = field(default=b"", repr=False)
 
     @property
     def fewest(self) -> int:
@@ -108,6 +112,10 @@ class Settings:
     def most(self) -> int:
         """Workers where there is room for all that are wanted."""
         return self.workers if self.max_workers is None else self.max_workers
+
+    def key_of(self, generation: Generation) -> bytes:
+        """The key of a generation's group; empty without a secret, so that only a group of one can form."""
+        return hmac.digest(self.secret, str(generation).encode(), hashlib.sha256) if self.secret else b""
 
     def role_of(self, rank: int) -> Role:
         """Of a rank."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
-from xml.etree import ElementTree
 
 from trainwright import words
 from trainwright.comparison import noise_text, step_parts
@@ -21,15 +20,13 @@ from trainwright.narration import prefetch_text, recovery_text, source_text
 from trainwright.parts import staleness_of, staleness_text
 from trainwright.planview import other_rows, plan_from, plan_line, plan_rows
 from trainwright.report import figures
+from trainwright.report.drawing import drawing
 from trainwright.report.templates import fill
 from trainwright.report.verdicts import verdict_html
 from trainwright.store import Store
 
 if TYPE_CHECKING:
     from markupsafe import Markup
-
-
-_SHAPES = frozenset({"svg", "g", "path", "rect", "text", "title"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,7 @@ def render(history: History, facts: Facts) -> str:
         cluster=history.start.cluster,
         mesh=mesh_table(plan, history.nodes) if plan else None,
         shown=SHOWN,
-        timeline=_drawing(history.start.timeline),
+        timeline=drawing(history.start.timeline),
         bars=step_bars(history, plan),
         comparison=[row.cells() for row in step_parts(history, plan)],
         timed=_timed(history),
@@ -152,20 +149,6 @@ class ReportListener:
             # The driver ends here: where the events tell no outcome, nobody will add one.
             history = History.fold(read_events(self._store, self._run), owner_alive=False)
             write_report(self._store, self._run, history=history, clock=self._clock)
-
-
-def _drawing(svg: str) -> Markup:
-    """A drawing that was stored; one that holds more than shapes and words is left out."""
-    try:
-        parts = list(ElementTree.fromstring(svg).iter()) if svg else []
-    except ElementTree.ParseError:
-        parts = []
-    plain = all(part.tag.rpartition("}")[2] in _SHAPES and _inert(part.attrib) for part in parts)
-    return _markup(svg if plain and parts else "")
-
-
-def _inert(attributes: Mapping[str, str]) -> bool:
-    return not any(name.startswith("on") or "href" in name or "url" in value for name, value in attributes.items())
 
 
 def _markup(svg: str) -> Markup:

@@ -1,4 +1,4 @@
-"""The templates of pages: styles and pictures inline, no scripts, nothing fetched."""
+"""The templates of pages: styles and pictures inline, no scripts, nothing fetched, which the pages' policy enforces."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from trainwright import words
@@ -29,8 +30,19 @@ _NEVER = frozenset(
         ".pytest_cache",
     }
 )
+_CREDENTIALS = (
+    ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".npmrc", ".pypirc", ".htpasswd",
+    ".git-credentials", ".dockercfg", ".boto", ".s3cfg", "credentials.json", "client_secret*.json",
+    "service[-_]account*.json", "application_default_credentials.json", "kubeconfig", "id_rsa", "id_dsa", "id_ecdsa",
+    "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", ".aws", ".azure",
+    ".config", ".kube", ".docker", ".ssh", ".gnupg", ".oci", ".huggingface",
+)  # fmt: skip
+"""Names of files and folders that hold credentials, after GitHub's templates for .gitignore and gitleaks' rules."""
+
+_EXAMPLES = ("*.example", "*.sample", "*.template", "*.dist")  # of such files: they hold none
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every file, so that the same files are the same package
 _NAMED = 3
+_SHOWN = 8  # names of files, in a line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +54,16 @@ class Contents:
         files: paths in it, in order.
         sizes: of the files, in bytes.
         left_out: entries of the folder that stay behind.
+        credentials: files that stay behind although a job might need them, for their names.
+        links: files that stay behind since they are links to what is not in the folder.
     """
 
     folder: Path
     files: tuple[str, ...]
     sizes: tuple[int, ...]
     left_out: tuple[str, ...] = ()
+    credentials: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -56,6 +72,10 @@ class Contents:
 
     def __str__(self) -> str:
         left = f"; without {', '.join(self.left_out)}" if self.left_out else ""
+        if self.credentials:
+            left += f"; without credentials: {_some(self.credentials)} (--env NAME sends a variable)"
+        if self.links:
+            left += f"; without links that leave the folder: {_some(self.links)}"
         return f"{self.folder}: {words.count(len(self.files), 'file')}, {words.size(self.size_bytes)}{left}"
 
 
@@ -71,6 +91,8 @@ def folder_of(file: str, folder: str | None) -> Path:
 def contents_of(folder: Path, *, needed: Path, without: Iterable[Path] = ()) -> Contents:
     """The files of a folder that a job may need: what git does not ignore, or all where there is no git.
 
+    Files that hold credentials stay behind, known by their names, and links to what lies outside of the folder.
+
     Args:
         needed: a file that goes in any case.
         without: folders that never go, such as the one where runs are stored.
@@ -82,12 +104,18 @@ def contents_of(folder: Path, *, needed: Path, without: Iterable[Path] = ()) -> 
     listed = _tracked(folder)
     names = sorted({*(listed if listed is not None else _walked(folder)), needed.relative_to(folder).as_posix()})
     paths = {name: folder / name for name in names}
-    files = {name: path for name, path in paths.items() if _goes(name, path, barred)}
+    some = {name: path for name, path in paths.items() if _goes(name, path, barred)}
+    inside = {name: _inside(path, folder) for name, path in some.items()}
+    secret = [name for name, real in inside.items() if some[name] != needed and _credentials(name, real)]
+    links = [name for name, real in inside.items() if real is None]
+    files = {name: path for name, path in some.items() if name not in {*secret, *links}}
     found = Contents(
         folder=folder,
         files=tuple(files),
         sizes=tuple(path.stat().st_size for path in files.values()),
-        left_out=tuple(_left_out(folder, files)),
+        left_out=tuple(_left_out(folder, some)),
+        credentials=tuple(secret),
+        links=tuple(links),
     )
     if found.size_bytes > LIMIT_BYTES:
         raise _too_large(found)
@@ -128,6 +156,27 @@ def _goes(name: str, path: Path, barred: tuple[Path, ...]) -> bool:
     if _NEVER & set(name.split("/")) or not path.is_file():
         return False
     return not any(path.absolute().is_relative_to(each) for each in barred)
+
+
+def _inside(path: Path, folder: Path) -> str | None:
+    """Where in the folder a file lies, links followed; None where it lies elsewhere."""
+    real, root = path.resolve(), folder.resolve()
+    return real.relative_to(root).as_posix() if real.is_relative_to(root) else None
+
+
+def _credentials(*names: str | None) -> bool:
+    """Whether one of these paths, or what it is called through a link, holds credentials by its name."""
+    parts = {part.lower() for name in names if name is not None for part in name.split("/")}
+    return any(
+        any(fnmatchcase(part, pattern) for pattern in _CREDENTIALS)
+        and not any(fnmatchcase(part, pattern) for pattern in _EXAMPLES)
+        for part in parts
+    )
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _left_out(folder: Path, files: Iterable[str]) -> list[str]:

@@ -111,6 +111,11 @@ class NumpyBank:
         """The learning rate of a step."""
         return self._program.rate(step)
 
+    def check(self, push: Push) -> None:
+        """Raise ValueError where a payload is not as long as the shard."""
+        if len(push.payload) != self.shard.trained_bytes:
+            raise ValueError(f"{len(push.payload):,} bytes, not {self.shard.trained_bytes:,}")
+
     def norm2(self, pushes: Sequence[Push]) -> float:
         """Squared norm of the mean."""
         return sum(float(np.vdot(value, value)) for value in self._mean(pushes).values())

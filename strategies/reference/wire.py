@@ -12,12 +12,13 @@ from contextlib import suppress
 import numpy as np
 
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Address, Generation, Group, Peer
+from trainwright.core.group import Address, Group, Peer
 from trainwright.strategies.reference.model import Array
-from trainwright.strategies.servers.frames import HELLO_BYTES, HELLO_S, REMEDY, hello, left, lost, rank_of
+from trainwright.strategies.servers import handshake
+from trainwright.strategies.servers.frames import REMEDY, left, lost
 
 _HEADER = struct.Struct(">Q")
-_WELCOME = b"welcome"
+_COMPLETE = b"complete"
 
 
 class Link:
@@ -83,23 +84,19 @@ class Port:
         """For selectors."""
         return self._socket.fileno()
 
-    def accept(self, generation: Generation, until: float) -> tuple[int, Link] | None:
-        """Wait for a member of the generation: its rank and link. None for a stranger. Raises PeerLost."""
+    def accept(self, key: bytes, until: float) -> tuple[int, Link] | None:
+        """Wait for a member, which knows the group's key: its rank and link. None for a stranger. Raises PeerLost."""
         try:
             self._socket.settimeout(left(until))
             connection, _ = self._socket.accept()
         except OSError as error:
             raise PeerLost("no other rank joined within the deadline", remedy=REMEDY) from error
-        link = Link(connection, "a joining rank")
         try:
-            rank = rank_of(link.receive(min(until, time.monotonic() + HELLO_S), HELLO_BYTES), generation)
-        except PeerLost:
-            rank = None
-        if rank is None:
-            link.close()
+            rank = handshake.accept(connection, key, min(until, time.monotonic() + handshake.HANDSHAKE_S))
+        except OSError:
+            connection.close()
             return None
-        link.peer = f"rank {rank}"
-        return rank, link
+        return rank, Link(connection, f"rank {rank}")
 
     def cut(self) -> None:
         """Stop listening, from any thread."""
@@ -111,15 +108,18 @@ class Port:
         self._socket.close()
 
 
-def dial(peer: Peer, generation: Generation, rank: int, until: float) -> Link:
-    """Connect to a peer that has reserved its port, and say who we are. Raises PeerLost."""
+def dial(peer: Peer, key: bytes, rank: int, until: float) -> Link:
+    """Connect to a peer that has reserved its port, and prove each other by the key. Raises PeerLost."""
     try:
         connection = socket.create_connection((peer.address.host, peer.address.port), left(until))
     except OSError as error:
         raise PeerLost(f"rank {peer.rank} cannot be reached ({error})", remedy=REMEDY) from error
-    link = Link(connection, f"rank {peer.rank}")
-    link.send(hello(generation, rank), until)
-    return link
+    try:
+        handshake.join(connection, key, rank, until)
+    except OSError as error:
+        connection.close()
+        raise lost(f"rank {peer.rank}", error) from error
+    return Link(connection, f"rank {peer.rank}")
 
 
 class Star:
@@ -137,12 +137,12 @@ class Star:
         """Meet the others. Raises PeerLost at the deadline."""
         until = self.until()
         if self.group.rank:
-            self._add(0, dial(self.group.peers[0], self.group.generation, self.group.rank, until))
-            self._links[0].receive(until, HELLO_BYTES)
+            self._add(0, dial(self.group.peers[0], self.group.key, self.group.rank, until))
+            self._links[0].receive(until, len(_COMPLETE))
         else:
             self._gather_members(until)
             for rank in self.others:
-                self._links[rank].send(_WELCOME, until)
+                self._links[rank].send(_COMPLETE, until)
         self._port.close()
 
     @property
@@ -228,7 +228,7 @@ class Star:
 
     def _gather_members(self, until: float) -> None:
         while len(self._links) < len(self.others):
-            joined = self._port.accept(self.group.generation, until)
+            joined = self._port.accept(self.group.key, until)
             if joined is None:
                 continue
             rank, link = joined

@@ -81,6 +81,9 @@ class Bank(Protocol):
     def rate(self, step: int) -> float:
         """The learning rate of a step, by the job's schedule. Raises UserCodeError."""
 
+    def check(self, push: Push) -> None:
+        """Raise ValueError where the payload or the buffers of a push cannot be read, such as for their size."""
+
     def norm2(self, pushes: Sequence[Push]) -> float:
         """The squared norm of what `apply` would make of these pushes, over this shard. Changes nothing."""
 

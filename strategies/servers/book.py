@@ -164,6 +164,14 @@ class Book:
         self._close()
         return True
 
+    def wants(self, unit: Unit, at: int) -> bool:
+        """Whether a unit is not done and counts in that round."""
+        return at in self._rounds and unit in self._rounds[at].units
+
+    def knows(self, unit: Unit, at: int) -> bool:
+        """Whether a unit counts in that round, done or not, or came too late for it."""
+        return at < self._first or (at in self._rounds and unit in self._rounds[at].units | self._rounds[at].done)
+
     def release(self, worker: str) -> None:
         """A worker has nothing to do; what only it held is wanted again."""
         lease = self._leases.pop(worker, None)
@@ -242,14 +250,10 @@ class Book:
         """For how long the unit is still out, as expected, that comes last of those that one worker holds."""
         while self._slowest:
             ends_s, _, at, unit = self._slowest[0]
-            if len(self._holders.get(unit, ())) == 1 and self._open(at, unit):
+            if len(self._holders.get(unit, ())) == 1 and self.wants(unit, at):
                 return -ends_s - now_s
             heapq.heappop(self._slowest)
         return -math.inf
-
-    def _open(self, at: int, unit: Unit) -> bool:
-        """Whether a unit is not done and counts in that round."""
-        return at in self._rounds and unit in self._rounds[at].units
 
     # --- what is out ---
 
@@ -271,7 +275,7 @@ class Book:
 
     def _swept(self) -> None:
         """Forget what is done of the units that are out: where nobody ever waits, nobody else comes to it."""
-        self._slowest = [entry for entry in self._slowest if self._open(entry[2], entry[3])]
+        self._slowest = [entry for entry in self._slowest if self.wants(entry[3], entry[2])]
         heapq.heapify(self._slowest)
         self._sweep = max(_SWEPT, 2 * len(self._slowest))
 
@@ -281,7 +285,7 @@ class Book:
 
     def _want(self, at: int, unit: Unit) -> None:
         """A unit that was given is to be given again, unless it is done."""
-        if self._open(at, unit) and (at, unit) not in self._wanted:
+        if self.wants(unit, at) and (at, unit) not in self._wanted:
             self._wanted.add((at, unit))
             heapq.heappush(self._free, (at, unit))
 

@@ -19,30 +19,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Generation, Peer
-from trainwright.strategies.servers import regions
-from trainwright.strategies.servers.frames import REMEDY, Header, Kind, hello, left, lost
+from trainwright.core.group import Peer
+from trainwright.strategies.servers import handshake, regions
+from trainwright.strategies.servers.frames import REMEDY, Header, Kind, left, lost
 from trainwright.strategies.servers.sockets import Pieces, Switch, local_name, receive_some, same_user, send_some, tune
 
 _FOREVER = float("inf")
 _STRETCH_BYTES = 2**20  # received before who waits for it is told
 
 
-def dial(peer: Peer, generation: Generation, rank: int, until: float, switch: Switch) -> Link:
-    """Connect to a server, and say who we are: over shared memory where it is on this machine, else over TCP.
+def dial(peer: Peer, key: bytes, rank: int, until: float, switch: Switch) -> Link:
+    """Connect to a server, each proving to the other: over shared memory where it is on this machine, else over TCP.
 
     Raises PeerLost, at `until` (on the clock of `time.monotonic`) at the latest, or once the switch is cut.
     """
-    name, said = f"rank {peer.rank}", hello(generation, rank)
+    name = f"rank {peer.rank}"
     if regions.SHARES:
         with suppress(OSError):  # it is elsewhere, or does not want us so
-            return _greeted(_connected(local_name(peer.address), until, switch), name, said, until)
+            return _greeted(_connected(local_name(peer.address), until, switch), name, key, rank, until)
     try:
         connection = _connected((peer.address.host, peer.address.port), until, switch)
     except OSError as error:
         raise PeerLost(f"{name} cannot be reached ({error})", remedy=REMEDY) from error
     try:
-        return _greeted(connection, name, said, until)
+        return _greeted(connection, name, key, rank, until)
     except OSError as error:
         raise lost(name, error) from error
 
@@ -289,14 +289,11 @@ def _connected(address: str | tuple[str, int], until: float, switch: Switch) -> 
     return connection
 
 
-def _greeted(connection: socket.socket, peer: str, said: bytes, until: float) -> Link:
+def _greeted(connection: socket.socket, peer: str, key: bytes, rank: int, until: float) -> Link:
     """The link, once the server has let us in. Raises OSError, the connection closed."""
     try:
         tune(connection)
-        connection.settimeout(left(until))
-        send_some(connection, Pieces([Header(Kind.HELLO, len(said)).pack() + said]))
-        if _header(connection, until)[0].kind is not Kind.WELCOME:
-            raise ConnectionError("no server of ours")
+        handshake.join(connection, key, rank, until)
     except OSError:
         connection.close()
         raise

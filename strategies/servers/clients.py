@@ -179,7 +179,7 @@ class _Server:
     def open(self) -> None:
         """Connect, and open the outbox where one is laid."""
         until = self._until()
-        self._link = dial(self._peer, self._group.generation, self._group.rank, until, self._switch)
+        self._link = dial(self._peer, self._group.key, self._group.rank, until, self._switch)
         self._told = 0
         if self._switch.off:
             self._link.cut()

@@ -48,6 +48,10 @@ class Codec(ABC):
     def add(self, data: memoryview, into: Floats, factor: float = 1.0) -> None:
         """`into` += `factor` times the values."""
 
+    @abstractmethod
+    def check(self, data: memoryview, count: int) -> None:
+        """Raise ValueError where data of the right size cannot be added to so many values."""
+
     def decode(self, data: memoryview, into: Floats) -> None:
         """Fill `into` with the values."""
         into.fill(0)
@@ -81,6 +85,9 @@ class Full(Codec):
         """One copy."""
         np.copyto(_array(into, self.dtype, len(values)), values)
 
+    def check(self, data: memoryview, count: int) -> None:
+        """Any bits are numbers."""
+
     def add(self, data: memoryview, into: Floats, factor: float = 1.0) -> None:
         """In one pass over stretches."""
         values = _array(data, self.dtype, len(into))
@@ -108,6 +115,9 @@ class Half(Codec):
             for stretch in _stretches(len(values)):
                 halves[stretch] = values[stretch] * scale
 
+    def check(self, data: memoryview, count: int) -> None:
+        """Any bits are numbers."""
+
     def add(self, data: memoryview, into: Floats, factor: float = 1.0) -> None:
         """In one pass."""
         exponent = int(np.frombuffer(data[:_ALIGNED], np.int64)[0])
@@ -134,6 +144,9 @@ class Brain(Codec):
             bits = single.view(np.uint32)
             rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
             upper[stretch] = np.where(np.isnan(single), np.uint32(0x7FC0), rounded)
+
+    def check(self, data: memoryview, count: int) -> None:
+        """Any bits are numbers."""
 
     def add(self, data: memoryview, into: Floats, factor: float = 1.0) -> None:
         """In one pass."""
@@ -168,6 +181,9 @@ class Int8(Codec):
                 quotient = part / self._spread(np.where(scale > 0, scale, 1), len(part))
             scales[stretch.start // self.block :][: len(starts)] = scale
             whole[stretch] = np.rint(np.clip(np.nan_to_num(quotient, nan=0.0), -127, 127))
+
+    def check(self, data: memoryview, count: int) -> None:
+        """Any bits are numbers."""
 
     def add(self, data: memoryview, into: Floats, factor: float = 1.0) -> None:
         """In one pass over stretches."""
@@ -223,11 +239,16 @@ class TopK(Codec):
 
     def add(self, data: memoryview, into: Floats, factor: float = 1.0) -> None:
         """At the places sent; the others get nothing. Raises ValueError for a place that is none."""
+        self.check(data, len(into))
         sent = self._sent(len(into))
         places, values = _array(data, np.uint32, sent), _array(data[4 * sent :], np.float32, sent)
-        if sent and places.max() >= len(into):
-            raise ValueError("a place outside the array")
         into[places] += into.dtype.type(factor) * values
+
+    def check(self, data: memoryview, count: int) -> None:
+        """Raise ValueError for a place that is none."""
+        sent = self._sent(count)
+        if sent and _array(data, np.uint32, sent).max() >= count:
+            raise ValueError("a place outside the array")
 
     def _sent(self, count: int) -> int:
         return min(count, max(1, int(np.ceil(self.share * count))))

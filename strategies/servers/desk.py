@@ -8,13 +8,13 @@ the worker is told to go on waiting now and then, so that both sides know that t
 from __future__ import annotations
 
 import json
+import logging
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainwright.core.asynchrony import Staleness, Unit
 from trainwright.core.data import StepReport
@@ -23,12 +23,13 @@ from trainwright.core.group import Group, Peer
 from trainwright.strategies.servers.bank import Bank, Push
 from trainwright.strategies.servers.frames import REMEDY
 from trainwright.strategies.servers.gate import Gate, Update
+from trainwright.strategies.servers.heads import Head, MalformedCall, parse, require, unit_of
 from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
 from trainwright.strategies.servers.regions import Region, private
 from trainwright.strategies.servers.rules import Rules
 from trainwright.strategies.servers.sockets import Listener, Switch
 
-Head = dict[str, Any]
+_log = logging.getLogger(__name__)
 _WAITS = 4  # times within the deadline a worker that waits is told to go on waiting
 
 
@@ -68,7 +69,7 @@ class Desk:
         self.step, self.sound = 0, True
         self._group, self._servers = group, tuple(servers)
         self._index = [peer.rank for peer in servers].index(group.rank)
-        self._lines = Lines(listener, group.generation, deadline_s=group.deadline_s)
+        self._lines = Lines(listener, group.key, deadline_s=group.deadline_s)
         self._bank: Bank | None = None
         self._rules: Rules | None = None
         self._gate: Gate[Kept] | None = None
@@ -81,7 +82,8 @@ class Desk:
         self._news: queue.SimpleQueue[StepReport | Exception | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._handlers: dict[str, Callable[[Line, Head, memoryview], None]] = {"pull": self._pull, "push": self._push}
-        self._thread = threading.Thread(target=self._run, name=f"server rank {group.rank}", daemon=True)
+        self._name = f"server rank {group.rank}"
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
 
     def open(self, bank: Bank, rules: Rules) -> None:
         """From now on there is something to pull."""
@@ -167,8 +169,13 @@ class Desk:
             self._pulls = [pull for pull in self._pulls if pull.line is not event.line]
             self._gone(event.line)
             return
-        head: Head = json.loads(event.head)
-        self._handlers[head["do"]](event.line, head, event.payload)
+        try:
+            head = parse(event.head)
+            require(head["do"] in self._handlers, f"only the first server answers {head['do']!r}")
+            self._handlers[head["do"]](event.line, head, event.payload)
+        except MalformedCall as error:
+            _log.warning("%s ends the connection of rank %d: malformed call: %s", self._name, event.line.rank, error)
+            event.line.cut()
 
     def _gone(self, line: Line) -> None:
         """A connection ended."""
@@ -218,7 +225,7 @@ class Desk:
 
     def _push(self, line: Line, head: Head, payload: memoryview) -> None:
         """Apply a push, keep it (where it lies, or a copy of it), or drop it."""
-        gate, unit = self.gate, unit_of(head)
+        gate, unit = self._checked(head, payload), unit_of(head)
         age = gate.version - head["seen"]
         verdict = gate.offer(head["worker"], unit, head["at"], head["seen"])
         if verdict == "apply":
@@ -234,12 +241,26 @@ class Desk:
         answer(line, taken=taken, kept=kept and head["keep"], copied=kept and not head["keep"])
         self._pushed(head, counted=verdict != "drop")
 
+    def _checked(self, head: Head, payload: memoryview) -> Gate[Kept]:
+        """The gate, which may be offered this push. Raises MalformedCall."""
+        gate, rules, unit = self._gate, self._rules, unit_of(head)
+        if gate is None or rules is None or self._bank is None:
+            raise MalformedCall("a push before any step was given out")
+        known = 0 <= unit.share < rules.shares and 0 < unit.steps <= rules.local_steps
+        require(known and unit.step >= 0 and head["at"] >= 0, f"no unit of this plan: {unit} in round {head['at']}")
+        if head["weight"] > 0:
+            try:
+                self._bank.check(self._as_push(unit, head["weight"], payload))
+            except ValueError as error:
+                raise MalformedCall(f"a push that cannot be read: {error}") from error
+        return gate
+
     def _pushed(self, head: Head, *, counted: bool) -> None:
         """A push is here; whether it is the first of its unit."""
 
     def _as_push(self, unit: Unit, weight: float, payload: memoryview) -> Push:
         shard = self.bank.shard
-        end = len(payload) - (shard.pulled_bytes - shard.trained_bytes) if payload else 0
+        end = max(0, len(payload) - (shard.pulled_bytes - shard.trained_bytes))
         return Push(unit=unit, weight=weight, payload=payload[:end], buffers=payload[end:])
 
     def _copy(self, payload: memoryview) -> memoryview:
@@ -324,12 +345,6 @@ def factor_of(norm: float, clip_norm: float) -> float:
     if not math.isfinite(norm):
         raise NonFiniteLoss("the gradients of a step are finite and their mean is not, nothing of it was applied")
     return clip_norm / norm if norm > clip_norm else 1.0
-
-
-def unit_of(head: Head) -> Unit:
-    """The unit that a worker speaks of."""
-    step, share, steps = head["unit"]
-    return Unit(step=step, share=share, steps=steps)
 
 
 def answer(line: Line, **said: object) -> None:

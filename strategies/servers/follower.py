@@ -66,7 +66,7 @@ class Follower(Desk):
             link.cut()
 
     def _dialled(self) -> Link:
-        return dial(self._servers[0], self._group.generation, self._group.rank, self._until(), self._switch)
+        return dial(self._servers[0], self._group.key, self._group.rank, self._until(), self._switch)
 
     def _until(self) -> float:
         return time.monotonic() + self._group.deadline_s
@@ -108,7 +108,7 @@ class Follower(Desk):
                 self._news.put(None)
 
     def _tell_norm(self, at: int, norm2: float) -> None:
-        self._say(norm=[at, norm2])
+        self._say(part=[at, norm2])
 
     def _say(self, **said: object) -> None:
         """Tell the first server something; it answers at once."""

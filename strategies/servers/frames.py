@@ -1,21 +1,14 @@
-"""What goes over a connection: a header, a head that is the caller's own, raw bytes. And the hello that begins it.
-
-Nothing on the wire can execute, so a hello only has to keep strangers and members of older generations out; it is no
-secret.
-"""
+"""What goes over a connection after the handshake: a header, a head that is the caller's own, raw bytes."""
 
 from __future__ import annotations
 
-import json
 import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Generation
 
-HELLO_BYTES, HELLO_S = 4096, 2.0  # what a stranger may send, and how long it may take
 HEAD_BYTES = 64 * 2**20
 MOST_BYTES = 2**48  # of an outbox: no machine has more
 REMEDY = "the first rank that failed says why"
@@ -24,15 +17,13 @@ _LONGEST_S = 1e6  # what a socket takes as a timeout
 
 
 class Kind(IntEnum):
-    """What a frame is. A worker sends the first four, a server the others."""
+    """What a frame is. A worker sends the first three, a server the others."""
 
-    HELLO = 1
-    OUTBOX = 2  # from now on pushes lie in an outbox of so many bytes; its memory may come with the frame
-    RANGE = 3  # bytes of the outbox
-    CALL = 4  # a request, and the range of the outbox that belongs to it
-    WELCOME = 5
-    ANSWER = 6  # to the oldest call not answered yet, with its bytes
-    PUBLISHED = 7  # as ANSWER, but the bytes stand in the published memory, which comes with the frame where it is new
+    OUTBOX = 1  # from now on pushes lie in an outbox of so many bytes; its memory may come with the frame
+    RANGE = 2  # bytes of the outbox
+    CALL = 3  # a request, and the range of the outbox that belongs to it
+    ANSWER = 4  # to the oldest call not answered yet, with its bytes
+    PUBLISHED = 5  # as ANSWER, but the bytes stand in the published memory, which comes with the frame where it is new
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +48,6 @@ class Header:
         if kind not in Kind.__members__.values() or head > HEAD_BYTES or offset + size > MOST_BYTES:
             raise ConnectionError("no frame of ours")
         return cls(Kind(kind), head, offset, size)
-
-
-def hello(generation: Generation, rank: int) -> bytes:
-    """What a member says first."""
-    return json.dumps({"rank": rank, "token": generation.token, "number": generation.number}).encode()
-
-
-def rank_of(said: bytes | bytearray, generation: Generation) -> int | None:
-    """Rank of the member of the generation that said this; None for a stranger."""
-    try:
-        heard = json.loads(said)
-        rank, token, number = (int(heard[key]) for key in ("rank", "token", "number"))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # whatever a stranger may say
-        return None
-    return rank if Generation(token=token, number=number) == generation else None
 
 
 def left(until: float) -> float:

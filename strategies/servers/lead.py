@@ -14,9 +14,10 @@ from trainwright.core.data import StepReport
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Group, Peer
 from trainwright.strategies.servers.book import Book, Closing
-from trainwright.strategies.servers.desk import Desk, Head, Kept, answer, factor_of, unit_of
+from trainwright.strategies.servers.desk import Desk, Kept, answer, factor_of
 from trainwright.strategies.servers.frames import REMEDY
-from trainwright.strategies.servers.gate import Update
+from trainwright.strategies.servers.gate import Gate, Update
+from trainwright.strategies.servers.heads import Head, require, unit_of
 from trainwright.strategies.servers.lines import Line
 from trainwright.strategies.servers.sockets import Listener, Switch
 
@@ -186,8 +187,18 @@ class Lead(Desk):
         self._idle[worker] = _Idle(line=line, prefer=head["prefer"], first=head["first"], since_s=time.monotonic())
 
     def _done(self, line: Line, head: Head, _: memoryview) -> None:
+        at, unit = head["at"], unit_of(head)
+        told = self._book is not None and ((at, unit) in self._told or not self._book.wants(unit, at))
+        require(told, f"{unit} of round {at} is done, and nothing of it was pushed here")
         answer(line)
-        self.book.done(head["worker"], unit_of(head), head["at"], time.monotonic())
+        self.book.done(head["worker"], unit, at, time.monotonic())
+
+    def _checked(self, head: Head, payload: memoryview) -> Gate[Kept]:
+        gate, unit = super()._checked(head, payload), unit_of(head)
+        require(self.book.knows(unit, head["at"]), f"{unit} was not given out for round {head['at']}")
+        told = "norm" in head and len(head.get("sums", ())) == unit.steps
+        require(told, "a push to the first server without the sums of each step, or without a norm")
+        return gate
 
     def _pushed(self, head: Head, *, counted: bool) -> None:
         if counted:
@@ -294,6 +305,9 @@ class Lead(Desk):
 
     def _hear(self, line: Line, head: Head, _: memoryview) -> None:
         """Another server waits for what comes after the events that it has heard."""
+        self._require_server(line)
+        known = 0 <= head["heard"] - self._forgotten <= len(self._events)
+        require(known, f"event {head['heard']} is not one of those that are kept")
         now = time.monotonic()
         self._alive_s[line.rank], self._heard[line.rank] = now, head["heard"]
         self._ears[line.rank] = _Ear(line=line, heard=head["heard"], since_s=now)
@@ -311,6 +325,8 @@ class Lead(Desk):
 
     def _say(self, line: Line, head: Head, _: memoryview) -> None:
         """Another server says that it is in this segment, that it has ended it, or its part of a norm."""
+        self._require_server(line)
+        require("part" not in head or self.rules.clips, "a part of a norm, where nothing is clipped")
         answer(line)
         self._alive_s[line.rank] = time.monotonic()
         match head:
@@ -318,5 +334,8 @@ class Lead(Desk):
                 self._opened.add(line.rank)
             case {"stands": _}:
                 self._standing.add(line.rank)
-            case {"norm": [at, norm2]}:
+            case {"part": [at, norm2]}:
                 self._add_norm(at, line.rank, norm2)
+
+    def _require_server(self, line: Line) -> None:
+        require(line.rank in self._others, "a call that servers alone make")

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainwright.core.group import Generation
 from trainwright.strategies.servers import regions
-from trainwright.strategies.servers.frames import HELLO_BYTES, HELLO_S, Header, Kind, rank_of
+from trainwright.strategies.servers.frames import Header, Kind
+from trainwright.strategies.servers.handshake import CLAIM_BYTES, HANDSHAKE_S, admit, nonce
 from trainwright.strategies.servers.sockets import Listener, Pieces, receive_some, same_user, send_some, tune
 
 _TURN_BYTES = 4 * 2**20  # of one line, before the others have their turn
@@ -58,7 +58,7 @@ class Line:
     """A worker's connection, at the server.
 
     Attributes:
-        rank: the worker's; -1 until it has said who it is.
+        rank: the worker's; -1 until it has proved to be a member.
         key: of this connection; the same rank may come again with another.
         shared: the worker is on this machine, and memory is shared with it.
     """
@@ -74,9 +74,11 @@ class Line:
         self._known: regions.Region | None = None  # the published memory that the worker has
         self._sending = threading.Lock()
         self._out: deque[Pieces] = deque()
-        self._want, self._have, self._least = memoryview(bytearray(Header.SIZE)), 0, 1
-        self._then: Callable[[], Call | None] = self._header_came
-        self._header, self._file = Header(Kind.HELLO), -1
+        self._want, self._have, self._least = memoryview(bytearray(CLAIM_BYTES)), 0, 1
+        self._then: Callable[[], Call | None] = self._claim_came
+        self._header, self._file = Header(Kind.CALL), -1
+        self._challenge = nonce()
+        self._send([self._challenge])
 
     def answer(self, head: bytes, *buffers: bytes | memoryview) -> None:
         """Answer the line's oldest call; from any thread. The buffers leave without a copy: they must stay as they are.
@@ -114,7 +116,7 @@ class Line:
     def until(self, deadline_s: float) -> float | None:
         """When it must have moved, on the clock of `time.monotonic`; None while nobody waits for it."""
         if self.rank < 0:
-            return self.moved + min(HELLO_S, deadline_s)
+            return self.moved + min(HANDSHAKE_S, deadline_s)
         return self.moved + deadline_s if self._out or self._have or self._then != self._header_came else None
 
     def flush(self) -> None:
@@ -195,9 +197,6 @@ class Line:
 
     def _header_came(self) -> Call | None:
         header = self._header = Header.unpack(self._want)
-        first = self.rank < 0
-        if first != (header.kind is Kind.HELLO) or (first and header.head > HELLO_BYTES):
-            raise ConnectionError("no member of ours")
         if header.kind in (Kind.RANGE, Kind.CALL) and header.offset + header.size > len(self._outbox):
             raise ConnectionError("a range outside the outbox")
         if header.kind is Kind.RANGE:
@@ -215,20 +214,19 @@ class Line:
         self._range_came()
         if header.kind is Kind.CALL:
             return Call(self, head, self._outbox[header.offset : header.offset + header.size])
-        if header.kind is Kind.HELLO:
-            self._greet(head)
-        elif header.kind is Kind.OUTBOX:
+        if header.kind is Kind.OUTBOX:
             self._take_outbox(header.size)
         else:
             raise ConnectionError("a server's frame from a worker")
         return None
 
-    def _greet(self, said: bytes) -> None:
-        rank = rank_of(said, self._lines.generation)
-        if rank is None or (self.shared and not same_user(self._socket)):
-            raise ConnectionError("a stranger")
+    def _claim_came(self) -> None:
+        rank, proof = admit(self._lines.key, self._challenge, self._want)
+        if self.shared and not same_user(self._socket):
+            raise ConnectionError("another user's")
         self.rank = rank
-        self._send([Header(Kind.WELCOME).pack()])
+        self._wanting(memoryview(bytearray(Header.SIZE)), self._header_came)
+        self._send([proof])
 
     def _take_outbox(self, size: int) -> None:
         """The worker's own memory where that came with the frame, else as much of ours."""
@@ -251,11 +249,12 @@ class Lines:
 
     Args:
         listener: closed with it.
+        key: of the generation, which members prove to know.
         deadline_s: within which a line must move on when it stands in the middle of a frame, either way.
     """
 
-    def __init__(self, listener: Listener, generation: Generation, *, deadline_s: float) -> None:
-        self.generation, self.ended = generation, False
+    def __init__(self, listener: Listener, key: bytes, *, deadline_s: float) -> None:
+        self.key, self.ended = key, False
         self._called = False  # somebody wants `wait` to return
         self.published: regions.Region | None = None
         self._listener, self._deadline_s = listener, deadline_s

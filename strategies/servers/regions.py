@@ -77,7 +77,7 @@ def mapped(file: int, size_bytes: int | None = None, *, writable: bool) -> memor
             raise ConnectionError("memory that is smaller than promised")
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         return _mapped(file, there, access)[:size]
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConnectionError(f"memory that cannot be mapped ({error})") from error
 
 

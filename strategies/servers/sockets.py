@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from trainwright.core.group import Address
+from trainwright.strategies.hosts import bound
 from trainwright.strategies.servers import regions
 
 _ONCE = 64  # buffers in one call; the system takes 1024
@@ -26,7 +27,8 @@ class Listener:
     """
 
     def __init__(self, host: str) -> None:
-        self.tcp = socket.create_server((host, 0), backlog=512)
+        self.tcp = bound(host)
+        self.tcp.listen(512)
         self.address = Address(host=host, port=self.tcp.getsockname()[1])
         self.local: socket.socket | None = None
         if regions.SHARES:

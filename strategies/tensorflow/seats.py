@@ -18,9 +18,10 @@ from typing import Any
 
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Group
-from trainwright.strategies.hosts import own_host
+from trainwright.strategies.hosts import bound, own_host
+from trainwright.strategies.servers import handshake
 
-_HELLO_S, _LONGEST_LINE = 5.0, 4096
+_LONGEST_LINE = 4096
 _END = {"end": True}
 _IDLE_S, _BETWEEN_S, _PROBES = 10, 5, 4  # a host that is gone answers no probe of the kernel's
 _REMEDY = "the first rank that failed says why"
@@ -30,7 +31,8 @@ class Seats:
     """The chief's side. It listens from the start, so that nobody else gets the port, until the group ends."""
 
     def __init__(self) -> None:
-        self._listening = socket.create_server(("", 0), backlog=128)
+        self._listening = bound(own_host())
+        self._listening.listen(128)
         self.address = Address(host=own_host(), port=self._listening.getsockname()[1])
         self._taken: dict[int, socket.socket] = {}
         self._servers: dict[int, Address] = {}
@@ -86,11 +88,10 @@ class Seats:
             connection.close()
 
     def _seat(self, group: Group, connection: socket.socket) -> None:
-        connection.settimeout(_HELLO_S)
-        hello = _line(connection)
-        rank = int(hello["rank"])
-        if hello["generation"] != str(group.generation) or rank not in range(1, group.size):
+        rank = handshake.accept(connection, group.key, time.monotonic() + handshake.HANDSHAKE_S)
+        if rank not in range(1, group.size):
             raise ValueError("of another group")
+        connection.settimeout(handshake.HANDSHAKE_S)
         former = self._servers.get(rank)
         _tell(connection, {"host": former.host, "port": former.port} if former else {"host": "", "port": 0})
         server = _line(connection)
@@ -118,11 +119,16 @@ class Seat:
     def __init__(self, group: Group, serve: Callable[[Address], None]) -> None:
         chief, host = group.peers[0].address, own_host()
         try:
+            until = time.monotonic() + group.deadline_s
             self._chief = socket.create_connection((chief.host, chief.port), group.deadline_s)
-            _tell(self._chief, {"rank": group.rank, "generation": str(group.generation)})
+        except OSError as error:
+            raise PeerLost(f"the chief cannot be reached ({error})", remedy=_REMEDY) from error
+        try:
+            handshake.join(self._chief, group.key, group.rank, until)
             former = _line(self._chief)
         except (OSError, ValueError) as error:
-            raise PeerLost(f"the chief cannot be reached ({error})", remedy=_REMEDY) from error
+            self._chief.close()
+            raise PeerLost(f"the chief did not let rank {group.rank} in ({error})", remedy=_REMEDY) from error
         if former["host"] not in ("", host):
             self._chief.close()
             raise PeerLost(

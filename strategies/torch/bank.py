@@ -52,6 +52,15 @@ class Bank:
         """The learning rate of a step, by the job's schedule. Raises UserCodeError."""
         return self._replica.set_rates(step, self._where)
 
+    def check(self, push: Push) -> None:
+        """Raise ValueError where the payload or the buffers of a push cannot be read."""
+        buffers = self.shard.pulled_bytes - self.shard.trained_bytes
+        if (len(push.payload), len(push.buffers)) != (self._form.size_bytes, buffers):
+            sizes = f"{len(push.payload):,} bytes and {len(push.buffers):,} of buffers"
+            raise ValueError(f"{sizes}, not {self._form.size_bytes:,} and {buffers:,}")
+        for parameter in self._replica.trainable:
+            self._form.check(push.payload, self._replica.names[parameter], parameter)
+
     def norm2(self, pushes: Sequence[Push]) -> float:
         """The squared norm of this shard of the pushes' mean; 0 where none has weight."""
         self._asked, self._mean = tuple(pushes), self._averaged(pushes)

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainwright.core.errors import JobError, PeerLost
 from trainwright.core.group import Address, Group
-from trainwright.strategies.hosts import LOOPBACK, own_host
+from trainwright.strategies.hosts import LOOPBACK, bound_twice, own_host
 from trainwright.strategies.torch import gloo
 from trainwright.strategies.torch.compat import process_groups, reset_group_count
 from trainwright.strategies.torch.failures import let_go
@@ -37,13 +37,14 @@ class Membership:
     """This process's place in a process group.
 
     Rank 0's reserved socket becomes the listening socket of the group's TCPStore, so that its port cannot be lost
-    in between; the other ranks' are closed. The ports of gloo and NCCL come from the system.
+    in between; the other ranks' are closed. The ports of gloo and NCCL come from the system. The store lets in whoever
+    reaches it: it listens on loopback where all ranks are on one host, else on this node's address alone.
 
     An interrupt counts from `reserve` on, whatever `join` does or is yet to do.
     """
 
     def __init__(self) -> None:
-        self._socket: socket.socket | None = None
+        self._sockets: tuple[socket.socket, ...] = ()  # at this node's address, and at loopback
         self._store: TCPStore | None = None
         self._lock = threading.Lock()  # guards what `interrupt` reads
         self._port: int | None = None  # of the store, while this process is in a group or joins one
@@ -51,13 +52,13 @@ class Membership:
         self._interrupted: Future[None] = Future()
 
     def reserve(self) -> Address:
-        """Bind and listen on a port that the system chooses, at every interface; the host is this node's address."""
-        self._close_socket()
+        """Bind a port that the system chooses, and listen; the host is this node's address."""
+        self._close_sockets()
         self._interrupted = Future()
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind(("", 0))
-        self._socket.listen(1024)
-        return Address(host=own_host(), port=self._socket.getsockname()[1])
+        self._sockets = bound_twice(own_host())
+        for each in self._sockets:
+            each.listen(1024)
+        return Address(host=own_host(), port=self._sockets[0].getsockname()[1])
 
     def join(self, group: Group, device: torch.device) -> None:
         """Form the process group; every member calls it.
@@ -86,7 +87,7 @@ class Membership:
 
         Nothing may hold the DDP object any more.
         """
-        self._close_socket()
+        self._close_sockets()
         self._end()
 
     def interrupt(self) -> bool:
@@ -187,9 +188,10 @@ class Membership:
         nothing stops it. So a thread does that, which is left behind where the group is interrupted.
         """
         leader = group.peers[0].address
-        host = LOOPBACK if _one_host(group) else leader.host
-        listening = self._socket.detach() if self._socket is not None and group.rank == 0 else None
-        self._close_socket()
+        one_host = _one_host(group)
+        host = LOOPBACK if one_host else leader.host
+        listening = self._sockets[-1 if one_host else 0].detach() if self._sockets and group.rank == 0 else None
+        self._close_sockets()
         return self._reached(
             lambda: TCPStore(
                 host,
@@ -210,10 +212,10 @@ class Membership:
             store.set("complete", "")
         store.wait(["complete"], deadline)
 
-    def _close_socket(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+    def _close_sockets(self) -> None:
+        for each in self._sockets:
+            each.close()
+        self._sockets = ()
 
 
 def _begun(make: Callable[[], Result]) -> Future[Result]:

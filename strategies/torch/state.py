@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.serialization import safe_globals
 
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError
@@ -162,9 +164,8 @@ def broadcast(
         device: where the process group communicates.
         group: ranks that hold the same part; by default all.
     """
-    news: list[Any] = [_description(replica) if rank == source else None]
-    distributed.broadcast_object_list(news, src=source, device=device, group=group)
-    step, slots, options, every_used, scale = news[0]
+    own = _description(replica) if rank == source else None
+    step, slots, options, every_used, scale = _broadcast_description(own, source, device, group)
     if rank != source:
         replica.sound = False
         _make_slots(replica, slots)
@@ -289,7 +290,10 @@ def _empty_slot(parameter: Tensor, key: str, form: _Shape, group: Mapping[str, A
     return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 
-def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, Any]], bool | None, Scale | None]:
+_Description = tuple[int | None, Slots, list[dict[str, Any]], bool | None, Scale | None]
+
+
+def _description(replica: Replica) -> _Description:
     """What a newcomer must know before tensors can be sent."""
     slots = {
         name: {
@@ -301,6 +305,23 @@ def _description(replica: Replica) -> tuple[int | None, Slots, list[dict[str, An
         for name, entries in _slots(replica).items()
     }
     return replica.step, slots, changed_options(replica), replica.every_used, replica.scale
+
+
+def _broadcast_description(
+    own: _Description | None, source: int, device: torch.device, group: distributed.ProcessGroup | None
+) -> _Description:
+    """The source's description. Nothing that comes is executed, as `broadcast_object_list` would by pickle."""
+    file = io.BytesIO()
+    torch.save(own, file)
+    size = torch.tensor([file.tell()], device=device)
+    distributed.broadcast(size, src=source, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if own is not None:
+        data.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+    distributed.broadcast(data, src=source, group=group)
+    with safe_globals([_Shape, Scale]):
+        said: _Description = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
+    return said
 
 
 def _broadcast_tensors(

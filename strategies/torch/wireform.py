@@ -95,6 +95,11 @@ class Form:
         else:
             self._codec.encode(flat.numpy(), part, None if residual is None else residual.view(-1).numpy())
 
+    def check(self, payload: memoryview, name: str, like: Tensor) -> None:
+        """Raise ValueError where the part of a payload that is a gradient cannot be decoded."""
+        if self._codec is not None:
+            self._codec.check(self._part(payload, name), like.numel())
+
     def fill(self, payload: memoryview, name: str, into: Tensor, factor: float = 1.0) -> None:
         """Fill a tensor with a gradient, times a factor."""
         if self._codec is None:

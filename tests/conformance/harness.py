@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
+from secrets import token_bytes
 from typing import Any
 
 from tests.conformance import rank as rank_process
@@ -185,7 +186,9 @@ class World:
             for number, (address, role) in enumerate(zip(addresses, roles, strict=True))
         )
         devices = ("cpu",) * self.plan.devices_per_worker
-        shared: dict[str, Any] = {"generation": generation, "devices": devices, "deadline_s": deadline_s}
+        shared: dict[str, Any] = {
+            "generation": generation, "key": token_bytes(), "devices": devices, "deadline_s": deadline_s
+        }  # fmt: skip
         self.groups = [Group(rank=rank, peers=peers, **shared) for rank in range(len(self.ranks))]
         return self.groups
 

@@ -16,7 +16,7 @@ from trainwright.core.data import StepReport
 from trainwright.core.group import Address, Generation, Group, Peer, Role
 from trainwright.core.plan import Plan
 
-GENERATION = Generation(token=1, number=1)
+GENERATION, KEY = Generation(token=1, number=1), b"of this generation"
 DEADLINE_S = 20.0
 ENGINES = {
     "reference": "trainwright.strategies.reference.independent:Independent",
@@ -108,7 +108,9 @@ class Served:
         return address
 
     def _enter(self, one: Rank, rank: int, device: str = "cpu") -> None:
-        group = Group(generation=GENERATION, rank=rank, peers=self._peers, devices=(device,), deadline_s=DEADLINE_S)
+        group = Group(
+            generation=GENERATION, rank=rank, peers=self._peers, key=KEY, devices=(device,), deadline_s=DEADLINE_S
+        )
         one.send("form", group)
         one.send("build", self.spec, self.plan)
 

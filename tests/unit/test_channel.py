@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Generation, Peer
-from trainwright.strategies.servers import regions, sockets
+from trainwright.core.group import Peer
+from trainwright.strategies.servers import handshake, regions, sockets
 from trainwright.strategies.servers.channel import Link, dial
-from trainwright.strategies.servers.frames import Header, Kind, hello
+from trainwright.strategies.servers.frames import Header, Kind
 from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
 from trainwright.strategies.servers.regions import Region
 
-FIRST, SECOND = Generation(token=1, number=1), Generation(token=1, number=2)
+FIRST, SECOND = b"the key of the first generation", b"the key of the second"
 BIG = 24 * 2**20  # more than the buffers of a connection hold
 PLACES = ("shared", "tcp")
 
@@ -194,20 +194,17 @@ def test_an_older_generation_is_refused(place: str) -> None:
     "said",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 9,
-        Header(Kind.HELLO, 2).pack() + b"[]",
-        Header(Kind.HELLO, 4000).pack() + 4000 * b"[",
-        Header(Kind.HELLO, 40).pack() + b'{"rank": 1e999, "token": 1, "number": 1}',
-        Header(Kind.HELLO, 2**20).pack(),
-        Header(Kind.CALL, 2).pack() + b"{}",
-        Header(Kind.HELLO, 99).pack(),  # and then nothing
-        b"",
+        handshake.claim(SECOND, handshake.nonce(), 1)[0],
+        handshake.claim(FIRST, handshake.nonce(), 1)[0],
+        Header(Kind.CALL, 99).pack(),  # and then nothing
     ],
-    ids=["another protocol", "no hello", "deep", "infinite", "too long", "a call", "half a hello", "silence"],
+    ids=["another protocol", "another key", "a replayed claim", "half a claim"],
 )
 def test_strangers_are_sent_away_and_keep_nobody_waiting(said: bytes) -> None:
     with serving("tcp", deadline_s=0.1) as server:
         address = (server.peer.address.host, server.peer.address.port)
         with socket.create_connection(address) as stranger, joined(server) as link:
+            stranger.recv(handshake.NONCE_BYTES)
             stranger.sendall(said)
             link.call(b"hi", soon())
             assert server.call().head == b"hi"
@@ -242,8 +239,11 @@ def test_a_worker_frozen_in_the_middle_of_a_frame_stops_nobody_and_is_dropped(pl
 def test_a_worker_that_does_not_read_stops_nobody_and_is_dropped() -> None:
     with serving("tcp", deadline_s=0.3, size=BIG) as server, joined(server, 2) as link:
         frozen = socket.create_connection((server.peer.address.host, server.peer.address.port))
-        said = hello(FIRST, 1)
-        frozen.sendall(Header(Kind.HELLO, len(said)).pack() + said + Header(Kind.CALL, 0).pack())
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(handshake.join, frozen, FIRST, 1, soon())
+            while not joining.done():
+                assert server.quiet(0.005)
+        frozen.sendall(Header(Kind.CALL, 0).pack())
         line = server.call().line
         begun = time.monotonic()
         line.answer_published(b"", 0, BIG)
@@ -278,11 +278,11 @@ def test_the_first_layers_are_there_while_the_others_are_on_their_way() -> None:
 def test_of_a_worker_killed_in_the_middle_of_its_push_nothing_counts_but_what_rang() -> None:
     code = (
         "import sys, time\n"
-        "from trainwright.core.group import Address, Generation, Peer\n"
+        "from trainwright.core.group import Address, Peer\n"
         "from trainwright.strategies.servers.channel import Switch, dial\n"
         "peer = Peer(rank=0, address=Address(host='127.0.0.1', port=int(sys.argv[1])))\n"
         "until = time.monotonic() + 60\n"
-        "link = dial(peer, Generation(token=1, number=1), 1, until, Switch())\n"
+        "link = dial(peer, b'the key of the first generation', 1, until, Switch())\n"
         "outbox = link.open_outbox(100, until)\n"
         "outbox[:50] = b'a' * 50\n"
         "link.call(b'push', until, size=50)\n"

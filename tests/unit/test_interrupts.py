@@ -28,6 +28,7 @@ from trainwright.strategies.torch.parameter_server import ParameterServer
 from trainwright.worker import Worker
 
 FIRST, SECOND = Generation(token=1, number=1), Generation(token=1, number=2)
+KEY = b"of the first"
 PEER = Peer(rank=0, address=Address(host="127.0.0.1", port=1))
 FOREVER_S = 120.0  # the group's deadline; what an interrupt frees ends long before
 SOON_S = 60.0
@@ -132,7 +133,7 @@ def test_connecting_to_a_server_that_says_nothing_can_be_cut_at_any_moment(silen
     switch = Stopped(moment)
     peer = Peer(rank=0, address=silent.address, role="server")
     with ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(channel.dial, peer, FIRST, 1, time.monotonic() + FOREVER_S, switch)
+        dialling = pool.submit(channel.dial, peer, KEY, 1, time.monotonic() + FOREVER_S, switch)
         if moment == "greeting":
             assert switch.greeting.wait(SOON_S)
             switch.cut()
@@ -148,7 +149,7 @@ def member(rank: int, silent: Listener, engine: ParameterServer) -> Group:
         Peer(rank=other, address=address if other == rank else silent.address, role=role)
         for other, role in enumerate(roles)
     )
-    return Group(generation=FIRST, rank=rank, peers=peers, deadline_s=FOREVER_S)
+    return Group(generation=FIRST, rank=rank, peers=peers, key=KEY, deadline_s=FOREVER_S)
 
 
 @pytest.mark.parametrize("moment", ["before", "greeting"])
@@ -224,7 +225,7 @@ def pair(rank: int, membership: Membership, other: Address) -> Group:
     addresses = [other, other]
     addresses[rank] = membership.reserve()
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
-    return Group(generation=FIRST, rank=rank, peers=peers, deadline_s=FOREVER_S)
+    return Group(generation=FIRST, rank=rank, peers=peers, key=KEY, deadline_s=FOREVER_S)
 
 
 @pytest.fixture(params=["dead", "late"])

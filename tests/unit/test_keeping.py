@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ from trainwright.keeper import GUARD, Shelf, ShelfReader, no_fetch, sweep
 from trainwright.owner import Owner
 
 FIRST = (3 << TOKEN_BITS) + 1  # version of the driver with token 3
-FILE = FileEntry(name="state", size_bytes=5, sha256="")
+FILE = FileEntry(name="state", size_bytes=5, sha256=hashlib.sha256(b"12345").hexdigest())
 
 
 def alone(**settings: object) -> Story:
@@ -164,7 +167,7 @@ def test_each_piece_is_on_two_nodes_or_as_many_as_hold_it(ranks: list[tuple[str,
 
 
 def kept_state(*nodes: str, version: int = 2, size_bytes: int = 5) -> m.KeptState:
-    file = FileEntry(name="state", size_bytes=size_bytes, sha256="")
+    file = replace(FILE, size_bytes=size_bytes)
     return m.KeptState(version=version, step=9, files=tuple(m.KeptFile(node=node, file=file) for node in nodes))
 
 
@@ -216,3 +219,72 @@ def test_shelves_whose_guard_is_gone_are_swept_up_and_no_others(tmp_path: Path) 
     (tmp_path / "trainwright-begun").mkdir()
     sweep(tmp_path)
     assert {entry.name for entry in tmp_path.iterdir()} == {shelf.folder.name, "trainwright-begun"}
+
+
+def test_copies_are_open_to_nobody_else_whatever_was_there_before(tmp_path: Path) -> None:
+    shelf = Shelf("s3://b/run", tmp_path)
+    shelf.folder.mkdir(mode=0o755)
+    umask = os.umask(0)
+    try:
+        shelf.write(2, 5, hold=()).write("state", b"12345")
+    finally:
+        os.umask(umask)
+    modes = {path.relative_to(tmp_path).name: path.stat().st_mode & 0o777 for path in shelf.folder.rglob("*")}
+    assert modes == {GUARD: 0o600, "2": 0o700, "state": 0o600} and shelf.folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("planted", ["a link", "a file", "another user's folder"])
+def test_what_another_user_planted_is_neither_written_nor_read(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, elsewhere = tmp_path / "memory", tmp_path / "elsewhere"
+    (elsewhere / "2").mkdir(parents=True)
+    (elsewhere / "2" / "state").write_bytes(b"12345")
+    memory.mkdir()
+    shelf = Shelf("s3://b/run", memory)
+    if planted == "a link":
+        shelf.folder.symlink_to(elsewhere)
+    elif planted == "a file":
+        shelf.folder.write_bytes(b"")
+    else:
+        elsewhere.rename(shelf.folder)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StorageError, match="not safe here"):
+        shelf.write(3, 5, hold=())
+    with pytest.raises(StorageError, match="not safe here"):
+        shelf.read(2, "state")
+    kept = shelf.folder if planted == "another user's folder" else elsewhere
+    assert planted == "a file" or (kept / "2" / "state").read_bytes() == b"12345", "nothing was removed"
+
+
+def test_links_in_place_of_files_are_not_followed(tmp_path: Path) -> None:
+    shelf, victim = Shelf("s3://b/run", tmp_path / "memory"), tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    shelf.folder.parent.mkdir()
+    writer = shelf.write(2, 5, hold=())
+    (shelf.folder / "2" / "state").symlink_to(victim)
+    with pytest.raises(StorageError):
+        shelf.read(2, "state")
+    writer.write("state", b"12345")
+    assert victim.read_bytes() == b"mine" and shelf.read(2, "state") == b"12345"
+
+
+def test_an_altered_copy_of_the_same_size_is_read_from_another_node(tmp_path: Path) -> None:
+    shelf = Shelf("s3://b/run", tmp_path)
+    shelf.write(2, 5, hold=()).write("state", b"54321")
+    reader = ShelfReader(shelf, kept_state("here", "there"), "here", lambda node, version, name: b"12345")
+    assert reader.read("state") == b"12345"
+    with pytest.raises(StorageError, match="here: other bytes than were written"):
+        ShelfReader(shelf, kept_state("here"), "here", no_fetch).read("state")
+
+
+@pytest.mark.parametrize("where", ["the folder", "the guard"])
+def test_a_pipe_in_shared_memory_does_not_hold_the_sweep(where: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"trainwright-{os.geteuid()}-0123456789ab"
+    if where == "the guard":
+        folder.mkdir(mode=0o700)
+    os.mkfifo(folder / GUARD if where == "the guard" else folder)
+    signal.alarm(10)  # ends this process where it hangs
+    sweep(tmp_path)
+    signal.alarm(0)
+    assert folder.exists()

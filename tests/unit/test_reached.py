@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.strategies import hosts
 from trainwright.strategies.torch import group as membership
 
+STORES = {"one host": ("127.0.0.2", "127.0.0.1"), "two hosts": ("127.0.0.3", "127.0.0.2")}
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -54,3 +61,39 @@ def test_the_users_own_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with membership._interface(member("127.0.0.1", "192.0.2.7")):
         assert [os.environ[variable] for variable in VARIABLES] == ["ib0", "ib0"]
     assert [os.environ[variable] for variable in VARIABLES] == ["ib0", "ib0"]
+
+
+def reaches(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as caller:
+        return caller.connect_ex((host, port)) == 0
+
+
+@pytest.mark.parametrize(("other", "where"), list(STORES.values()), ids=list(STORES))
+def test_the_store_of_torch_listens_where_its_ranks_are_and_nowhere_else(other: str, where: str) -> None:
+    """`127.0.0.2` stands for this node's address on the cluster's network, `127.0.0.3` for another node's."""
+    hosts.be_at("127.0.0.2")
+    first = membership.Membership()
+    port, known = first.reserve().port, ("127.0.0.2", other)
+    group = Group(
+        generation=Generation(token=1, number=1),
+        rank=0,
+        peers=tuple(Peer(rank=rank, address=Address(host=host, port=port)) for rank, host in enumerate(known)),
+        deadline_s=30.0,
+    )
+    joining = threading.Thread(target=lambda: _until_left(first, group))
+    joining.start()
+    try:
+        while not first._port or len(first._sockets):
+            time.sleep(0.01)
+        found = {host for host in ("127.0.0.1", "127.0.0.2", "127.0.0.4") if reaches(host, port)}
+        assert found == {where}
+    finally:
+        first.interrupt()
+        joining.join(30.0)
+    assert not joining.is_alive()
+
+
+def _until_left(member: membership.Membership, group: Group) -> None:
+    with contextlib.suppress(PeerLost):
+        member.join(group, torch.device("cpu"))

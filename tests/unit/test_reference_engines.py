@@ -80,7 +80,7 @@ def test_strangers_and_older_generations_are_not_let_in() -> None:
     address = (port.address.host, port.address.port)
     with socket.create_connection(address) as silent, socket.create_connection(address) as noisy:
         silent.shutdown(socket.SHUT_WR)
-        noisy.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        noisy.sendall(b"GET / HTTP/1.0\r\n\r\n" * 9)
         old = _star(1, [port.address] * 2, Generation(token=1, number=0))
         new, root = _star(1, [port.address] * 2, FIRST), Star(_group(0, [port.address] * 2, FIRST), port)
         outcomes = together(root.open, lambda: _raised(old.open), new.open)
@@ -255,7 +255,7 @@ def _star(rank: int, addresses: Sequence[Address], generation: Generation) -> St
 
 def _group(rank: int, addresses: Sequence[Address], generation: Generation, deadline_s: float = 10.0) -> Group:
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
-    return Group(generation=generation, rank=rank, peers=peers, deadline_s=deadline_s)
+    return Group(generation=generation, rank=rank, peers=peers, key=str(generation).encode(), deadline_s=deadline_s)
 
 
 def _raised(call: Callable[[], Any]) -> Exception | None:

@@ -25,11 +25,14 @@ CANARY = 'canary/"of\\mine"+='
 SECRET = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_SAS_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_APIKEY", "MLFLOW_TRACKING_PASSWORD",
-    "RAY_AUTH_TOKEN", "github_token",
+    "RAY_AUTH_TOKEN", "github_token", "PGPASSWORD", "MYSQL_PWD", "MYSQL_ROOT_PASSWORD", "SMTP_PASS", "SSHPASS",
+    "GITHUB_PAT", "AZURE_STORAGE_CONNECTION_STRING", "SENTRY_DSN", "SLACK_WEBHOOK_URL", "NPM_CONFIG__AUTH",
+    "CLIENTSECRET", "API_KEYS", "DJANGO_SECRET_KEY",
 )  # fmt: skip
 PLAIN = (
     "TOKENIZERS_PARALLELISM", "KEYBOARD", "PATH", "MONKEYS", "RAY_AUTH_TOKEN_PATH", "SSH_AUTH_SOCK", "HOME",
-    "GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE",
+    "GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE", "PWD", "OLDPWD", "OLD_PWD", "PGPASSFILE",
+    "COMPASS", "PATTERN", "RAY_AUTH_MODE", "DATABASE_URL", "TOKEN_URL",
 )  # fmt: skip
 
 
@@ -56,6 +59,36 @@ def test_a_secret_is_found_as_it_is_quoted_and_none_hides_a_part_of_another() ->
     for quoted in (repr(CANARY), json.dumps(CANARY), CANARY):
         hidden = without_secrets(f"{quoted} canary", environment)
         assert "mine" not in hidden and "canary" not in hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("DATABASE_URL", "postgres://me:pass-w0rd@db.example.org:5432/runs?sslmode=require", "pass-w0rd"),
+        ("DATABASE_URL", "mysql://me:p%40ss%2Fw0rd@db/runs", "p@ss/w0rd"),
+        ("REDIS_URL", "redis://:pass-w0rd@10.0.0.7:6379/0", "pass-w0rd"),
+        ("ANY_NAME", "broker=amqp://me:pass@w0rd@mq//", "pass@w0rd"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "AccountKey=cGFzcw+/w0rd==;EndpointSuffix=x", "cGFzcw+/w0rd=="),
+    ],
+)
+def test_a_part_of_a_variable_that_is_secret_is_hidden_by_itself_too(name: str, value: str, secret: str) -> None:
+    for text in (f"cannot open {value}", f"refused {secret}", repr({"password": secret})):
+        assert secret not in without_secrets(text, {name: value})
+        assert json.dumps(secret)[1:-1] not in json_without_secrets(json.dumps([text]), {name: value})
+
+
+def test_a_password_in_an_address_is_hidden_wherever_it_comes_from() -> None:
+    told = without_secrets("cannot open 'postgres://me:abc@db/runs' and redis://:x@y", {})
+    assert told == "cannot open 'postgres://me:***@db/runs' and redis://:***@y"
+    assert json.loads(json_without_secrets('{"a": ["https://me:abc@host/x"]}', {})) == {"a": ["https://me:***@host/x"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["abfss://container@account.dfs.core.windows.net/x", "ssh://git@host/x", "http://host:80/a@b", "s3://b/a:b@c"],
+)
+def test_an_address_without_a_password_stays(text: str) -> None:
+    assert without_secrets(text, {}) == text and json_without_secrets(json.dumps(text), {}) == json.dumps(text)
 
 
 def test_what_is_no_secret_stays() -> None:

@@ -242,6 +242,42 @@ def test_a_package_without_git_holds_all_but_runs_and_caches(tmp_path: Path, mon
     assert names == {".gitignore", "job.py", "lib/helper.py", "data/big", "notes.txt"}
 
 
+@pytest.mark.parametrize("git", [True, False])
+def test_credentials_and_what_is_outside_of_the_folder_stay_behind(
+    git: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, root = tmp_path / "outside", folder(tmp_path / "in")
+    outside.mkdir()
+    (outside / "passwd").write_text("root")
+    secret = (".env", ".env.prod", "conf/.aws/credentials", "deploy/key.PEM", "job/service-account-7.json")
+    for name in (*secret, ".env.example", "lib/environment.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "lib" / "settings.txt").symlink_to(root / ".env")
+    (root / "lib" / "alias.py").symlink_to("helper.py")
+    (root / "lib" / "passwd").symlink_to(outside / "passwd")
+    (root / "lib" / "folder").symlink_to(outside)
+    if git:
+        subprocess.run(["git", "init", "-q", str(root)], check=True)
+        subprocess.run(["git", "-C", str(root), "add", "-f", "."], check=True)
+    else:
+        monkeypatch.setenv("PATH", os.devnull)
+    found, names = packed(root)
+    assert {name for name in names if not name.startswith(("data/", "notes"))} == {
+        ".gitignore", "job.py", "lib/helper.py", "lib/alias.py", "lib/environment.py", ".env.example"
+    }  # fmt: skip
+    assert found.credentials == (*secret[:3], "deploy/key.PEM", "job/service-account-7.json", "lib/settings.txt")
+    assert found.links == ("lib/passwd",)
+    assert ".env, .env.prod" in str(found) and "links that leave the folder: lib/passwd" in str(found)
+
+
+def test_a_jobs_own_file_goes_whatever_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / ".config").mkdir()
+    job = tmp_path / ".config" / "job.py"
+    job.write_text("job")
+    assert packing.contents_of(tmp_path, needed=job).files == (".config/job.py",)
+
+
 def test_too_large_a_folder_is_refused_with_what_is_large_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ class Party:
             for rank, (engine, role) in enumerate(zip(self.engines, roles, strict=True))
         )
         for rank, engine in enumerate(self.engines):
-            engine.form(Group(generation=GENERATION, rank=rank, peers=peers, deadline_s=10.0))
+            engine.form(Group(generation=GENERATION, rank=rank, peers=peers, key=b"theirs", deadline_s=10.0))
         for engine in self.engines:
             engine.build(job, how)
         for server in self.servers:

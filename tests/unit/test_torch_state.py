@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from torch import nn
 from tests.unit.torch_jobs import Chosen, Files, Net, Weighing, batch_normed, double, feed, one_device, saved, spec
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
-from trainwright.strategies.torch import batches
+from trainwright.strategies.torch import batches, state
 from trainwright.strategies.torch.files import load_weights
 from trainwright.strategies.torch.packing import packed
 from trainwright.strategies.torch.profile import profile_model, take_weights
@@ -253,3 +256,24 @@ def test_a_models_weights_are_taken_or_refused() -> None:
     assert all(torch.equal(model.state_dict()[name], value) for name, value in load_weights(files).items())
     with pytest.raises(CheckpointError, match=r"does not fit the model"):
         take_weights(Wide(), files)
+
+
+def test_what_another_rank_says_of_its_state_is_not_executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """gloo lets in whoever reaches it, so that a description may come from anybody."""
+    hostile = io.BytesIO()
+    torch.save(Hostile(tmp_path / "executed"), hostile)
+    sent = [torch.tensor([len(hostile.getvalue())]), torch.frombuffer(hostile.getbuffer(), dtype=torch.uint8)]
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda into, **_: into.copy_(sent.pop(0)))
+    pickled = pickle.dumps(Hostile(tmp_path / "executed"))
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda into, **_: pickle.loads(pickled))
+    with pytest.raises(pickle.UnpicklingError):
+        state.broadcast(None, 0, 1, torch.device("cpu"))  # type: ignore[arg-type]
+    assert not (tmp_path / "executed").exists()
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)

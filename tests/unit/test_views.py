@@ -178,6 +178,19 @@ def test_logs_are_lines_or_json() -> None:
     assert [item["kind"] for item in parsed][:2] == ["run_started", "placed"]
 
 
+def test_nothing_that_was_stored_is_carried_out_by_a_terminal() -> None:
+    """`\\x1b]0;` sets a window's title, `\\x1b[2J` clears it, `\\x9b` begins such too, U+202E turns text around."""
+    uri, bad = storage(), "\x1b]0;title\x07\x1b[2J\x9b31m\r\b\u202e"
+    failed = events.Failed(cause=f"cause {bad}", detail=f"one\ttwo\nthree {bad}")
+    noted = events.Noted(text=f"note {bad}")
+    judged = events.Evaluated(step=1, metrics={f"loss{bad}": 1.0})
+    record(uri, [started(), failed, noted, judged])
+    told = "\n".join([*views.logs(uri, "demo"), printed(views.show(uri, "demo")), printed(views.runs(uri))])
+    assert "\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\r\\x08\\u202e" in told
+    assert not set(bad) & set(told) - set(" ]0;title[231mJ") and "one\ttwo\n" in told
+    assert not set(bad) & set("".join(views.logs(uri, "demo", as_json=True))) - set(" ]0;title[231mJ")
+
+
 def test_logs_follow_until_the_run_ends() -> None:
     uri = storage()
     store = open_store(uri)

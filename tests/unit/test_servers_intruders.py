@@ -1,0 +1,159 @@
+"""Who is not a member gets nowhere, and a member that says nonsense loses its connection alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.alone import KEY, STEPS, Cluster, assert_close, cluster
+from trainwright.core.errors import PeerLost
+from trainwright.core.group import Address, Generation, Group, Peer
+from trainwright.driver.apart import group_of
+from trainwright.driver.decide import begin
+from trainwright.driver.settings import Settings
+from trainwright.driver.state import Member
+from trainwright.strategies import hosts
+from trainwright.strategies.servers import handshake, regions
+from trainwright.strategies.servers.channel import Link, dial
+from trainwright.strategies.servers.frames import Header, Kind
+from trainwright.strategies.servers.sockets import Switch
+from trainwright.strategies.tensorflow.seats import Seat, Seats
+
+UNIT: dict[str, Any] = {"worker": "w", "unit": [0, 0, 1], "at": 0}
+PUSH: dict[str, Any] = {
+    **UNIT, "do": "push", "seen": 0, "weight": 1.0, "keep": False, "sums": [[1.0, 1.0]], "norm": 1.0
+}  # fmt: skip
+MALFORMED: dict[str, bytes] = {
+    "no JSON": b"\xff\xfe",
+    "deep": b"[" * 100_000,
+    "a list": b"[]",
+    "no call": b"{}",
+    "a call of another kind": b'{"do": ["pull"]}',
+    "an unknown call": b'{"do": "drop table"}',
+    **{
+        name: json.dumps(head).encode()
+        for name, head in {
+            "a pull without fields": {"do": "pull"},
+            "a pull of words": {"do": "pull", "worker": "w", "needs": "all", "have": [0, 0]},
+            "a pull that has a number": {"do": "pull", "worker": "w", "needs": 0, "have": 3},
+            "a push of nothing": PUSH,
+            "a push of an unknown share": {**PUSH, "unit": [0, 99, 1]},
+            "a push of a unit that is none": {**PUSH, "unit": [0, 0]},
+            "a push of a step that nobody was given": {**PUSH, "unit": [7, 0, 1], "weight": 0.0},
+            "a push without sums": {**PUSH, "sums": [], "weight": 0.0},
+            "a push of an endless weight": {**PUSH, "weight": float("inf")},
+            "a lease for nobody": {"do": "lease", "worker": None, "prefer": 0, "first": 0},
+            "done without a push": {"do": "done", **UNIT, "unit": [0, 2, 1]},
+            "a worker that hears": {"do": "hear", "heard": 0},
+            "a worker that speaks for a server": {"do": "say", "part": [0, -1.0]},
+        }.items()
+    },
+}
+
+
+@pytest.fixture
+def own() -> Iterator[Cluster]:
+    with cluster("dividing", 1, 1) as made:
+        yield made
+
+
+def member(own: Cluster, key: bytes = KEY) -> Link:
+    """A connection of rank 1 to the server."""
+    return dial(own.peers[0], key, 1, time.monotonic() + 10.0, Switch())
+
+
+@pytest.mark.parametrize("said", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("moment", ["before the first step", "while it serves"])
+def test_a_malformed_call_ends_its_connection_and_not_the_server(own: Cluster, said: bytes, moment: str) -> None:
+    serving = own.serve() if moment == "while it serves" else []
+    if serving:
+        own.work(own.workers[0], 1).result(30.0)  # a round is given out
+    link = member(own)
+    link.call(said, time.monotonic() + 10.0)
+    with pytest.raises(PeerLost, match="closed the connection"):
+        link.answer(time.monotonic() + 10.0)
+    link.close()
+    serving = serving or own.serve()
+    own.work(own.workers[0]).result(30.0)
+    assert len(own.reports(serving)) == STEPS
+    assert_close(own.parameters(), own.by_hand()[2])
+
+
+def test_memory_that_is_none_ends_its_connection_and_not_the_server(own: Cluster) -> None:
+    link = member(own)
+    assert link.shared
+    empty = os.memfd_create("empty", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(empty, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    link._send([Header(Kind.OUTBOX, size=0).pack()], time.monotonic() + 5.0, empty)
+    with pytest.raises(PeerLost):
+        link.call(b"{}", time.monotonic() + 5.0)
+        link.answer(time.monotonic() + 5.0)
+    link.close()
+    os.close(empty)
+    own.run()
+    assert_close(own.parameters(), own.by_hand()[2])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_knows_the_generation_and_not_its_key_is_not_let_in(
+    own: Cluster, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "SHARES", shared)
+    with pytest.raises(PeerLost, match="closed the connection"):
+        member(own, b"another key")
+    own.run()
+    assert_close(own.parameters(), own.by_hand()[2])
+
+
+def test_a_server_that_does_not_know_the_key_is_told_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(handshake.nonce() + bytes(handshake.MAC_BYTES))
+        with pytest.raises(ConnectionError, match="the server does not know the group's key"):
+            handshake.join(ours, KEY, 1, time.monotonic() + 5.0)
+
+
+def test_a_group_without_a_key_does_not_form() -> None:
+    with pytest.raises(ValueError, match="the group has no key"):
+        handshake.claim(b"", handshake.nonce(), 1)
+
+
+def test_each_generation_of_each_driver_has_a_key_that_nothing_shows() -> None:
+    first, second = Generation(token=1, number=1), Generation(token=1, number=2)
+    ours = Settings(workers=2, total_steps=1, steps_per_epoch=1, secret=b"our own secret")
+    theirs = replace(ours, secret=b"another driver's")
+    keys = {ours.key_of(first), ours.key_of(second), theirs.key_of(first)}
+    assert len(keys) == 3 and min(map(len, keys)) == 32
+    state, _ = begin(ours, 0.0)
+    group = group_of(replace(state, members=(Member(worker=0, slot=0),), generation=second), 0)
+    assert group.key == ours.key_of(second)
+    assert repr(group.key) not in repr(group) and repr(ours.secret) not in repr(ours)
+
+
+def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_told", ["127.0.0.1"])
+    seats = Seats()
+    peers = tuple(Peer(rank=rank, address=seats.address) for rank in range(2))
+    group = Group(generation=Generation(token=1, number=1), rank=0, peers=peers, key=KEY, deadline_s=20.0)
+    seats.open(group)
+    served: list[Address] = []
+    try:
+        with socket.create_connection((seats.address.host, seats.address.port)) as noisy:
+            noisy.sendall(json.dumps({"rank": 1, "generation": "1.1"}).encode() * 9)
+            with pytest.raises(PeerLost, match="the chief did not let rank 1 in"):
+                Seat(replace(group, rank=1, key=b"another key"), served.append)
+            assert served == []
+        member = Seat(replace(group, rank=1), served.append)
+        assert seats.gather(group, time.monotonic() + 20.0) == {1: served[0]}
+        member.leave()
+        member._chief.close()
+    finally:
+        seats.end()
