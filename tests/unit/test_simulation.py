@@ -17,7 +17,8 @@ from trainwright.core.group import Reform
 from trainwright.driver.settings import Settings
 
 SCHEDULES = 2_500  # a share of those of `make schedules`
-RARE = (2588, 3404, 3437, 3559, 3668, 3793, 4537, 4767, 4954, 5892)  # of its others, those with pairs of phase and event that these lack
+# Of its others, those with pairs of phase and event that these lack.
+RARE = (2588, 3404, 3437, 3559, 3668, 3793, 4537, 4767, 4954, 5892)
 
 
 def test_thousands_of_schedules_hold_every_invariant() -> None:
