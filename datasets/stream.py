@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -194,7 +195,7 @@ class Stream:
         full = self._schedule.size(step) == self._schedule.batch_size
         start = step if full else step - step % self._schedule.steps_per_pass
         if start in avoid:
-            others = (*range(start + 1, self.total_steps), *range(start))
+            others = itertools.chain(range(start + 1, self.total_steps), range(start))
             alike = (other for other in others if self._schedule.size(other) == self._schedule.size(start))
             start = next((other for other in alike if other not in avoid), start)
         steps = range(start, start + 1)
