@@ -36,9 +36,16 @@ def ready(
     check(job.trackers)
     if inside():
         return _ready_inside(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
-    own = opens(job) and connect(verbose)
-    prepared = prepare(job, resume=resume, fresh=fresh)
-    own = connect(verbose) or own
+    started: list[bool] = []  # whether each call did
+
+    def connected() -> None:
+        started.append(connect(verbose))
+
+    if opens(job):
+        connected()
+    prepared = prepare(job, resume=resume, fresh=fresh, connect=connected)
+    connected()
+    own = any(started)
     decision = decide_plan(prepared)
     if detached:
         return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
