@@ -221,10 +221,10 @@ def _check_columns(job: Job, train: Index, evaluate: Index | None) -> None:
 
 def _missing(job: Job, where: str, schema: Iterable[str]) -> Iterable[str]:
     names = list(schema)
-    for field, columns in (("inputs", job.input_columns), ("targets", job.target_columns)):
+    for option, columns in (("inputs", job.input_columns), ("targets", job.target_columns)):
         for column in columns:
             if column not in names:
-                yield f"{field}={column!r} is no column of {where}: {nearest(column, names)}"
+                yield f"{option}={column!r} is no column of {where}: {nearest(column, names)}"
 
 
 def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -27,21 +28,29 @@ def first_pass(work: Callable[[Item], Value], items: Sequence[Item], *, threads:
     """work(item) of each item, in order.
 
     Args:
-        work: picklable by value. What it raises first, in the order of items, ends the pass.
+        work: picklable by value. The first error that is met ends the pass.
         threads: that it is of use to call it in at a time in this process.
 
     Raises:
         TrainwrightError: as the work raised it.
     """
-    begun_s, done = time.monotonic(), list[Value]()
-    with ThreadPoolExecutor(threads, thread_name_prefix="trainwright-pass") as pool:
+    begun_s, done, going = time.monotonic(), list[Value](), deque[Future[Value]]()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="trainwright-pass")
+    try:
         while len(done) < len(items):
-            spent_s = time.monotonic() - begun_s
-            left_s = spent_s / max(len(done), 1) * (len(items) - len(done))
-            if spent_s > _TRIED_S and left_s > _LONG_S and _connected():
-                return [*done, *_on_ray(work, items[len(done) :])]
-            done += pool.map(work, items[len(done) : len(done) + threads])
+            started = len(done) + len(going)
+            if started < len(items) and _long(time.monotonic() - begun_s, len(done), len(items)) and _connected():
+                return [*done, *(future.result() for future in going), *_on_ray(work, items[started:])]
+            going.extend(pool.submit(work, item) for item in items[started : len(done) + 2 * threads])
+            done.append(going.popleft().result())
+    finally:
+        pool.shutdown(cancel_futures=True)
     return done
+
+
+def _long(spent_s: float, done: int, total: int) -> bool:
+    """Whether so much is left that tasks pay."""
+    return done > 0 and spent_s > _TRIED_S and spent_s / done * (total - done) > _LONG_S
 
 
 def _connected() -> bool:
@@ -62,21 +71,18 @@ def _on_ray(work: Callable[[Item], Value], items: Sequence[Item]) -> list[Value]
 
     with by_value():
         stored = ray.put(cloudpickle.dumps(work))
-    cpus = max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    cpus = max(int(resources.get("CPU", 1)), 1)
     size = min(max(len(items) // (_PARTS * cpus), 1), _PART_ITEMS)
     parts = [items[start : start + size] for start in range(0, len(items), size)]
     task: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(_part)
     running: dict[Any, int] = {}
     found: dict[int, list[Value]] = {}
-    try:
-        for number, part in enumerate(parts):
-            running[task.remote(stored, part)] = number
-            while len(running) >= cpus or (running and number == len(parts) - 1):
-                (ended,), _ = ray.wait(list(running), num_returns=1)
-                found[running.pop(ended)] = _result(ended)
-    finally:
-        for reference in running:
-            ray.cancel(reference, force=True)
+    for number, part in enumerate(parts):
+        running[task.remote(stored, part)] = number
+        while len(running) >= cpus or (running and number == len(parts) - 1):
+            (ended,), _ = ray.wait(list(running), num_returns=1)
+            found[running.pop(ended)] = _result(ended)
     return [value for number in range(len(parts)) for value in found[number]]
 
 

@@ -113,7 +113,8 @@ class Schedule:
         positions = np.arange(start, stop, dtype=np.int64)
         cells = (positions - start) // self.batch_size * total + self.order.owners(positions, total)
         counts = np.bincount(cells, minlength=len(steps) * total).reshape(len(steps), total)
-        return np.maximum(counts, 1).sum(axis=0, dtype=np.int64)
+        rows: Rows = np.maximum(counts, 1).sum(axis=0, dtype=np.int64)
+        return rows
 
     def share(self, steps: range, rank: int, total: int) -> Share:
         """What data rank `rank` of `total` gets in `steps`, which all belong to one pass."""

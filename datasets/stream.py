@@ -171,6 +171,11 @@ class Stream:
         """Real samples in the global batch of a step."""
         return self._schedule.size(step)
 
+    def samples(self, step: int) -> Rows:
+        """Row numbers of the global batch of a step, in the order of their positions."""
+        start = self._schedule.cursor(step)
+        return self.order.rows_of(start.epoch, start.position, start.position + self.size(step))
+
     def feed(self, step: int, share: int) -> Feed:
         """The feed of one step for any one data rank, read now."""
         ranks = range(share, share + 1)

@@ -16,11 +16,13 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
+from tests.slow_store import slow_store
 from tests.unit.file_formats import FORMATS, frame
 from tests.unit.test_tfrecord import field, message
 from tests.unit.test_tfrecord import frame as record
 from tests.unit.test_webdataset import sample as webdataset_sample
 from tests.unit.test_webdataset import write as webdataset_shard
+from trainwright.core.errors import DataError
 from trainwright.datasets import Dataset, csv, file_metadata, files, parquet, text, tfrecord, webdataset
 from trainwright.datasets.file_metadata import Indexing, folder, indexing
 from trainwright.datasets.files import Footer
@@ -184,6 +186,35 @@ def test_what_a_run_keeps_spares_another_machine_the_reading(
     write(data / "1.parquet", range(7))
     with indexing(Indexing(find=lambda name: b"torn")):
         assert parquet(data).index().rows == first.rows - 3
+
+
+def test_an_object_store_is_asked_once_for_each_object(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many at a time, and again only for an object that is another now, or may be without a sign of it."""
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
+    for number in range(60):
+        write(data / f"{number}.parquet", range(number, number + 10))
+        os.utime(data / f"{number}.parquet", (10**9, 10**9))
+    with slow_store(data.parent, 0.02) as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+        first = parquet("s3://data/data").index()
+        assert first.rows == 600 and store.most > 8
+        assert store.requests["GET"] == 60 and store.requests["HEAD"] <= 1
+        store.requests.clear()
+        assert parquet("s3://data/data").index() == first
+        assert not store.requests["GET"]
+        os.utime(data / "7.parquet", (10**9 + 1, 10**9 + 1))
+        write(data / "8.parquet", range(20))
+        for reads in (2, 1, 1):  # the one written just now again each time
+            store.requests.clear()
+            assert parquet("s3://data/data").index().rows == 610
+            assert store.requests["GET"] == reads
+    with slow_store(data, 0.0) as other:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", other.environment()["AWS_ENDPOINT_URL"])
+        with pytest.raises(DataError):
+            parquet("s3://data/data").index()
 
 
 def made(place: Path) -> dict[str, tuple[Callable[..., Dataset], Path]]:
