@@ -88,7 +88,7 @@ def plan(
     job = _job(stage)
     if cluster is None and opens(job):
         connect()
-    prepared = prepare(job, resume=True)
+    prepared = prepare(job, resume=True, connect=connect if cluster is None else None)
     if cluster is not None:
         return what_if(
             profile_of(prepared),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from trainwright.core.data import Feed, StepReport
@@ -13,6 +12,7 @@ from trainwright.core.errors import NonFiniteLoss
 from trainwright.core.job import Job
 from trainwright.datasets.feeds import weightless
 from trainwright.datasets.salvage import Skipped
+from trainwright.datasets.stream import Stream
 from trainwright.quarantine import Quarantine
 
 
@@ -32,9 +32,18 @@ class Passing:
         self.found: set[tuple[int, int]] = set()  # step, first data rank
         self.told: Mapping[int, str] = {}
 
-    def begin(self, told: Mapping[int, str], blank: Feed) -> None:
-        """Steps follow, after all with a feed of weight 0 whose samples are none of those steps'."""
+    def begin(self, told: Mapping[int, str], stream: Stream, step: int) -> Feed:
+        """Steps from `step` on follow; gives a feed of weight 0 whose samples are none of those told of.
+
+        The worker of the first data rank records the batches of steps told of, before any is passed by: a worker that
+        dies in such a step, or the one after, leaves nothing to record.
+        """
+        blank = stream.warm_feed(step, told)
         self.told, self._blank = told, blank if told else None
+        for number, why in told.items() if 0 in stream.feeding.data_ranks else ():
+            if number >= step:
+                self._record(number, stream.samples(number).tolist(), why)
+        return blank
 
     def step(self, engine: Engine, job: Job, feed: Feed) -> StepReport:
         """One step; where the job says so, one whose loss is not finite is taken with weight 0."""
@@ -51,16 +60,14 @@ class Passing:
             if len(self.found) + len(self.told) > job.skip_limit:
                 error.what = f"{error.what}, and {job.skip_limit} steps were passed by before, which is the limit"
                 raise
-            for sample in error.samples:
-                self._quarantine(Skipped(sample=sample, where=f"step {feed.step + 1}", error=error.what))
+            self._record(feed.step, error.samples, error.what)
         return replace(engine.train_step(weightless(feed)), loss=math.nan)
 
     def _pass_by(self, engine: Engine, feed: Feed) -> StepReport:
         """Take a step with weight 0 and without its batch, which stays in the order of the samples all the same."""
         assert self._blank is not None, "heal comes before run"
         blank = replace(self._blank, step=feed.step, wish=feed.wish, data_ranks=feed.data_ranks)
-        report = engine.train_step(blank)
-        for batch in itertools.chain.from_iterable(feed.parts):
-            for sample in batch.samples[batch.weights > 0].tolist():
-                self._quarantine(Skipped(sample=sample, where=f"step {feed.step + 1}", error=self.told[feed.step]))
-        return replace(report, loss=math.nan)
+        return replace(engine.train_step(blank), loss=math.nan)
+
+    def _record(self, step: int, samples: Iterable[int], why: str) -> None:
+        self._quarantine.add([Skipped(sample=sample, where=f"step {step + 1}", error=why) for sample in samples])

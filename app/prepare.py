@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError, ResourceError, RunConflict, RunFinished, nearest
@@ -12,6 +13,7 @@ from trainwright.core.events import Probed, RunStarted
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan, Rejected
 from trainwright.core.profile import ModelProfile
+from trainwright.datasets.file_metadata import Indexing, indexing
 from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
 from trainwright.datasets.sources import Index
 from trainwright.describe import changes, describe
@@ -46,6 +48,7 @@ class Prepared:
         description: the job in words.
         measured: name of the plan that was the quickest when plans were measured; empty where none were.
         begun: a checkpoint is there to go on from.
+        metadata: of the data's files, as cache files by name, which the run keeps.
     """
 
     job: Job
@@ -56,6 +59,7 @@ class Prepared:
     description: dict[str, str]
     measured: str = ""
     begun: bool = False
+    metadata: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def total_steps(self) -> int:
@@ -63,8 +67,14 @@ class Prepared:
         return self.steps_per_epoch * self.job.epochs
 
 
-def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
+def prepare(
+    job: Job, *, resume: bool = False, fresh: bool = False, connect: Callable[[], object] | None = None
+) -> Prepared:
     """Look at data, storage and the run's past.
+
+    Args:
+        resume, fresh: as of `tw.fit`.
+        connect: connects to the cluster of the run, where a look at the data takes long without it.
 
     Raises:
         DataError, StorageError: a data set or the store cannot be used.
@@ -73,15 +83,16 @@ def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
     """
     store = open_store(job.storage)
     store.check()
-    train = job.train.index()
-    evaluate = job.evaluate.index() if job.evaluate is not None else None
+    with indexing(Indexing(find=partial(_kept, store, job.name), connect=connect)) as used:
+        train = job.train.index()
+        evaluate = job.evaluate.index() if job.evaluate is not None else None
     _check_columns(job, train, evaluate)
     steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last, job.epoch_samples)
     if not steps_per_pass(train.rows, job.batch_size, job.drop_last):
         raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {train.rows} rows"])
     prepared = Prepared(
         job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
-        description=describe(job, train=train, evaluate=evaluate),
+        description=describe(job, train=train, evaluate=evaluate), metadata=used.kept,
     )  # fmt: skip
     if not fresh:
         head = RunLog(store, job.name).head()
@@ -89,6 +100,20 @@ def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
             _check_past(prepared, head, resume)
             return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints))
     return prepared
+
+
+def keep_metadata(prepared: Prepared) -> None:
+    """Keep what is known of the data's files beside the run, for a resume on another machine. Raises StorageError."""
+    for name, content in prepared.metadata.items():
+        prepared.store.put(_metadata_path(prepared.job.name, name), content, sync=False)
+
+
+def _kept(store: Store, run: str, name: str) -> bytes | None:
+    return store.find(_metadata_path(run, name))
+
+
+def _metadata_path(run: str, name: str) -> str:
+    return f"{run}/metadata/{name}"
 
 
 def _measured(prepared: Prepared) -> str:
@@ -196,10 +221,10 @@ def _check_columns(job: Job, train: Index, evaluate: Index | None) -> None:
 
 def _missing(job: Job, where: str, schema: Iterable[str]) -> Iterable[str]:
     names = list(schema)
-    for field, columns in (("inputs", job.input_columns), ("targets", job.target_columns)):
+    for option, columns in (("inputs", job.input_columns), ("targets", job.target_columns)):
         for column in columns:
             if column not in names:
-                yield f"{field}={column!r} is no column of {where}: {nearest(column, names)}"
+                yield f"{option}={column!r} is no column of {where}: {nearest(column, names)}"
 
 
 def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 
 from trainwright.autoscaling import Lookout
 from trainwright.core import events
+from trainwright.core.errors import StorageError
 from trainwright.core.group import Capabilities
 from trainwright.core.plan import Plan
 from trainwright.datasets.schedule import Schedule
@@ -32,7 +33,7 @@ from trainwright.ledger import RunLedger
 from trainwright.planfile import with_plan
 from trainwright.planner import Decision
 from trainwright.planview import others_of
-from trainwright.prepare import Prepared
+from trainwright.prepare import Prepared, keep_metadata
 from trainwright.store import Store
 from trainwright.strategies import engine_class
 from trainwright.strategies.question import Question
@@ -228,6 +229,10 @@ class Session:
         for text in self._notes:
             self._journal.write(events.Noted(text=text))
         self._journal.flush()
+        try:
+            keep_metadata(self._prepared)
+        except StorageError as error:  # a resume elsewhere looks at the files again
+            self.say(f"what is known of the data's files is not kept: {error.what}")
 
 
 def _schedule(prepared: Prepared) -> Schedule:

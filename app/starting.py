@@ -39,11 +39,18 @@ def ready(
     check(job.trackers)
     if inside():
         return _ready_inside(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
-    own = (opens(job) or has_cluster()) and connect(verbose)
-    with kept_alive(run_name(open_store(job.storage).uri_of(job.name))) if has_cluster() and not own else nullcontext():
-        prepared = prepare(job, resume=resume, fresh=fresh)
-        own = connect(verbose) or own
+    started: list[bool] = []  # whether each call did
+
+    def connected() -> None:
+        started.append(connect(verbose))
+
+    if opens(job) or has_cluster():
+        connected()
+    with kept_alive(run_name(open_store(job.storage).uri_of(job.name))) if started else nullcontext():
+        prepared = prepare(job, resume=resume, fresh=fresh, connect=connected)
+        connected()
         decision = decide_plan(prepared)
+    own = any(started)
     if detached:
         return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
     return heard(prepared, decision, Progress(decision, verbose=verbose), fresh=fresh, notes=notes), decision

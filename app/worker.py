@@ -184,8 +184,7 @@ class Worker:
         else:
             tag = self.load(heal.checkpoint)
         passing = {passed.step - 1: passed.why for passed in heal.passing}
-        blank = self._stream.warm_feed(heal.step, passing)
-        self._passing.begin(passing, blank)
+        blank = self._passing.begin(passing, self._stream, heal.step)
         if not alone or self._role == "worker":
             self._engine.warm(blank)
         if not alone:

@@ -72,6 +72,7 @@ BENCHMARKS = {
     "data_heavy": Benchmark(deadline_s=420, ray=True),
     "data_start": Benchmark(deadline_s=240, ray=True),
     "data_step": Benchmark(deadline_s=240),
+    "data_index": Benchmark(deadline_s=900, ray=True),
     "tf_feed": Benchmark(deadline_s=240),
     "asynchronous": Benchmark(deadline_s=2400),
     "simulated": Benchmark(deadline_s=420),

@@ -21,7 +21,7 @@ from trainwright.datasets.cutting import cut
 from trainwright.datasets.finding import absolute
 from trainwright.datasets.ranges import Ranges
 from trainwright.datasets.sources import Dataset
-from trainwright.datasets.surveys import FileSource, Piece, Place, Survey
+from trainwright.datasets.surveys import FileSource, Piece, Place, PlainTraits, Survey
 
 KEY = "__key__"
 _NAME = re.compile(r"((?:.*/|)[^./][^./]*)\.([^/]+)")
@@ -40,7 +40,7 @@ class _Sample(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TarFormat:
+class TarFormat(PlainTraits):
     """Tar files as WebDataset writes them. The key of a member is its path up to the first dot of its name."""
 
     name = "WebDataset"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import struct
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -74,6 +75,14 @@ class ArrowFormat:
     def field(self, trait: pa.DataType) -> Field:
         """What arrays of a column look like."""
         return field_of(trait)
+
+    def pack(self, trait: pa.DataType) -> str:
+        """An Arrow IPC schema in base64."""
+        return b64encode(pa.schema([("", trait)]).serialize()).decode()
+
+    def unpack(self, stored: Any) -> pa.DataType:
+        """The type of the only column."""
+        return pa.ipc.read_schema(pa.py_buffer(b64decode(stored, validate=True))).types[0]
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, pa.DataType], place: Place) -> Arrays:
         """Columns of one record batch, which is checked in full: a damaged one must not be followed into memory."""

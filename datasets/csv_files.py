@@ -24,7 +24,7 @@ from trainwright.datasets.finding import absolute
 from trainwright.datasets.kinds import NULL, merge_kinds
 from trainwright.datasets.ranges import Ranges
 from trainwright.datasets.sources import Dataset
-from trainwright.datasets.surveys import FileSource, Piece, Place, Survey, table_arrays
+from trainwright.datasets.surveys import FileSource, Piece, Place, PlainTraits, Survey, table_arrays
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1 << 20
@@ -34,7 +34,7 @@ _KINDS = {pa.null(): NULL, pa.bool_(): "bool", pa.int64(): "int", pa.float64(): 
 
 
 @dataclass(frozen=True, kw_only=True)
-class CsvFormat:
+class CsvFormat(PlainTraits):
     """CSV as in RFC 4180, in UTF-8, with a header; quoted values may hold newlines.
 
     Attributes:

@@ -1,8 +1,9 @@
 """Data sets whose rows are made of another's: filtered, one-to-many, packed.
 
-How many rows come of a row group is counted once, by a first pass, before the run begins. From then on such a data set
-is like any other: its length is known, every epoch is exact, and any batch is computed directly, by each rank for
-itself. So nothing but the cursor needs to be saved, and no failure or resize has anything to replay.
+How many rows come of a row group is counted once, by a first pass, before the run begins; where that takes long, it
+runs as tasks on the Ray cluster. From then on such a data set is like any other: its length is known, every epoch is
+exact, and any batch is computed directly, by each rank for itself. So nothing but the cursor needs to be saved, and no
+failure or resize has anything to replay.
 
 The price is that what comes of a row may not change with the epoch: random functions before a filter, a `flat_map` or
 a `pack` are counted by the sample alone. Augmentation belongs after them.
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from trainwright.core.errors import DataError
 from trainwright.datasets.columns import Arrays, Field, select
+from trainwright.datasets.first_pass import first_pass
 from trainwright.datasets.index import Group, Index, Loader, digest
 from trainwright.datasets.order import Rows
 from trainwright.datasets.transforms import Counters, owned
@@ -65,20 +68,18 @@ class DerivedSource:
     def index(self) -> Index:
         """Derive every row group once and count. Raises DataError where no row is left."""
         base = self.base.index()
-        loader = _Deriving(self, base)
+        counted = first_pass(_Counting(source=self, base=base), range(len(base.groups)))
         groups: list[Group] = []
         schema: Mapping[str, Field] = {}
         first = size_bytes = 0
-        for number, group in enumerate(base.groups):
-            arrays = loader.derived(number)
-            rows, found = _rows(arrays), _schema(arrays)
-            if not rows:
+        for number, (group, found) in enumerate(zip(base.groups, counted, strict=True)):
+            if not found.rows:
                 continue
-            schema = schema or found
-            _check_schema(schema, found, group, self.describe())
-            groups.append(replace(group, number=number, rows=rows, first=first))
-            first += rows
-            size_bytes += sum(array.nbytes for array in arrays.values())
+            schema = schema or found.schema
+            _check_schema(schema, found.schema, group, self.describe())
+            groups.append(replace(group, number=number, rows=found.rows, first=first))
+            first += found.rows
+            size_bytes += found.size_bytes
         if not groups:
             raise DataError(
                 f"none of {base.rows} rows is left",
@@ -115,6 +116,33 @@ class _Deriving:
         loaded = {name: array.copy() for name, array in owned(self._loader.load(number, self._names)).items()}
         columns = self._source.base.transform(loaded, samples, Counters(), None)
         return self._source.derivation.derive(columns, samples)
+
+
+class _Counted(NamedTuple):
+    """What comes of a row group."""
+
+    rows: int
+    schema: Mapping[str, Field]
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counting:
+    """The first pass over single row groups of the base, in any process."""
+
+    source: DerivedSource
+    base: Index
+
+    def __call__(self, number: int) -> _Counted:
+        arrays = self._deriving.derived(number)
+        return _Counted(_rows(arrays), _schema(arrays), sum(array.nbytes for array in arrays.values()))
+
+    @cached_property
+    def _deriving(self) -> _Deriving:
+        return _Deriving(self.source, self.base)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "base": self.base}  # another process opens the files for itself
 
 
 class _DerivedLoader:

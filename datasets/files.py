@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache, partial
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from trainwright.core.errors import DataError
 from trainwright.datasets.columns import Arrays, Field, field_of, select, to_array
+from trainwright.datasets.file_metadata import metadata_of
 from trainwright.datasets.finding import absolute, common_folder, find, system_of
 from trainwright.datasets.index import Group, Index, digest
 from trainwright.datasets.pages import PageReader
@@ -27,7 +33,39 @@ __all__ = ["ParquetLoader", "ParquetSource", "absolute"]
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _OPEN_FILES = 16
+_FOOTERS = 64  # read at a time
+_FORMAT = pads.ParquetFileFormat()
 _LEADING = 0.5  # of a row group: where more of its rows refer to a dictionary, pyarrow reads all of them
+
+
+class Footer(NamedTuple):
+    """What the footer of a file says.
+
+    Attributes:
+        schema: as Arrow IPC, in base64; equal for equal schemas.
+        rows: of each row group.
+        sizes: of each column in all row groups, uncompressed, in bytes; empty where no column becomes an object.
+    """
+
+    schema: str
+    rows: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, footer: pq.FileMetaData) -> Footer:
+        """What pyarrow has read."""
+        schema = footer.schema.to_arrow_schema().remove_metadata()
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        sizes: dict[str, int] = {}
+        if any((field := _field(kind)) is None or field.dtype == np.dtype(object) for kind in schema.types):
+            sizes = dict.fromkeys(schema.names, 0)
+            for group in groups:
+                for chunk in map(group.column, range(group.num_columns)):
+                    top = chunk.path_in_schema.partition(".")[0]
+                    if top in sizes:
+                        sizes[top] += chunk.total_uncompressed_size
+        text = b64encode(schema.serialize()).decode()
+        return cls(text, [group.num_rows for group in groups], [sizes[name] for name in schema.names if name in sizes])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +85,17 @@ class ParquetSource:
         return f"parquet({self.path!r})"
 
     def index(self) -> Index:
-        """Read the footer of every file."""
+        """Read the footer of every file that the caches do not know. Raises DataError for anything wrong."""
         system, path = system_of(self.path)
         files = find(system, path, self.path, "parquet", _SUFFIXES)
-        footers = [_footer(system, info) for info in files]
-        schema = footers[0].schema.to_arrow_schema()
-        for info, footer in zip(files, footers, strict=True):
-            _same_schema(schema, footer.schema.to_arrow_schema(), files[0].path, info.path, self.columns)
+        footers = metadata_of(
+            system, files, reads=("parquet", self.path), read=partial(_footers, system), pack=list, unpack=_unpacked
+        )
+        schemas = {footer.schema: _schema(footer.schema) for footer in footers}
+        schema = schemas[footers[0].schema]
+        others = {footer.schema: info.path for info, footer in zip(reversed(files), reversed(footers), strict=True)}
+        for other, file in sorted(others.items(), key=lambda item: item[1]):
+            _same_schema(schema, schemas[other], files[0].path, file, self.columns)
         groups = _groups(files, footers)
         if not groups:
             raise DataError("the data has no rows", where=self.path, remedy="write some rows, or name another path")
@@ -63,7 +105,7 @@ class ParquetSource:
             rows=rows,
             groups=groups,
             schema=fields,
-            row_bytes=_row_bytes(footers, fields, rows),
+            row_bytes=_row_bytes(schemas, footers, fields, rows),
             hash=_hash(files, groups, fields),
         )
 
@@ -172,19 +214,40 @@ def _field(kind: pa.DataType) -> Field | None:
         return None
 
 
-def _footer(system: pafs.FileSystem, info: pafs.FileInfo) -> pq.FileMetaData:
+def _footers(system: pafs.FileSystem, files: list[pafs.FileInfo]) -> list[Footer]:
+    """Read the footers of files, many at a time: each waits for the store, not for this machine."""
+    pool = ThreadPoolExecutor(min(_FOOTERS, len(files)), thread_name_prefix="trainwright-footer")
+    try:
+        return list(pool.map(partial(_footer, system), files))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _footer(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
     def read() -> pq.FileMetaData:
-        with system.open_input_file(info.path) as file:
-            return pq.read_metadata(file)
+        """Given the size, pyarrow makes one request of a store instead of two."""
+        return _FORMAT.make_fragment(info.path, filesystem=system, file_size=info.size).metadata
 
     try:
-        return retrying(read, info.path)
+        return Footer.of(retrying(read, info.path))
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"the file is no whole parquet file: {error}",
             where=f"{info.path}, {info.size} bytes",
             remedy="write it anew, or leave it out",
         ) from error
+
+
+def _unpacked(stored: Any) -> Footer:
+    schema, rows, sizes = stored
+    _schema(schema)
+    return Footer(schema, [int(count) for count in rows], [int(size) for size in sizes])
+
+
+@lru_cache(maxsize=64)
+def _schema(stored: str) -> pa.Schema:
+    """A schema from its text."""
+    return pa.ipc.read_schema(pa.py_buffer(b64decode(stored, validate=True)))
 
 
 def _same_schema(schema: pa.Schema, other: pa.Schema, first: str, file: str, columns: tuple[str, ...] | None) -> None:
@@ -215,34 +278,25 @@ def _fields(schema: pa.Schema, columns: tuple[str, ...] | None, file: str) -> di
     return fields
 
 
-def _groups(files: list[pafs.FileInfo], footers: list[pq.FileMetaData]) -> tuple[Group, ...]:
+def _groups(files: list[pafs.FileInfo], footers: list[Footer]) -> tuple[Group, ...]:
     groups: list[Group] = []
     first = 0
     for info, footer in zip(files, footers, strict=True):
-        for number in range(footer.num_row_groups):
-            rows = footer.row_group(number).num_rows
+        for number, rows in enumerate(footer.rows):
             if rows:
                 groups.append(Group(file=info.path, number=number, rows=rows, first=first))
             first += rows
     return tuple(groups)
 
 
-def _row_bytes(footers: list[pq.FileMetaData], fields: dict[str, Field], rows: int) -> int:
+def _row_bytes(schemas: Mapping[str, pa.Schema], footers: list[Footer], fields: dict[str, Field], rows: int) -> int:
     """Decoded size of a row; objects are charged with their size in the files."""
     known = sum(field.row_bytes for field in fields.values())
     if not any(field.dtype == np.dtype(object) for field in fields.values()):
         return known
-    stored = 0
-    for footer in footers:
-        for number in range(footer.num_row_groups):
-            group = footer.row_group(number)
-            chunks: Any = (group.column(column) for column in range(group.num_columns))
-            stored += sum(chunk.total_uncompressed_size for chunk in chunks if _top(chunk.path_in_schema) in fields)
+    read = {stored: [name in fields for name in schema.names] for stored, schema in schemas.items()}
+    stored = sum(sum(compress(footer.sizes, read[footer.schema])) for footer in footers)
     return max(known, stored // rows)
-
-
-def _top(path: str) -> str:
-    return path.partition(".")[0]
 
 
 def _hash(files: list[pafs.FileInfo], groups: tuple[Group, ...], fields: dict[str, Field]) -> str:

@@ -19,7 +19,7 @@ from trainwright.datasets.finding import absolute
 from trainwright.datasets.kinds import NULL, merge_kinds
 from trainwright.datasets.ranges import Ranges
 from trainwright.datasets.sources import Dataset
-from trainwright.datasets.surveys import FileSource, Piece, Place, Survey, null_error
+from trainwright.datasets.surveys import FileSource, Piece, Place, PlainTraits, Survey, null_error
 
 _DTYPES = {"bool": np.dtype(np.bool_), "int": np.dtype(np.int64), "float": np.dtype(np.float64)}
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", type(None): NULL, list: "object", dict: "object"}
@@ -32,7 +32,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonLinesFormat:
+class JsonLinesFormat(PlainTraits):
     """One JSON object a line, in UTF-8. Columns are the names at the top; lists and objects stay Python objects."""
 
     name = "JSON lines"

@@ -10,6 +10,7 @@ travel the same way, to the consumer that asked for the piece, and beside them t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,8 +107,7 @@ class Recipe:
         """Labels from the chunk that holds `step` to the end of the run, in the order in which they will be wanted."""
         while step < self.schedule.total_steps:
             chunk = self.schedule.chunk(step, self.length)
-            for rank in range(total):
-                rows = len(self.schedule.share(chunk, rank, total).samples)
+            for rank, rows in enumerate(self.schedule.share_rows(chunk, total).tolist()):
                 parts = -(-rows // PIECE_ROWS)
                 yield from (Piece(chunk.start, rank, total, part, parts) for part in range(parts))
             step = chunk.stop
@@ -179,22 +179,23 @@ def run(
 ) -> Iterator[ray.ObjectRef[pa.Table]]:
     """Run the pipeline over pieces, up to the stages on actors; gives blocks as they are finished, in any order.
 
+    Pieces are taken from the iterable as executions need them: a run has too many to list before its first block.
+
     Ray Data's own reservation of resources is off: it leaves a CPU idle from the end of a task to the next turn of its
     loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
 
     Args:
         recipe: a pickled Recipe.
-        pieces: to compute.
+        pieces: to compute; may be endless.
         free: CPUs and GPUs that its tasks may use at a time.
         gate: passed before each piece is read.
     """
-    stages, waiting = _recipe(recipe), list(pieces)
+    stages, waiting = _recipe(recipe), iter(pieces)
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.op_resource_reservation_enabled = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    for start in range(0, len(waiting), _TASKS):
-        part = waiting[start : start + _TASKS]
+    while part := list(itertools.islice(waiting, _TASKS)):
         data = read_datasource(
             PlannedSource(recipe, part, gate),
             override_num_blocks=len(part),

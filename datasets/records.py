@@ -80,6 +80,15 @@ class RecordFormat:
         shape = () if listed or trait.length == 1 else (trait.length or 0,)
         return Field(np.dtype(object if plain else trait.kind), shape)
 
+    def pack(self, trait: FeatureTrait) -> list[Any]:
+        """Kind and length."""
+        return [*trait]
+
+    def unpack(self, stored: Any) -> FeatureTrait:
+        """From kind and length."""
+        kind, length = stored
+        return FeatureTrait(str(kind), None if length is None else int(length))
+
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, FeatureTrait], place: Place) -> Arrays:
         """Columns of one group."""
         examples = _examples(body, traits, place)

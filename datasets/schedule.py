@@ -103,6 +103,19 @@ class Schedule:
         start = step - (step - first) % length
         return range(start, min(start + length, first + self.steps_per_pass, self.total_steps))
 
+    def share_rows(self, steps: range, total: int) -> Rows:
+        """Rows, stand-ins included, of each data rank's share of `steps`, which all belong to one pass: (total,) int64.
+
+        It costs less than one `share`, since no permutation is computed.
+        """
+        within = steps.start % self.steps_per_pass
+        start, stop = within * self.batch_size, min((within + len(steps)) * self.batch_size, self.rows)
+        positions = np.arange(start, stop, dtype=np.int64)
+        cells = (positions - start) // self.batch_size * total + self.order.owners(positions, total)
+        counts = np.bincount(cells, minlength=len(steps) * total).reshape(len(steps), total)
+        rows: Rows = np.maximum(counts, 1).sum(axis=0, dtype=np.int64)
+        return rows
+
     def share(self, steps: range, rank: int, total: int) -> Share:
         """What data rank `rank` of `total` gets in `steps`, which all belong to one pass."""
         epoch, within = divmod(steps.start, self.steps_per_pass)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -170,6 +171,11 @@ class Stream:
         """Real samples in the global batch of a step."""
         return self._schedule.size(step)
 
+    def samples(self, step: int) -> Rows:
+        """Row numbers of the global batch of a step, in the order of their positions."""
+        start = self._schedule.cursor(step)
+        return self.order.rows_of(start.epoch, start.position, start.position + self.size(step))
+
     def feed(self, step: int, share: int) -> Feed:
         """The feed of one step for any one data rank, read now."""
         ranks = range(share, share + 1)
@@ -194,7 +200,7 @@ class Stream:
         full = self._schedule.size(step) == self._schedule.batch_size
         start = step if full else step - step % self._schedule.steps_per_pass
         if start in avoid:
-            others = (*range(start + 1, self.total_steps), *range(start))
+            others = itertools.chain(range(start + 1, self.total_steps), range(start))
             alike = (other for other in others if self._schedule.size(other) == self._schedule.size(start))
             start = next((other for other in alike if other not in avoid), start)
         steps = range(start, start + 1)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +19,9 @@ import pyarrow.fs as pafs
 
 from trainwright.core.errors import DataError
 from trainwright.datasets.columns import Arrays, Field, select, to_array
+from trainwright.datasets.file_metadata import metadata_of
 from trainwright.datasets.finding import common_folder, find, system_of
+from trainwright.datasets.first_pass import first_pass
 from trainwright.datasets.index import Group, Index, digest
 from trainwright.datasets.ranges import COMPRESSIONS, Ranges, compression, opened
 
@@ -94,6 +96,12 @@ class Format(Protocol):
     def field(self, trait: Any) -> Field:
         """What arrays of a column look like."""
 
+    def pack(self, trait: Any) -> Any:
+        """The trait of a column as JSON."""
+
+    def unpack(self, stored: Any) -> Any:
+        """The trait that `pack` was given. Raises ValueError, TypeError or ArrowException for other JSON."""
+
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, Any], place: Place) -> Arrays:
         """Columns of one group.
 
@@ -103,6 +111,44 @@ class Format(Protocol):
             traits: of the columns to read, merged over all files.
             place: of the group; DataError names it, and the row.
         """
+
+
+class PlainTraits:
+    """For formats whose traits are text, which JSON holds as it is."""
+
+    def pack(self, trait: str) -> Any:
+        """The trait itself."""
+        return trait
+
+    def unpack(self, stored: Any) -> str:
+        """The trait itself."""
+        return str(stored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveying:
+    """The first pass over single files, in any process."""
+
+    path: str
+    format: Format
+
+    def __call__(self, file: tuple[str, int]) -> Survey:
+        """The survey of a file, given by its path in the file system and its size in bytes."""
+        path, size_bytes = file
+        with opened(self._system, path, size_bytes) as data:
+            survey = self.format.survey(data)
+        if compression(path) is None or not survey.pieces:
+            return survey
+        pieces = survey.pieces  # a part of a compressed file costs as much as all of it
+        whole = Piece(pieces[0].start, pieces[-1].stop, sum(piece.rows for piece in pieces))
+        return Survey(pieces=(whole,), traits=survey.traits)
+
+    @cached_property
+    def _system(self) -> pafs.FileSystem:
+        return system_of(self.path)[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "format": self.format}  # another process has credentials of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +170,7 @@ class FileSource:
         return f"{self.format.call}({self.path!r})"
 
     def index(self) -> Index:
-        """Pass over every file once. Raises DataError for anything wrong."""
+        """Pass over every file that the caches do not know. Raises DataError for anything wrong."""
         system, path = system_of(self.path)
         suffixes = self.format.suffixes
         packed = tuple(suffix + packing for suffix in suffixes for packing in COMPRESSIONS)
@@ -151,20 +197,25 @@ class FileSource:
         return FileLoader(system_of(self.path)[0], self.format, index)
 
     def _surveys(self, system: pafs.FileSystem, files: list[pafs.FileInfo]) -> list[Survey]:
-        pool = ThreadPoolExecutor(_SURVEYS, thread_name_prefix="trainwright-survey")
-        try:
-            return list(pool.map(lambda info: self._survey(system, info), files))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        """Surveys of files that the caches do not know are made now."""
 
-    def _survey(self, system: pafs.FileSystem, info: pafs.FileInfo) -> Survey:
-        with opened(system, info.path, info.size) as data:
-            survey = self.format.survey(data)
-        if compression(info.path) is None or not survey.pieces:
-            return survey
-        pieces = survey.pieces  # a part of a compressed file costs as much as all of it
-        whole = Piece(pieces[0].start, pieces[-1].stop, sum(piece.rows for piece in pieces))
-        return Survey(pieces=(whole,), traits=survey.traits)
+        def read(infos: list[pafs.FileInfo]) -> list[Survey]:
+            surveying = Surveying(path=self.path, format=self.format)
+            return first_pass(surveying, [(info.path, info.size) for info in infos], threads=_SURVEYS)
+
+        return metadata_of(
+            system, files, reads=(self.format, self.path), read=read, pack=self._packed, unpack=self._unpacked
+        )
+
+    def _packed(self, survey: Survey) -> Any:
+        return [survey.pieces, {name: self.format.pack(trait) for name, trait in survey.traits.items()}]
+
+    def _unpacked(self, stored: Any) -> Survey:
+        pieces, traits = stored
+        return Survey(
+            pieces=tuple(Piece(*map(int, piece)) for piece in pieces),
+            traits={name: self.format.unpack(trait) for name, trait in traits.items()},
+        )
 
     def _merged(self, files: list[pafs.FileInfo], surveys: list[Survey]) -> dict[str, Any]:
         """One trait for each column; the files that have rows must have the same columns where they are read."""

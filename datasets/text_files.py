@@ -16,14 +16,14 @@ from trainwright.datasets.cutting import Offsets, line_ends, whole_records
 from trainwright.datasets.finding import absolute
 from trainwright.datasets.ranges import Ranges
 from trainwright.datasets.sources import Dataset
-from trainwright.datasets.surveys import FileSource, Piece, Place, Survey
+from trainwright.datasets.surveys import FileSource, Piece, Place, PlainTraits, Survey
 
 _BREAK = re.compile(rb"\n[ \t\r]*\n\s*(?=\S)")  # what follows must have begun, or more of the break may come
 _DOCUMENTS = {"line": re.compile(r"\n"), "paragraph": re.compile(r"\n[ \t\r]*\n\s*", re.ASCII), "file": None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFormat:
+class TextFormat(PlainTraits):
     """UTF-8 text. A document is a line, what stands between blank lines, or a whole file; blank ones are left out."""
 
     by: Literal["line", "paragraph", "file"] = "line"

@@ -158,6 +158,50 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     fetcher.close()
 
 
+class OpenGate(pipeline.Gate):
+    """Holds nothing back."""
+
+    def pass_(self, step: int) -> None:
+        pass
+
+
+def test_a_pipeline_takes_pieces_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The labels of a run that never ends: one execution's are taken before the first block, then the next one's."""
+    data, taken = dataset(), list[pipeline.Piece]()
+    schedule = schedule_of(data.index(), shuffle=True, drop_last=False, **{**OPTIONS, "epochs": 10**12})
+    recipe = pipeline.Recipe(dataset=data, index=data.index(), columns=None, schedule=schedule, length=8)
+
+    def pieces() -> Iterator[pipeline.Piece]:
+        for piece in recipe.pieces(10**12, 2):
+            assert len(taken) < 24, "no more was needed"
+            taken.append(piece)
+            yield piece
+
+    monkeypatch.setattr(pipeline, "_TASKS", 12)
+    blocks = pipeline.run(ray.put(cloudpickle.dumps(recipe)), pieces(), {"CPU": 2.0}, OpenGate(None, 0))
+    made = [ray.get(next(blocks))]
+    assert len(taken) == 12
+    made += [ray.get(next(blocks)) for _ in range(23)]
+    assert len(taken) == 24
+    blocks.close()
+    assert sorted(label for block in made for label in pipeline.labels(block)) == sorted(taken)
+    for block in made[:3]:
+        (label,), found = pipeline.labels(block), pipeline.content(block, 0)
+        share = schedule.share(schedule.chunk(label.step, 8), label.rank, label.total)
+        own = slice(label.part * pipeline.PIECE_ROWS, (label.part + 1) * pipeline.PIECE_ROWS)
+        np.testing.assert_array_equal(found.columns["id"], share.samples[own])
+
+
+def test_a_stream_resumed_far_into_a_run_is_the_unbroken_one() -> None:
+    """Bitwise, from a step many executions of Ray Data away."""
+    data, more = dataset(), {"epochs": 4000}
+    fetcher = feeder(data, **more)
+    light, start = stream(data, 1, 2, None, **more), 40_001
+    with light.feeds(start) as expected, stream(data, 1, 2, fetcher, **more).feeds(start) as feeds:
+        check([next(feeds) for _ in range(30)], [next(expected) for _ in range(30)])
+    fetcher.close()
+
+
 @ray.remote(num_cpus=0)
 class Consumer:
     """A worker that takes feeds until it is killed."""

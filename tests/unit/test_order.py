@@ -199,6 +199,7 @@ def test_shares_hold_every_sample_of_every_step_once(
     steps = schedule.chunk(step, length)
     assert step in steps
     shares = [schedule.share(steps, rank, total) for rank in range(total)]
+    assert schedule.share_rows(steps, total).tolist() == [len(share.samples) for share in shares]
     for at, number in enumerate(steps):
         cursor = schedule.cursor(number)
         expected = order.rows_of(cursor.epoch, cursor.position, cursor.position + schedule.size(number))

@@ -16,7 +16,7 @@ import pytest
 import trainwright as tw
 from trainwright.causes import cause_of
 from trainwright.core.asynchrony import Unit
-from trainwright.core.data import Batch, Feed, StepReport, Sums
+from trainwright.core.data import Batch, Feed, Feeding, StepReport, Sums
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh, Placement, Plan
@@ -187,6 +187,12 @@ class Given(Iterator[Feed]):
         self.closed = True
 
 
+def blank_stream() -> SimpleNamespace:
+    """A stream of a rank that has no share, and so records no batch."""
+    feeding = Feeding(data_ranks=range(0), total=1)
+    return SimpleNamespace(total_steps=10, feeding=feeding, warm_feed=lambda step, avoid: next(Given()))
+
+
 def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at a segment's end, nor before or at a batch that is passed by; one that was not asked for is kept."""
     told: list[tuple[int, int | None]] = []
@@ -200,9 +206,9 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     monkeypatch.setattr(Store, "exists", lambda self, path: False)
     worker: Any = Worker(order_of(table_job(on_nonfinite="skip")))
     worker._plan = replace(worker._plan, mesh=Mesh(pipeline=2), schedule="pipedream")
-    worker._engine, worker._stream = SimpleNamespace(train_step=train_step), SimpleNamespace(total_steps=10)
+    worker._engine, worker._stream = SimpleNamespace(train_step=train_step), blank_stream()
     worker._feeds = Given()
-    worker._passing.begin({4: "it ends the workers"}, next(Given()))
+    worker._passing.begin({4: "it ends the workers"}, worker._stream, 0)
     worker._coming = Coming(worker._feeds, worker._plan.ahead, worker._passing.told)
     ended = []
     for until in (3, 10, 10):
@@ -229,8 +235,8 @@ def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeyp
     worker._plan, worker._role, worker._step = replace(worker._plan, topology="independent", servers=1), "worker", 6
     worker._engine = SimpleNamespace(lease=lambda first: leased.pop(0), train_step=timed)
     worker._units = SimpleNamespace(feeds=lambda unit: [next(Given(unit.step))], prefetch=None)
-    worker._stream = SimpleNamespace(total_steps=10)
-    worker._passing.begin({}, next(Given()))
+    worker._stream = blank_stream()
+    worker._passing.begin({}, worker._stream, 6)
     first, last = worker.run(range(6, 9)), worker.run(range(9, 10))
     assert first.step == 9 and first.phases is None
     assert last.phases.steps == 3 and last.phases.medians["forward"] == 0.25

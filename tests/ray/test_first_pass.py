@@ -1,0 +1,90 @@
+"""First passes over data as tasks of Ray, and what a run keeps of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import trainwright as tw
+from tests.jobs import ROWS, job
+from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets import file_metadata, files, first_pass, json_lines, parquet
+from trainwright.prepare import prepare
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass is long enough for tasks, from the second item on."""
+    monkeypatch.setattr(first_pass, "_TRIED_S", -1.0)
+    monkeypatch.setattr(first_pass, "_LONG_S", -1.0)
+
+
+@pytest.mark.usefixtures("long")
+def test_items_are_spread_over_processes_in_order() -> None:
+    def work(item: int) -> tuple[int, int]:
+        time.sleep(0.05)
+        return item, os.getpid()
+
+    found = first_pass.first_pass(work, range(40))
+    assert [item for item, _ in found] == [*range(40)]
+    assert [process == os.getpid() for _, process in found] == [True] * 2 + [False] * 38
+    assert len({process for _, process in found}) > 2
+
+
+@pytest.mark.usefixtures("long")
+def test_files_and_filters_give_the_same_index_as_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(12):
+        lines = [f'{{"id": {row}, "x": {row}{".5" if row == 35 else ""}}}' for row in range(number * 4, number * 4 + 4)]
+        (tmp_path / f"{number:02}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    data = json_lines(tmp_path).filter(lambda row: row["id"] % 3 > 0)
+    spread = data.index()
+    monkeypatch.setattr(first_pass, "_on_ray", None)
+    monkeypatch.setattr(first_pass, "_connected", lambda: False)
+    assert data.index() == spread and spread.rows == 32
+
+
+@pytest.mark.usefixtures("long")
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [("data", DataError, "item [78]"), ("user", UserCodeError, "rotten"), ("death", DataError, "a task .* failed")],
+)
+def test_what_ends_a_task_ends_the_pass(how: str, kind: type[Exception], message: str) -> None:
+    def work(item: int) -> int:
+        if item == 7 and how == "death":
+            os._exit(1)
+        if item >= 7 and how != "death":
+            raise DataError(f"item {item}") if how == "data" else UserCodeError("rotten")
+        return item
+
+    with pytest.raises(kind, match=message):
+        first_pass.first_pass(work, range(9))
+
+
+def test_a_run_keeps_what_is_known_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume on a machine without a cache reads no footer."""
+    monkeypatch.setattr(file_metadata, "_SETTLED_S", {True: -60.0, False: -60.0})
+    made = job(tmp_path / "runs", epochs=1, workers=1)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    arrays = made.train.read(made.train.index(), range(ROWS))
+    columns = {name: list(array) if array.ndim > 1 else array for name, array in arrays.items()}
+    pq.write_table(pa.table(columns), folder / "all.parquet")
+    data = parquet(folder).map_batches(dense)
+    assert tw.fit(made.replace(train=data)).state == "done"
+    (kept,) = (tmp_path / "runs" / made.name / "metadata").iterdir()
+    assert kept.suffixes == [".json", ".z"]
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "another machine"))
+    monkeypatch.setattr(files, "_footer", None)
+    assert prepare(made.replace(train=data), resume=True).train.rows == ROWS
+
+
+def dense(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.stack(list(array)) if array.dtype == object else array for name, array in columns.items()}
