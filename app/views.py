@@ -22,8 +22,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -36,15 +38,17 @@ from trainwright.comparison import Row, noise_text, step_parts
 from trainwright.core.errors import StorageError, nearest
 from trainwright.core.events import Event, RunStarted
 from trainwright.distilling.verdict import Verdict
-from trainwright.history import History, State, epoch_of, read_history
-from trainwright.journal import EventReader
-from trainwright.liveness import owner_alive
-from trainwright.log import RunLog
+from trainwright.eventfiles import EventReader
+from trainwright.folding import Folding, State, epoch_of
+from trainwright.history import History, read_history, state_of
+from trainwright.liveness import owner_alive, owners_alive
+from trainwright.log import Entry, RunLog
 from trainwright.meshview import MeshTable, mesh_table, mesh_text
 from trainwright.narration import event_line, failure_text, recovery_text, waiting_text
 from trainwright.parts import staleness_of, staleness_text
 from trainwright.planview import other_rows, plan_from, plan_line
 from trainwright.store import Store, open_store
+from trainwright.summary import read_brief
 from trainwright.watching.dashboard import dashboard_text
 
 _COLOURS: dict[State, str] = {
@@ -56,6 +60,7 @@ _REMEDIES: dict[State, str] = {
     "failed": "mend what the error names, then run the same command again",
 }
 _FOLLOW_S = 2.0
+_READERS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +77,20 @@ class View:
 def runs(storage: str) -> View:
     """All runs under a storage URI, the one that changed last on top. Raises StorageError."""
     store = open_store(storage)
-    names = [name for name in store.folders() if _is_run(store, name)]
-    rows = sorted((_summary(name, read_history(store, name)) for name in names), key=lambda row: -row["changed_s"])
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = [row for row in pool.map(partial(_look, store), store.folders()) if row is not None]
+    alive = owners_alive(store, {name: head for name, head, _ in found})
+    rows = [
+        _summary(name, History.of(folding, state_of(folding, head, name in alive))) for name, head, folding in found
+    ]
+    rows.sort(key=lambda row: -row["changed_s"])
     return View(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))
+
+
+def _look(store: Store, name: str) -> tuple[str, Entry, Folding] | None:
+    """A run with the newest entry of its log and its newest figures; None for a folder that is no run."""
+    head = RunLog(store, name).head() if _is_run(store, name) else None
+    return None if head is None else (name, head, read_brief(store, name))
 
 
 def show(storage: str, run: str) -> View:

@@ -110,7 +110,9 @@ def _launch(folder: str, host: str) -> tuple[subprocess.Popen[bytes], S3Server]:
     options += [f"-dir={folder}", f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"]
     options += [f"-ip={host}", f"-ip.bind={host}", "-master.telemetry=false", "-webdav=false", "-admin.ui=false"]
     options += ["-s3.port.iceberg=0", "-s3.autoCreateBucket=false"]
-    options += ["-volume.max=10000"]  # each bucket takes a volume; by itself it allows one for each free GiB of the disk
+    options += [
+        "-volume.max=10000"
+    ]  # each bucket takes a volume; by itself it allows one for each free GiB of the disk
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
     with open(os.path.join(folder, "output"), "wb") as output:
         process = subprocess.Popen([weed, "mini", *options], stdout=output, stderr=output, cwd=folder, env=environment)
