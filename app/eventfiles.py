@@ -24,6 +24,7 @@ from trainwright.core.events import Event, Noted, from_json
 from trainwright.faults import MissingFile
 
 _READERS, _AHEAD_BYTES = 16, 64 << 20
+_FEW = 4  # files that are quicker read one after the other than by threads of their own
 _TRIES = 8  # to list again where a listed file is gone, which compaction does seldom
 _NAME = re.compile(r"(\d+)-(\d+)(?:\.jsonl|-(\d+)\.jsonl\.gz)")
 _PIECE_BYTES = 1 << 16
@@ -183,8 +184,8 @@ class EventReader:
 
 def _fetched(store: Reads, files: list[EventFile]) -> Iterator[tuple[EventFile, bytes]]:
     """Files with their bytes, in order; several are read at the same time, but not too many bytes."""
-    if len(files) == 1:
-        yield files[0], store.get(files[0].path)
+    if len(files) <= _FEW:
+        yield from ((file, store.get(file.path)) for file in files)
         return
     with ThreadPoolExecutor(_READERS) as pool:
         place = 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from trainwright.log import Entry
 from trainwright.owner import HEARTBEAT_S, Owner, heartbeat_path, provably_dead
-from trainwright.store import Store
+from trainwright.store import MissingFile, Store
 
 _PATIENCE_S = 4 * HEARTBEAT_S
+_LONG_AGO_S = 3600.0  # no clock is that wrong: object stores refuse requests of one that is a quarter of an hour off
 _READERS = 32
 Wait = Callable[[float], Any]
 
@@ -34,7 +37,8 @@ def owners_alive(
     """The runs that somebody owns who lives.
 
     A driver of this machine is known by its process. One elsewhere is known by its counter, which is watched for up to
-    `patience_s`, that of all runs at the same time: no clock of another machine is trusted.
+    `patience_s`, that of all runs at the same time: no clock of another machine is trusted, but for a counter that was
+    last written more than an hour ago.
 
     Args:
         heads: the newest entry of each run's log.
@@ -58,10 +62,19 @@ def _beating(store: Store, paths: Mapping[str, str], patience_s: float, pause: W
     alive: set[str] = set()
     with ThreadPoolExecutor(min(_READERS, len(paths))) as pool:
         first = dict(zip(paths, pool.map(store.find, paths.values()), strict=True))
-        waited_s = 0.0
-        while waited_s < patience_s and (silent := [run for run in paths if run not in alive]):
+        ages = zip(paths, pool.map(partial(_is_old, store), paths.values()), strict=True)
+        watched, waited_s = [run for run, old in ages if not old], 0.0
+        while waited_s < patience_s and (silent := [run for run in watched if run not in alive]):
             pause(HEARTBEAT_S / 2)
             waited_s += HEARTBEAT_S / 2
             seen = zip(silent, pool.map(store.find, [paths[run] for run in silent]), strict=True)
             alive |= {run for run, counter in seen if counter != first[run]}
     return alive
+
+
+def _is_old(store: Store, path: str) -> bool:
+    """Whether a counter was written last long ago; False where there is none: its owner may be about to start."""
+    try:
+        return time.time() - store.modified_s(path) > _LONG_AGO_S
+    except MissingFile:
+        return False

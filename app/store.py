@@ -106,6 +106,11 @@ class Store:
         """Size of a file in bytes. Raises MissingFile."""
         return self._tried("cannot read", path, lambda: obstore.head(self._reader(), self._inside(path))["size"])
 
+    def modified_s(self, path: str) -> float:
+        """When a file was written last, seconds since the epoch on the store's clock. Raises MissingFile."""
+        head = self._tried("cannot read", path, lambda: obstore.head(self._reader(), self._inside(path)))
+        return head["last_modified"].timestamp()
+
     def exists(self, path: str) -> bool:
         """Whether there is such a file."""
         try:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -41,7 +41,7 @@ from trainwright.distilling.verdict import Verdict
 from trainwright.eventfiles import EventReader
 from trainwright.folding import Folding, State, epoch_of
 from trainwright.history import History, read_history, state_of
-from trainwright.liveness import owner_alive, owners_alive
+from trainwright.liveness import Wait, owner_alive, owners_alive
 from trainwright.log import Entry, RunLog
 from trainwright.meshview import MeshTable, mesh_table, mesh_text
 from trainwright.narration import event_line, failure_text, recovery_text, waiting_text
@@ -74,12 +74,16 @@ class View:
         return self.content
 
 
-def runs(storage: str) -> View:
-    """All runs under a storage URI, the one that changed last on top. Raises StorageError."""
+def runs(storage: str, *, wait: Wait | None = None) -> View:
+    """All runs under a storage URI, the one that changed last on top. Raises StorageError.
+
+    Args:
+        wait: waits for so many seconds, to see which drivers on other machines live.
+    """
     store = open_store(storage)
     with ThreadPoolExecutor(_READERS) as pool:
         found = [row for row in pool.map(partial(_look, store), store.folders()) if row is not None]
-    alive = owners_alive(store, {name: head for name, head, _ in found})
+    alive = owners_alive(store, {name: head for name, head, _ in found}, wait=wait)
     rows = [
         _summary(name, History.of(folding, state_of(folding, head, name in alive))) for name, head, folding in found
     ]
@@ -90,7 +94,7 @@ def runs(storage: str) -> View:
 def _look(store: Store, name: str) -> tuple[str, Entry, Folding] | None:
     """A run with the newest entry of its log and its newest figures; None for a folder that is no run."""
     head = RunLog(store, name).head() if _is_run(store, name) else None
-    return None if head is None else (name, head, read_brief(store, name))
+    return None if head is None else (name, head, read_brief(store, name).brief)
 
 
 def show(storage: str, run: str) -> View:
@@ -108,7 +112,7 @@ def logs(
     *,
     follow: bool = False,
     as_json: bool = False,
-    wait: Callable[[float], Any] | None = None,
+    wait: Wait | None = None,
 ) -> Iterator[str]:
     """What happened in a run, a line each; with `follow` until the run ends or its driver is gone.
 
@@ -124,7 +128,7 @@ def logs(
     return _lines(store, run, follow=follow, as_json=as_json, wait=wait or threading.Event().wait)
 
 
-def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: Callable[[float], Any]) -> Iterator[str]:
+def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: Wait) -> Iterator[str]:
     reader, log, per_epoch = EventReader(store, run), RunLog(store, run), 0
     while True:
         # Asked before reading: a driver that ends in between has its last events read all the same.
