@@ -93,6 +93,10 @@ class CheckpointError(StorageError):
     """A checkpoint is torn, altered or missing."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, torn or altered: an older checkpoint may be whole."""
+
+
 class RunConflict(TrainwrightError):
     """The run name is taken: by a finished or changed job, or by something that is no run."""
 

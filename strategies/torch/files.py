@@ -21,14 +21,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
-from trainwright.strategies.torch.packing import packed
+from trainwright.strategies.torch.packing import packed, unpacked
 from trainwright.strategies.torch.parts import WHOLE, Box, Part
 from trainwright.strategies.torch.state import HostState, Slots
 
@@ -111,7 +110,8 @@ def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> Ho
         for name, entries in facts["plain"].items()
         if wanted is None or name in wanted
     }
-    for name, value in _joined(reader, OPTIMIZER, known, boxes[OPTIMIZER]).items():
+    optimizer = {} if reader.weights_only else _joined(reader, OPTIMIZER, known, boxes[OPTIMIZER])
+    for name, value in optimizer.items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
     own = {name: box for name, box in (wanted or {}).items() if box}
@@ -124,6 +124,7 @@ def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> Ho
         optimizer=facts["optimizer"],
         scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
         part=part,
+        weights_only=reader.weights_only,
         boxes={
             name: box
             for kind, named in boxes.items()
@@ -229,8 +230,8 @@ def _parts(reader: Reader) -> tuple[Part, ...]:
 def _tensors(reader: Reader, name: str) -> dict[str, Tensor]:
     data = _bytes(reader, name)
     try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
+        return unpacked(data)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(name, error) from error
 
 
@@ -251,7 +252,7 @@ def _facts(reader: Reader, part: Part) -> dict[str, Any]:
     return dict(facts)
 
 
-def _bytes(reader: Reader, name: str) -> bytes:
+def _bytes(reader: Reader, name: str) -> bytes | bytearray:
     if name not in reader.names():
         raise CheckpointError(
             f"the checkpoint has no {name}; it holds {', '.join(sorted(reader.names())) or 'nothing'}",
