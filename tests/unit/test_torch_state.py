@@ -19,6 +19,7 @@ from tests.unit.torch_jobs import Chosen, Files, Net, Weighing, batch_normed, do
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch import batches
+from trainwright.strategies.torch import files as files_module
 from trainwright.strategies.torch.files import load_weights
 from trainwright.strategies.torch.packing import packed
 from trainwright.strategies.torch.profile import profile_model, take_weights
@@ -253,3 +254,22 @@ def test_a_models_weights_are_taken_or_refused() -> None:
     assert all(torch.equal(model.state_dict()[name], value) for name, value in load_weights(files).items())
     with pytest.raises(CheckpointError, match=r"does not fit the model"):
         take_weights(Wide(), files)
+
+
+def test_a_large_state_is_written_to_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = one_device()
+    engine.train_step(feed())
+    whole = saved(engine)
+    monkeypatch.setattr(files_module, "_FILE_BYTES", 200)
+    several = saved(engine)
+    assert {"model.safetensors", "model-2.safetensors", "optimizer.safetensors", "optimizer-2.safetensors"} < set(
+        several.files
+    )
+    fresh = one_device()
+    assert fresh.load(several).step == 1
+    again = saved(fresh)
+    monkeypatch.setattr(files_module, "_FILE_BYTES", 1 << 30)
+    assert saved(fresh).files == whole.files and again.files == several.files
+    del several.files["optimizer-2.safetensors"]
+    with pytest.raises(CheckpointError, match=r"no optimizer-2\.safetensors"):
+        one_device().load(several)
