@@ -12,17 +12,19 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
-from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest
+from trainwright.core.checkpoint import OPTIMIZER, CheckpointRef, FileEntry, Manifest
 from trainwright.core.data import Cursor
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
 from trainwright.store import MissingFile, Store, StoreDown
 
 MANIFEST = "MANIFEST.json"
 _FORMAT = 1
+_READERS = 4  # files at a time; each has up to 64 MiB in memory
 _FOLDER = re.compile(r"(\d{8,})-(\d+)(?:\.(\d+))?")
 _REMEDY = "training goes on from the checkpoint before it; to use this one, restore the file from a copy"
 
@@ -89,18 +91,22 @@ class CheckpointReader:
 
     Args:
         manifest: of the checkpoint, as `read_manifest` gives it.
+        weights_only: the model will not be trained further.
     """
 
-    def __init__(self, store: Store, run: str, ref: CheckpointRef, manifest: Manifest) -> None:
+    def __init__(
+        self, store: Store, run: str, ref: CheckpointRef, manifest: Manifest, *, weights_only: bool = False
+    ) -> None:
         self._store, self._folder = store, f"{run}/{ref.path}"
         self._files = {entry.name: entry for entry in manifest.files}
+        self.weights_only = weights_only
 
     def names(self) -> tuple[str, ...]:
         """Names of all files."""
         return tuple(self._files)
 
-    def read(self, name: str) -> bytes:
-        """One file, verified.
+    def read(self, name: str) -> bytearray:
+        """One file, verified; its checksum is made while further portions of it arrive.
 
         Raises:
             CheckpointError: it is missing, torn or altered, or the checkpoint never had it.
@@ -109,11 +115,16 @@ class CheckpointReader:
         place = f"{self._folder}/{name}"
         if name not in self._files:
             raise _damaged(self._store, place, f"the checkpoint has no file {name!r}, only {', '.join(self._files)}")
-        data = _get(self._store, place)
-        _check_size(self._store, place, self._files[name], len(data))
-        if hashlib.sha256(data).hexdigest() != self._files[name].sha256:
-            raise _damaged(self._store, place, f"{name} is altered: its checksum is not the one in the manifest")
+        data, start = bytearray(self._files[name].size_bytes), 0
+        for portion in _portions(self._store, place, self._files[name]):
+            data[start : start + len(portion)] = portion
+            start += len(portion)
         return data
+
+    def verify(self, name: str) -> None:
+        """Read one file and keep nothing of it. Raises as `read`."""
+        for _ in _portions(self._store, f"{self._folder}/{name}", self._files[name]):
+            pass
 
 
 # --- manifest ---------------------------------------------------------------------------------------------------------
@@ -164,11 +175,14 @@ def read_manifest(store: Store, run: str, ref: CheckpointRef) -> Manifest:
 # --- choice and retention ---------------------------------------------------------------------------------------------
 
 
-def verify(store: Store, run: str, ref: CheckpointRef, *, checksums: bool = False) -> Manifest:
+def verify(
+    store: Store, run: str, ref: CheckpointRef, *, checksums: bool = False, weights_only: bool = False
+) -> Manifest:
     """Make sure that a checkpoint is whole: its manifest, and every file with its size.
 
     Args:
-        checksums: read every file and compare its checksum too.
+        checksums: read every file and compare its checksum too; some files at a time, in bounded memory.
+        weights_only: not of the files with the optimizer's state.
 
     Raises:
         CheckpointError: it is not; says which file.
@@ -184,19 +198,21 @@ def verify(store: Store, run: str, ref: CheckpointRef, *, checksums: bool = Fals
         _check_size(store, place, entry, sizes[place])
     if checksums:
         reader = CheckpointReader(store, run, ref, manifest)
-        for name in reader.names():
-            reader.read(name)
+        names = [name for name in reader.names() if not (weights_only and name.startswith(OPTIMIZER))]
+        with ThreadPoolExecutor(_READERS) as pool:
+            deque(pool.map(reader.verify, names), maxlen=0)
     return manifest
 
 
 def newest_good(
-    store: Store, run: str, refs: Sequence[CheckpointRef], *, checksums: bool = True
+    store: Store, run: str, refs: Sequence[CheckpointRef], *, checksums: bool = True, weights_only: bool = False
 ) -> tuple[CheckpointRef | None, list[str]]:
     """The newest checkpoint whose every file is as it was written, and a note on each one that was passed over.
 
     Args:
         refs: as an entry of the log holds them, newest last.
         checksums: read every file; else whoever loads it verifies it.
+        weights_only: as of `verify`.
 
     Returns:
         None and the notes when none is whole: then the run's state is lost, unless the caller has it elsewhere.
@@ -207,12 +223,17 @@ def newest_good(
     notes: list[str] = []
     for ref in reversed(refs):
         try:
-            verify(store, run, ref, checksums=checksums)
+            verify(store, run, ref, checksums=checksums, weights_only=weights_only)
         except CheckpointError as error:
-            notes.append(f"the checkpoint of step {ref.step} is passed over: {error.what} ({error.where})")
+            notes.append(passed_over(ref, error))
         else:
             return ref, notes
     return None, notes
+
+
+def passed_over(ref: CheckpointRef, error: CheckpointError) -> str:
+    """A line for the user on a damaged checkpoint."""
+    return f"the checkpoint of step {ref.step} is passed over: {error.what} ({error.where})"
 
 
 def retain(store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Collection[str] = ()) -> tuple[str, ...]:
@@ -271,6 +292,21 @@ def _get(store: Store, place: str) -> bytes:
         return store.get(place)
     except MissingFile:
         raise _missing(store, place) from None
+
+
+def _portions(store: Store, place: str, entry: FileEntry) -> Iterator[memoryview]:
+    """A file's portions; raises CheckpointError where it is not what the manifest says, before the last one ends."""
+    found, taken = hashlib.sha256(), 0
+    try:
+        for portion in store.stream(place):
+            found.update(portion)
+            taken += len(portion)
+            yield portion
+    except MissingFile:
+        raise _missing(store, place) from None
+    _check_size(store, place, entry, taken)
+    if found.hexdigest() != entry.sha256:
+        raise _damaged(store, place, f"{entry.name} is altered: its checksum is not the one in the manifest")
 
 
 def _check_size(store: Store, place: str, entry: FileEntry, size: int) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.checkpoint import Reader
 from trainwright.core.data import Batch, Columns
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.driver.layouts import Predicting
 from trainwright.trained import dealt, plan_here, replica_of, trained_plan
-from trainwright.use import alone_here, find_checkpoint, lone_engine, reader_of
+from trainwright.use import alone_here, find_checkpoint, lone_engine, with_checkpoint
 
 Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[Any]
@@ -99,7 +98,7 @@ def generate(
     replica = replica_of(plan) if plan else None  # others would have nothing to do
     with contextlib.ExitStack() as stack:
         if replica is None or replica.workers == 1:
-            ask = _ask_here(job, reader_of(job, step), outputs)
+            ask = _ask_here(job, step, outputs)
         else:
             from trainwright.ranks import Ranks
 
@@ -114,12 +113,12 @@ def generate(
         return continued(predict, given.astype(np.int64), column.shape[1], count, sampling)
 
 
-def _ask_here(job: Job, reader: Reader, outputs: tuple[str, ...]) -> Ask:
+def _ask_here(job: Job, step: int | None, outputs: tuple[str, ...]) -> Ask:
     """The model in this process on one device."""
     alone, index, plan = alone_here(job, job.train)
     spec = alone.model_spec(1, partial(job.train.row, index, job.columns))
     engine = lone_engine(replace(spec, outputs=outputs), plan)
-    engine.load(reader)
+    with_checkpoint(job, step, engine.load)
 
     def ask(columns: Columns, place: int) -> list[Columns]:
         (feeds,) = dealt(plan, columns)

@@ -1,31 +1,29 @@
-"""Events on their way to storage and back.
+"""Events on their way to storage.
 
-One driver writes `<run>/events/<token>-<seq>.jsonl`: batches of JSON lines, numbered from 0, never changed once they
-are written. A batch that could not be written is kept and written again under the same number with the same bytes, so
-that a put which timed out and landed after all does no harm. What happens meanwhile waits in memory, within the bounds
-of a `Backlog`.
+One driver writes batches of JSON lines (`eventfiles`), which never change once they are written. A batch that could not
+be written is kept and written again under the same number with the same bytes, so that a put which timed out and landed
+after all does no harm. What happens meanwhile waits in memory, within the bounds of a `Backlog`.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, Self
 
 from trainwright.backlog import Backlog
 from trainwright.core.errors import StorageError, TrainwrightError
-from trainwright.core.events import Event, Noted, from_json
+from trainwright.core.events import Event, Noted
 from trainwright.core.secrets import json_without_secrets
+from trainwright.eventfiles import batch_path
 
 # A batch is at most this old when it is written: seconds at first, so that a reader sees a young run move, then a
 # hundredth of the run's age, so that a long run has few files.
 _FLUSH_S, _FLUSH_MOST_S, _FLUSH_SHARE = 3.0, 30.0, 0.01
-_READERS = 16
-_NAME = re.compile(r"(\d+)-(\d+)\.jsonl")
+# So many batches or bytes are compacted: at a checkpoint, and at any time.
+_FEW, _FEW_BYTES, _MANY, _MANY_BYTES = 8, 64 << 10, 64, 4 << 20
 
 
 class Puts(Protocol):
@@ -45,16 +43,6 @@ class Listener(Protocol):
         """The run has ended."""
 
 
-class Reads(Protocol):
-    """What readers of events ask of a store."""
-
-    def get(self, path: str) -> bytes:
-        """A whole file; raises StorageError."""
-
-    def list(self, prefix: str) -> Iterable[tuple[str, int]]:
-        """Paths below a prefix, with sizes in bytes; raises StorageError."""
-
-
 class Journal:
     """One driver's events: kept for listeners, written to storage in batches by a thread of its own.
 
@@ -67,6 +55,7 @@ class Journal:
         clock: seconds since the epoch.
         flush_s: seconds between batches of a young run.
         backlog: makes a list of events that is bounded.
+        compact: makes few files of the many in storage; it is called now and then, on the thread that writes.
     """
 
     def __init__(
@@ -77,14 +66,16 @@ class Journal:
         clock: Callable[[], float] = time.time,
         flush_s: float = _FLUSH_S,
         backlog: Callable[[], Backlog] = Backlog,
+        compact: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._run, self._clock, self._flush_s = store, run, clock, flush_s
-        self._prefix = ""
+        self._token = 0
         self._events, self._pending = backlog(), backlog()
         self._listeners: list[Listener] = []
         self._sealed: bytes | None = None
-        self._sequence = 0
-        self._failing = self._dropping = False
+        self._compact, self._committed = compact, False
+        self._sequence = self._compacted = self._loose_bytes = 0
+        self._failing = self._dropping = self._uncompacted = False
         self._lost_steps = self._lost_lesser = 0  # dropped before the batch that is on its way
         # Guards the lists; re-entrant, because a listener may write. The second lock keeps batches in order.
         self._lock, self._flushing = threading.RLock(), threading.Lock()
@@ -94,7 +85,7 @@ class Journal:
 
     def open(self, token: int) -> None:
         """The log is ours: write to storage from now on, what was kept until here included."""
-        self._prefix = f"{self._run}/events/{token:08d}"
+        self._token = token
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -142,21 +133,27 @@ class Journal:
         cause = f"{type(error).__name__}: {error}"
         self.write(Noted(text=f"{type(listener).__name__} is switched off, training is not: {cause}"))
 
-    def flush_soon(self) -> None:
-        """Let the thread write what is pending, now, and return at once: the driver does so at each commit."""
+    def flush_soon(self, *, committed: bool = False) -> None:
+        """Let the thread write what is pending, now, and return at once.
+
+        Args:
+            committed: the log names a new checkpoint: a good moment to compact what is in storage.
+        """
+        self._committed = self._committed or committed
         self._wake.set()
 
     def flush(self) -> bool:
         """Write what is pending and return when it is there. False: it could not be, and is kept."""
-        if not self._prefix:
+        if not self._token:
             return not self._pending.items
         with self._flushing:
             while self._seal():
                 try:
-                    self._store.put(f"{self._prefix}-{self._sequence:06d}.jsonl", self._sealed or b"")
+                    self._store.put(batch_path(self._run, self._token, self._sequence), self._sealed or b"")
                 except (StorageError, OSError) as error:
                     self._say_failing(error)
                     return False
+                self._loose_bytes += len(self._sealed or b"")
                 self._sealed = None
                 self._sequence += 1
                 self._say_mended()
@@ -198,7 +195,21 @@ class Journal:
             self._wake.wait(self._interval_s())
             self._wake.clear()
             if not self._closed.is_set():
-                self.flush()
+                committed, self._committed = self._committed, False
+                if self.flush():
+                    self._compact_if_due(at_leisure=committed)
+
+    def _compact_if_due(self, *, at_leisure: bool) -> None:
+        count, most_bytes = (_FEW, _FEW_BYTES) if at_leisure else (_MANY, _MANY_BYTES)
+        if self._sequence - self._compacted >= count or self._loose_bytes >= most_bytes:
+            self._compacted, self._loose_bytes = self._sequence, 0
+            try:
+                self._compact()
+            except (StorageError, OSError) as error:
+                if not self._uncompacted:
+                    self._uncompacted = True
+                    what = error.what if isinstance(error, TrainwrightError) else str(error)
+                    self.write(Noted(text=f"events in storage cannot be compacted: {what}; they stay as they are"))
 
     def _interval_s(self) -> float:
         age_s = self._clock() - self._began_s
@@ -215,7 +226,9 @@ class Journal:
         if self._thread.ident is not None:
             self._thread.join()
         written = self._flush_patiently(patience_s)
-        if not written and self._prefix:
+        if written:
+            self._compact_if_due(at_leisure=True)
+        elif self._token:
             self._say_lost()
         for listener in tuple(self._listeners):
             try:
@@ -232,59 +245,9 @@ class Journal:
 
     def _flush_patiently(self, patience_s: float) -> bool:
         deadline_s, pause = time.monotonic() + patience_s, threading.Event()
-        while not (written := self.flush()) and self._prefix and time.monotonic() < deadline_s:
+        while not (written := self.flush()) and self._token and time.monotonic() < deadline_s:
             pause.wait(min(0.5, patience_s))
         return written
-
-
-class EventReader:
-    """Reads a run's events from storage, each of them once: call `read` again for what came since."""
-
-    def __init__(self, store: Reads, run: str) -> None:
-        self._store, self._prefix = store, f"{run}/events/"
-        self._seen: set[str] = set()
-
-    def read(self) -> list[Event]:
-        """Events of the batches that are new, in order of (token, number of the batch).
-
-        A batch that is torn, which the last one of a dead driver may be, gives the events before the tear and a
-        Noted event that says so. Raises StorageError when the store cannot be read.
-        """
-        names = self._new_names()
-        self._seen.update(names)
-        paths = [self._prefix + name for name in names]
-        if len(paths) < 2:
-            batches = [self._store.get(path) for path in paths]
-        else:
-            with ThreadPoolExecutor(min(_READERS, len(paths))) as pool:
-                batches = list(pool.map(self._store.get, paths))
-        return [event for path, data in zip(paths, batches, strict=True) for event in _parse(path, data)]
-
-    def _new_names(self) -> list[str]:
-        names = {path.rsplit("/", 1)[-1] for path, _ in self._store.list(self._prefix)} - self._seen
-        return sorted((name for name in names if _NAME.fullmatch(name)), key=_order)
-
-
-class Adds(Reads, Protocol):
-    """What `append` asks of a store."""
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Write a whole file unless there is one; raises StorageError."""
-
-
-def append(store: Adds, run: str, event: Event) -> Event:
-    """Add what came to light after a run ended to what its last driver told. Raises StorageError."""
-    stamped = event if event.time_s else replace(event, time_s=time.time())
-    names = [path.rsplit("/", 1)[-1] for path, _ in store.list(f"{run}/events/")]
-    token, sequence = max((_order(name) for name in names if _NAME.fullmatch(name)), default=(0, -1))
-    while not store.create(f"{run}/events/{token:08d}-{sequence + 1:06d}.jsonl", f"{stamped.to_json()}\n".encode()):
-        sequence += 1
-    return stamped
-
-
-def read_events(store: Reads, run: str) -> list[Event]:
-    """All events of a run, of all its drivers, in order; see `EventReader.read`."""
-    return EventReader(store, run).read()
 
 
 def _lost(steps: int, lesser: int) -> str:
@@ -292,21 +255,3 @@ def _lost(steps: int, lesser: int) -> str:
     parts = [f"the records of {steps:,} steps"] if steps else []
     parts += [f"{lesser:,} lesser events"] if lesser else []
     return f"{' and '.join(parts)} did not fit into memory and are lost" if parts else "none was lost"
-
-
-def _order(name: str) -> tuple[int, int]:
-    token, sequence = name.removesuffix(".jsonl").split("-")
-    return int(token), int(sequence)
-
-
-def _parse(path: str, data: bytes) -> list[Event]:
-    """Events of one batch, up to the first line that cannot be read."""
-    events: list[Event] = []
-    for number, line in enumerate(data.splitlines(), 1):
-        try:
-            events.append(from_json(line.decode()))
-        except (ValueError, TypeError):
-            time_s = events[-1].time_s if events else 0.0
-            text = f"{path} cannot be read from line {number} on: the events there are lost, training is not"
-            return [*events, Noted(time_s=time_s, text=text)]
-    return events

@@ -107,6 +107,7 @@ class ShelfReader:
 
     def __init__(self, shelf: Shelf, kept: KeptState, node: str, fetch: Fetch) -> None:
         self._shelf, self._version, self._node, self._fetch = shelf, kept.version, node, fetch
+        self.weights_only = False
         self._files: dict[str, dict[str, FileEntry]] = {}
         for item in kept.files:
             self._files.setdefault(item.file.name, {})[item.node] = item.file

@@ -9,11 +9,10 @@ from trainwright.checkpoints import newest_good, retain, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest
 from trainwright.core.data import Cursor
 from trainwright.core.errors import CheckpointError, StorageError
-from trainwright.core.events import Steps
 from trainwright.driver import messages as m
-from trainwright.journal import read_events
 from trainwright.log import Entry, Heartbeat, Owner, RunLog
 from trainwright.store import Store
+from trainwright.summary import read_folding
 
 
 class RunLedger:
@@ -132,8 +131,7 @@ class RunLedger:
 
     def told(self) -> int:
         """The newest step that storage has an event of; 0 for none."""
-        steps = [event for event in read_events(self._store, self._run) if isinstance(event, Steps) and event.step]
-        return steps[-1].step[-1] if steps else 0
+        return read_folding(self._store, self._run).told
 
     def release(self, release: m.Release) -> None:
         """Give the run back; the next driver may take it at once.

@@ -35,7 +35,7 @@ from trainwright.core.events import (
     Straggling,
     Waiting,
 )
-from trainwright.history import epoch_of
+from trainwright.folding import epoch_of
 from trainwright.parts import noise_of, staleness_of, staleness_text
 
 Tone = Literal["plain", "good", "warning", "bad"]

@@ -15,13 +15,17 @@ from trainwright.core.noise import Noise
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One completed step. `step` counts from 1 and includes this one, `epoch` counts from 1.
+    """One completed step, or in a long run several older ones: then sums of samples and seconds, and means.
 
     Attributes:
+        step: from 1, this one included; of several, the last.
+        epoch: from 1.
         generation: number of the formation that made it, within its driver.
         gradient_norm: global norm before clipping; None when the job does not clip.
         samples: real samples in the global batch.
         step_s: the whole step; `wait_s` of it waited for data, NaN where that is not told (`core.events.Steps`).
+        count: of the steps.
+        typical_s: seconds of one of them, for medians.
     """
 
     step: int
@@ -33,6 +37,8 @@ class StepRecord:
     step_s: float
     wait_s: float
     generation: int
+    count: int
+    typical_s: float
 
     @property
     def samples_per_s(self) -> float:

@@ -57,7 +57,7 @@ class Weights:
     def reader(self) -> CheckpointReader:
         """Of its files. Raises CheckpointError."""
         manifest = read_manifest(self.runs, self.run, self.checkpoint)
-        return CheckpointReader(self.runs, self.run, self.checkpoint, manifest)
+        return CheckpointReader(self.runs, self.run, self.checkpoint, manifest, weights_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from functools import partial
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError, ResourceError, RunConflict, RunFinished, nearest
-from trainwright.core.events import Probed, RunStarted
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan, Rejected
 from trainwright.core.profile import ModelProfile
@@ -20,13 +19,13 @@ from trainwright.describe import changes, describe
 from trainwright.discover import discover
 from trainwright.feeding import without_data
 from trainwright.growing import expansions, told
-from trainwright.journal import read_events
 from trainwright.layouts import pays
 from trainwright.log import Entry, RunLog
 from trainwright.planfile import with_plan
 from trainwright.planner import Decision, choose
 from trainwright.profiling import profile_job
 from trainwright.store import Store, open_store
+from trainwright.summary import read_folding
 
 _REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
 
@@ -118,13 +117,8 @@ def _metadata_path(run: str, name: str) -> str:
 
 def _measured(prepared: Prepared) -> str:
     """Of the run's past; see `Prepared.measured`."""
-    name = ""
-    for event in read_events(prepared.store, prepared.job.name):
-        if isinstance(event, RunStarted) and event.fresh:
-            name = ""
-        elif isinstance(event, Probed):
-            name = event.name
-    return name
+    probed = read_folding(prepared.store, prepared.job.name).probed
+    return probed.name if probed else ""
 
 
 def opens(job: Job) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.job import Job
 from trainwright.driver.messages import Finish
-from trainwright.history import History, read_history
+from trainwright.history import History, read_history, read_steps
 from trainwright.journal import Listener
 from trainwright.store import Store
 
@@ -98,7 +98,8 @@ class Run:
     @property
     def history(self) -> pd.DataFrame:
         """One row a completed step: step, epoch, loss, learning_rate, gradient_norm, samples_per_s, wait_share."""
-        return self._read().steps
+        self._session.flush()
+        return read_steps(self._store, self.job.name)
 
     @property
     def evaluations(self) -> pd.DataFrame:

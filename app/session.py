@@ -37,6 +37,7 @@ from trainwright.prepare import Prepared, keep_metadata
 from trainwright.store import Store
 from trainwright.strategies import engine_class
 from trainwright.strategies.question import Question
+from trainwright.summary import Compactor
 from trainwright.travel import pack
 from trainwright.versions import versions
 from trainwright.watching.dashboard import dashboard
@@ -67,7 +68,8 @@ class Session:
         self._room = room
         job = prepared.job
         self._layouts = _layouts(prepared, decision)
-        self._journal = Journal(prepared.store, job.name)
+        compactor = Compactor(prepared.store.impatient(), job.name)
+        self._journal = Journal(prepared.store, job.name, compact=compactor.compact)
         self._ledger = RunLedger(
             prepared.store,
             job.name,
@@ -135,7 +137,7 @@ class Session:
                     self._ledger.say(strategy=effect.event.plan["strategy"])
                     self._journal.flush_soon()  # so that nothing is measured again
             if isinstance(event, m.Committed):
-                self._journal.flush_soon()  # what was told of the checkpoint included
+                self._journal.flush_soon(committed=True)  # what was told of the checkpoint included
             for text in self._feeding.news():
                 self._journal.write(events.Noted(text=text))
             event = self._world.next()

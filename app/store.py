@@ -10,8 +10,9 @@ import os
 import secrets
 import shutil
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ __all__ = ["MissingFile", "Patience", "Store", "StoreDown", "open_store"]
 Value = TypeVar("Value")
 
 _CHUNK_BYTES, _LEAST_BYTES = 16 << 20, 1 << 20
-_READERS = 8
+_READERS, _AHEAD = 8, 3
 
 
 def open_store(uri: str) -> Store:
@@ -97,6 +98,27 @@ class Store:
         """A whole file. Raises MissingFile (a StorageError) when there is none."""
         return self._tried("cannot read", path, lambda: self._get(self._inside(path)))
 
+    def stream(self, path: str) -> Iterator[memoryview]:
+        """A file in portions of 16 MiB, in order; three are read ahead. Raises MissingFile."""
+        size_bytes = self.size(path)
+        if size_bytes <= _CHUNK_BYTES:
+            yield memoryview(self.get(path))
+            return
+        client, waiting = self._bulk or self._reader(), deque[Future[memoryview]]()
+
+        def read(start: int) -> memoryview:
+            end = min(start + _CHUNK_BYTES, size_bytes)
+            found = self._tried("cannot read", path, lambda: obstore.get_range(client, path, start=start, end=end))
+            return memoryview(found)
+
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            for start in range(0, size_bytes, _CHUNK_BYTES):
+                waiting.append(pool.submit(read, start))
+                if len(waiting) > _AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
     def find(self, path: str) -> bytes | None:
         """A whole file, or None when there is none."""
         try:
@@ -107,6 +129,11 @@ class Store:
     def size(self, path: str) -> int:
         """Size of a file in bytes. Raises MissingFile."""
         return self._tried("cannot read", path, lambda: obstore.head(self._reader(), self._inside(path))["size"])
+
+    def modified_s(self, path: str) -> float:
+        """When a file was written last, seconds since the epoch on the store's clock. Raises MissingFile."""
+        head = self._tried("cannot read", path, lambda: obstore.head(self._reader(), self._inside(path)))
+        return head["last_modified"].timestamp()
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file."""

@@ -10,17 +10,16 @@ import numpy as np
 from trainwright.core.cluster import Cluster
 from trainwright.core.data import Batch, Columns, Feed, Feeding
 from trainwright.core.errors import ResourceError
-from trainwright.core.events import Probed, Replanned, RunStarted
 from trainwright.core.job import Job
 from trainwright.core.plan import Mesh, Plan
 from trainwright.discover import connect, discover
 from trainwright.growing import enough
-from trainwright.journal import read_events
 from trainwright.planner import usable
 from trainwright.planview import plan_from
 from trainwright.store import open_store
 from trainwright.strategies import data_parallel, one_device, tf_one_device
 from trainwright.strategies.question import place, room_of
+from trainwright.summary import read_folding
 
 
 def trained_plan(job: Job) -> Plan | None:
@@ -28,12 +27,7 @@ def trained_plan(job: Job) -> Plan | None:
 
     One that has no ranks that step together is told as the replicas that can answer in its stead.
     """
-    told = (
-        event.plan
-        for event in reversed(read_events(open_store(job.storage), job.name))
-        if isinstance(event, RunStarted | Replanned | Probed)
-    )
-    plan = plan_from(next(told, {}))
+    plan = plan_from(read_folding(open_store(job.storage), job.name).start.plan)
     return plan if plan is None or plan.topology == "collective" else answering(plan)
 
 

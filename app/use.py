@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from trainwright.checkpoints import CheckpointReader, newest_good, read_manifest
+from trainwright.checkpoints import CheckpointReader, newest_good, passed_over, read_manifest
 from trainwright.core.checkpoint import CheckpointRef, Reader
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Sums
 from trainwright.core.engine import Engine, ModelSpec
-from trainwright.core.errors import CheckpointError, JobError
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, JobError
 from trainwright.core.group import Generation, Group, Peer
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
@@ -26,6 +28,8 @@ from trainwright.strategies import engine_class
 from trainwright.strategies.students import lone
 from trainwright.trained import plan_here, trained_plan
 
+Value = TypeVar("Value")
+
 
 def load_model(job: Job, step: int | None = None) -> Any:
     """The job's model with the weights of its run's newest checkpoint, or of the one at `step`.
@@ -36,7 +40,7 @@ def load_model(job: Job, step: int | None = None) -> Any:
         CheckpointError: there is none, or it does not fit the model.
     """
     model = job.model()
-    profiler_of(model).take_weights(model, reader_of(job, step))
+    with_checkpoint(job, step, lambda reader: profiler_of(model).take_weights(model, reader))
     return lone(model)
 
 
@@ -74,18 +78,21 @@ def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[
     """On workers of the cluster. Only the evaluation set is read."""
     from trainwright.ranks import Ranks
 
-    store, checkpoint = find_checkpoint(job, step)
-    index, judged = job.evaluate.index(), job.replace(train=job.evaluate)
-    with Ranks(judged, plan_here(plan, job, verbose), store, checkpoint, train=index, evaluate=index) as ranks:
-        return ranks.evaluate().means()
+    store, *_ = _named(job, step)
+    index, judged, plan = job.evaluate.index(), job.replace(train=job.evaluate), plan_here(plan, job, verbose)
+
+    def ranked(checkpoint: CheckpointRef) -> dict[str, float]:
+        with Ranks(judged, plan, store, checkpoint, train=index, evaluate=index) as ranks:
+            return ranks.evaluate().means()
+
+    return _newest_loaded(job, step, ranked)
 
 
 def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
     """In this process on one device, with the threads that it has: a model may be open here already."""
-    reader = reader_of(job, step)
     alone, index, plan = alone_here(job, job.evaluate)
     engine = lone_engine(alone.model_spec(1, partial(job.evaluate.row, index, job.columns)), plan, guest=True)
-    engine.load(reader)
+    with_checkpoint(job, step, engine.load)
     stream = Stream(
         job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.seed, shuffle=False, drop_last=False,
         feeding=plan.feed_of(0), columns=job.columns,
@@ -112,27 +119,60 @@ def lone_engine(spec: ModelSpec, plan: Plan, *, guest: bool = False) -> Engine:
     return engine
 
 
-def reader_of(job: Job, step: int | None = None) -> Reader:
-    """A reader of the run's newest whole checkpoint, or of the one at `step`."""
-    store, checkpoint = find_checkpoint(job, step)
-    return CheckpointReader(store, job.name, checkpoint, read_manifest(store, job.name, checkpoint))
+def with_checkpoint(job: Job, step: int | None, load: Callable[[Reader], Value]) -> Value:
+    """What `load` makes of the weights of the run's newest whole checkpoint, or of the one at `step`.
 
-
-def find_checkpoint(job: Job, step: int | None = None) -> tuple[Store, CheckpointRef]:
-    """The run's newest whole checkpoint, or the one at `step`, and the store that it is in.
+    Each file is verified as it is read, and none before. Where one is damaged, the checkpoint before it is loaded.
 
     Raises:
         CheckpointError: there is none; names the steps that are kept.
     """
+
+    def loaded(checkpoint: CheckpointRef) -> Value:
+        store = open_store(job.storage)
+        manifest = read_manifest(store, job.name, checkpoint)
+        return load(CheckpointReader(store, job.name, checkpoint, manifest, weights_only=True))
+
+    return _newest_loaded(job, step, loaded)
+
+
+def find_checkpoint(job: Job, step: int | None = None) -> tuple[Store, CheckpointRef]:
+    """The run's newest checkpoint whose weights are whole, or the one at `step`, and the store that it is in.
+
+    Raises:
+        CheckpointError: there is none; names the steps that are kept.
+    """
+    store, kept, refs = _named(job, step)
+    checkpoint, notes = newest_good(store, job.name, refs, weights_only=True)
+    if checkpoint is None:
+        raise _none_whole(job, step, store, kept, notes)
+    return store, checkpoint
+
+
+def _newest_loaded(job: Job, step: int | None, load: Callable[[CheckpointRef], Value]) -> Value:
+    store, kept, refs = _named(job, step)
+    notes: list[str] = []
+    for checkpoint in reversed(refs):
+        try:
+            return load(checkpoint)
+        except DamagedCheckpoint as error:
+            notes.append(passed_over(checkpoint, error))
+            print(notes[-1], file=sys.stderr)
+    raise _none_whole(job, step, store, kept, notes)
+
+
+def _named(job: Job, step: int | None) -> tuple[Store, str, tuple[CheckpointRef, ...]]:
+    """The store, the steps that are kept, and the checkpoints that are meant, newest last."""
     store = open_store(job.storage)
     entry = RunLog(store, job.name).head()
-    refs = [ref for ref in entry.checkpoints if step in (None, ref.step)] if entry else []
-    checkpoint, _ = newest_good(store, job.name, tuple(refs))
-    if checkpoint is None:
-        kept = ", ".join(str(ref.step) for ref in entry.checkpoints) if entry else ""
-        raise CheckpointError(
-            f"the run {job.name!r} has no whole checkpoint" + (f" at step {step}" if step is not None else ""),
-            where=store.uri_of(job.name),
-            remedy=f"steps kept: {kept}" if kept else "train it first: trainwright fit",
-        )
-    return store, checkpoint
+    named = entry.checkpoints if entry else ()
+    return store, ", ".join(str(ref.step) for ref in named), tuple(ref for ref in named if step in (None, ref.step))
+
+
+def _none_whole(job: Job, step: int | None, store: Store, kept: str, notes: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the run {job.name!r} has no whole checkpoint" + (f" at step {step}" if step is not None else ""),
+        where=store.uri_of(job.name),
+        remedy=f"steps kept: {kept}" if kept else "train it first: trainwright fit",
+        detail="\n".join(notes),
+    )

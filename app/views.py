@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -37,15 +39,17 @@ from trainwright.core.errors import StorageError, nearest
 from trainwright.core.events import Event, RunStarted
 from trainwright.core.printable import printable
 from trainwright.distilling.verdict import Verdict
-from trainwright.history import History, State, epoch_of, read_history
-from trainwright.journal import EventReader
-from trainwright.liveness import owner_alive
-from trainwright.log import RunLog
+from trainwright.eventfiles import EventReader
+from trainwright.folding import Folding, State, epoch_of
+from trainwright.history import History, read_history, state_of
+from trainwright.liveness import Wait, owner_alive, owners_alive
+from trainwright.log import Entry, RunLog
 from trainwright.meshview import MeshTable, mesh_table, mesh_text
 from trainwright.narration import event_line, failure_text, recovery_text, waiting_text
 from trainwright.parts import staleness_of, staleness_text
 from trainwright.planview import other_rows, plan_from, plan_line
 from trainwright.store import Store, open_store
+from trainwright.summary import read_brief
 from trainwright.watching.dashboard import dashboard_text
 
 _COLOURS: dict[State, str] = {
@@ -57,6 +61,7 @@ _REMEDIES: dict[State, str] = {
     "failed": "mend what the error names, then run the same command again",
 }
 _FOLLOW_S = 2.0
+_READERS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +75,28 @@ class View:
         return self.content
 
 
-def runs(storage: str) -> View:
-    """All runs under a storage URI, the one that changed last on top. Raises StorageError."""
+def runs(storage: str, *, wait: Wait | None = None) -> View:
+    """All runs under a storage URI, the one that changed last on top. Raises StorageError.
+
+    Args:
+        wait: waits for so many seconds, to see which drivers on other machines live.
+    """
     store = open_store(storage)
-    names = [name for name in store.folders() if _is_run(store, name)]
-    found = [_summary(printable(name), read_history(store, name)) for name in names]
-    rows = sorted(found, key=lambda row: -row["changed_s"])
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = [row for row in pool.map(partial(_look, store), store.folders()) if row is not None]
+    alive = owners_alive(store, {name: head for name, head, _ in found}, wait=wait)
+    rows = [
+        _summary(printable(name), History.of(folding, state_of(folding, head, name in alive)))
+        for name, head, folding in found
+    ]
+    rows.sort(key=lambda row: -row["changed_s"])
     return View(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))
+
+
+def _look(store: Store, name: str) -> tuple[str, Entry, Folding] | None:
+    """A run with the newest entry of its log and its newest figures; None for a folder that is no run."""
+    head = RunLog(store, name).head() if _is_run(store, name) else None
+    return None if head is None else (name, head, read_brief(store, name).brief)
 
 
 def show(storage: str, run: str) -> View:
@@ -94,7 +114,7 @@ def logs(
     *,
     follow: bool = False,
     as_json: bool = False,
-    wait: Callable[[float], Any] | None = None,
+    wait: Wait | None = None,
 ) -> Iterator[str]:
     """What happened in a run, a line each; with `follow` until the run ends or its driver is gone.
 
@@ -110,7 +130,7 @@ def logs(
     return _lines(store, run, follow=follow, as_json=as_json, wait=wait or threading.Event().wait)
 
 
-def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: Callable[[float], Any]) -> Iterator[str]:
+def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: Wait) -> Iterator[str]:
     reader, log, per_epoch = EventReader(store, run), RunLog(store, run), 0
     while True:
         # Asked before reading: a driver that ends in between has its last events read all the same.

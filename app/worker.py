@@ -182,7 +182,7 @@ class Worker:
         elif heal.checkpoint is None:
             tag = self._engine.transfer(heal.moves)
         else:
-            tag = self.load(heal.checkpoint)
+            tag = self.load(heal.checkpoint, weights_only=False)
         passing = {passed.step - 1: passed.why for passed in heal.passing}
         blank = self._passing.begin(passing, self._stream, heal.step)
         if not alone or self._role == "worker":
@@ -195,10 +195,11 @@ class Worker:
         self._meter.begin()
         return replace(tag, step=heal.step)
 
-    def load(self, checkpoint: CheckpointRef) -> StateTag:
-        """Take the state of a checkpoint: enough to evaluate and predict, which needs no throwaway step."""
-        manifest = read_manifest(self._store, self._order.run, checkpoint)
-        return self._engine.load(CheckpointReader(self._store, self._order.run, checkpoint, manifest))
+    def load(self, checkpoint: CheckpointRef, *, weights_only: bool = True) -> StateTag:
+        """Take the state of a checkpoint: by itself enough to evaluate and predict, which needs no throwaway step."""
+        store, run = self._store, self._order.run
+        manifest = read_manifest(store, run, checkpoint)
+        return self._engine.load(CheckpointReader(store, run, checkpoint, manifest, weights_only=weights_only))
 
     def probe(self, wanted: Probing) -> float:
         """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""

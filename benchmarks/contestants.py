@@ -21,7 +21,7 @@ from stamps import stamping
 
 import trainwright as tw
 from trainwright.core.events import Placed
-from trainwright.journal import read_events
+from trainwright.eventfiles import read_events
 from trainwright.store import open_store
 
 STEPS = 20_000  # more than any run gets to

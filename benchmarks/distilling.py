@@ -26,7 +26,7 @@ from trainwright.distilling import rehearsing
 from trainwright.distilling.choosing import Weighed, weigh
 from trainwright.distilling.composing import Speaking
 from trainwright.distilling.spec import WAYS, Way
-from trainwright.journal import read_events
+from trainwright.eventfiles import read_events
 from trainwright.store import open_store
 
 ROWS, WIDE, BATCH_SIZE = 16_384, 2048, 64

@@ -150,6 +150,8 @@ class Files:
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.files = files or {}
 
+    weights_only = False
+
     def names(self) -> tuple[str, ...]:
         return tuple(self.files)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainwright.checkpoints import CheckpointReader, newest_good, read_manifest
 from trainwright.core import events
 from trainwright.core.checkpoint import CheckpointRef
-from trainwright.journal import read_events
+from trainwright.eventfiles import read_events
 from trainwright.log import RunLog
 from trainwright.store import open_store
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from trainwright.core.data import Cursor
 
+OPTIMIZER = "optimizer"  # names of files that hold nothing but the optimizer's state begin with it
+
 
 def checkpoint_path(step: int, token: int, again: int = 0) -> str:
     """The folder, within the run, of the checkpoint that the driver `token` takes after `step` completed steps.
@@ -63,10 +65,18 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """Where an engine reads the files of one checkpoint; sizes and checksums are verified on the way."""
+    """Where an engine reads the files of one checkpoint; sizes and checksums are verified on the way.
+
+    Attributes:
+        weights_only: the model is not trained further: an engine that can, leaves out the optimizer's state.
+    """
+
+    @property
+    def weights_only(self) -> bool:
+        """See above."""
 
     def names(self) -> tuple[str, ...]:
         """Names of all files."""
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str) -> bytes | bytearray:
         """One file, verified; raises CheckpointError when it is missing, torn or altered."""

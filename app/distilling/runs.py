@@ -18,7 +18,7 @@ from trainwright.distilling.composing import model_of
 from trainwright.distilling.judging import judge
 from trainwright.distilling.spec import STUDENT, Distillation
 from trainwright.distilling.verdict import Verdict
-from trainwright.journal import append
+from trainwright.eventfiles import append
 from trainwright.report import write_report
 from trainwright.run import Drives, Run
 from trainwright.strategies.distilling import Distilled

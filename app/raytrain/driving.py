@@ -21,7 +21,8 @@ from trainwright.core.errors import ResourceError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.discover import nodes_by_id
 from trainwright.driver.messages import Finish
-from trainwright.journal import Listener, read_events
+from trainwright.eventfiles import read_events
+from trainwright.journal import Listener
 from trainwright.log import RunLog
 from trainwright.planner import Decision
 from trainwright.prepare import Prepared, plan_for, prepare

@@ -177,14 +177,17 @@ def curves_figure(name: str, curves: Mapping[str, Sequence[tuple[float, float]]]
 def _binned(
     records: Sequence[StepRecord], value: Callable[[StepRecord], float], most: int = _BINS
 ) -> tuple[list[float], list[float]]:
-    """Steps and finite means of at most `most` runs of steps; NaN where none is finite."""
-    size = max(1, math.ceil(len(records) / most))
-    steps, means = [], []
-    for start in range(0, len(records), size):
-        part = records[start : start + size]
-        finite = [number for number in map(value, part) if math.isfinite(number)]
-        steps.append(float(part[-1].step))
-        means.append(sum(finite) / len(finite) if finite else math.nan)
+    """Steps and finite means of about `most` runs of as many steps at most; NaN where none is finite."""
+    size = max(1, math.ceil(sum(record.count for record in records) / most))
+    steps, means, part = list[float](), list[float](), list[tuple[float, int]]()
+    for record in records:
+        part.append((value(record), record.count))
+        if sum(count for _, count in part) >= size or record is records[-1]:
+            finite = [(number, count) for number, count in part if math.isfinite(number)]
+            weight = sum(count for _, count in finite)
+            steps.append(float(record.step))
+            means.append(sum(number * count for number, count in finite) / weight if weight else math.nan)
+            part = []
     return steps, means
 
 

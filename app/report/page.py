@@ -13,8 +13,8 @@ from trainwright import words
 from trainwright.comparison import noise_text, step_parts
 from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
-from trainwright.history import History, epoch_of, read_history
-from trainwright.journal import read_events
+from trainwright.folding import epoch_of
+from trainwright.history import History, read_history
 from trainwright.meshview import SHOWN, mesh_table
 from trainwright.narration import prefetch_text, recovery_text, source_text
 from trainwright.parts import staleness_of, staleness_text
@@ -24,6 +24,7 @@ from trainwright.report.drawing import drawing
 from trainwright.report.templates import fill
 from trainwright.report.verdicts import verdict_html
 from trainwright.store import Store
+from trainwright.summary import read_folding
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -147,7 +148,8 @@ class ReportListener:
         """Write the report; the journal has written its events by now. Raises StorageError."""
         if self._started:
             # The driver ends here: where the events tell no outcome, nobody will add one.
-            history = History.fold(read_events(self._store, self._run), owner_alive=False)
+            folding = read_folding(self._store, self._run)
+            history = History.of(folding, folding.state(owner_alive=False))
             write_report(self._store, self._run, history=history, clock=self._clock)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainwright.core.events import (
     Checkpointed,
@@ -19,11 +19,10 @@ from trainwright.core.events import (
     RunStarted,
     Steps,
 )
-from trainwright.history import Folding
+from trainwright.folding import Folding
 from trainwright.narration import Narrator
 from trainwright.planview import plan_from
 
-_KEPT = 5_000  # steps that are kept one by one: a recovery goes back by fewer
 _GOODPUT_S = 10.0  # between sums over all of them, which take milliseconds
 
 
@@ -65,7 +64,6 @@ class Readings:
                 self.strategy = str(event.plan.get("strategy", self.strategy))
             case Steps():
                 yield from _of_steps(event)
-                self._merge()
             case Failed():
                 yield Reading(name="failures", value=1)
             case Formed() if len(folding.recoveries) > recovered:
@@ -89,15 +87,6 @@ class Readings:
         if isinstance(event, RunEnded) or event.time_s >= self._goodput_s + _GOODPUT_S:
             self._goodput_s = event.time_s
             yield Reading(name="goodput", value=self._folding.totals().goodput)
-
-    def _merge(self) -> None:
-        """Old steps become one, so that a long run takes no more memory and their sums stay."""
-        steps = self._folding.steps
-        if len(steps) < 2 * _KEPT:
-            return
-        old = [steps.pop(step) for step in sorted(steps)[:-_KEPT]]
-        waited_s = sum(record.wait_s for record in old if math.isfinite(record.wait_s))
-        steps[0] = replace(old[0], step=0, step_s=sum(record.step_s for record in old), wait_s=waited_s)
 
 
 class _Crew:

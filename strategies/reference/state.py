@@ -84,7 +84,7 @@ def to_bytes(state: State) -> bytes:
     return buffer.getvalue()
 
 
-def from_bytes(data: bytes) -> State:
+def from_bytes(data: bytes | bytearray) -> State:
     """The state that `to_bytes` wrote."""
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}

@@ -125,7 +125,7 @@ def taken(replica: Trained, files: Mapping[str, bytes]) -> None:
 
 def read(reader: Reader) -> dict[str, bytes]:
     """All files of a checkpoint. Raises CheckpointError where one is missing."""
-    files = {name: reader.read(name) for name in reader.names()}
+    files = {name: bytes(reader.read(name)) for name in reader.names()}
     if STATE not in files:
         raise CheckpointError("it was not written by a TensorFlow engine", remedy="train under a new name")
     return files

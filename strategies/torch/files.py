@@ -6,6 +6,9 @@
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
 | `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale  |
 
+Tensors of more than 1 GiB are written to several files, `model.safetensors`, `model-2.safetensors` and so on, whose
+number is in `state.json`: they are read, and their checksums made, at the same time.
+
 A divided model has three such files for each part, `model.shard-0-of-4.safetensors`, `model.stage-0-of-2.safetensors`,
 `model.stage-0-of-2.tensor-1-of-2.safetensors` and so on, each written by a rank that holds the part. What is not
 divided is in the files of all parts that have it; of parameter servers' (`model.server-0-of-2.safetensors`), in one.
@@ -18,22 +21,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
-from trainwright.strategies.torch.packing import packed
+from trainwright.strategies.torch.packing import packed, unpacked
 from trainwright.strategies.torch.parts import WHOLE, Box, Part
 from trainwright.strategies.torch.state import HostState, Slots
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _FILE, STATE = "{}{}.safetensors", "state{}.json"
+_FILE_BYTES, _READERS = 1 << 30, 4
 _PARTS = re.compile(r"state((?:\.(?:stage|shard|tensor|server)-\d+-of-\d+)*)\.json")
 _FORMAT = 2
 Facts = Mapping[str, Any]
@@ -71,9 +76,30 @@ def write(state: HostState, writer: Writer) -> None:
         MODEL: {name: _described(value, boxes.get(name)) for name, value in state.model.items()},
         OPTIMIZER: {name: _described(value, boxes.get(name)) for name, value in tensors.items()},
     }
-    writer.write(_FILE.format(MODEL, suffix), *packed(state.model))
-    writer.write(_FILE.format(OPTIMIZER, suffix), *packed(tensors))
+    facts["files"] = {}
+    for kind, held in ((MODEL, state.model), (OPTIMIZER, tensors)):
+        groups = list(_groups(held))
+        facts["files"][kind] = len(groups)
+        for name, group in zip(_names(kind, suffix, len(groups)), groups, strict=True):
+            writer.write(name, *packed(group))
     writer.write(STATE.format(suffix), json.dumps(facts, indent=1).encode())
+
+
+def _names(kind: str, suffix: str, count: int) -> list[str]:
+    """Names of so many files of one kind."""
+    return [_FILE.format(kind if number == 1 else f"{kind}-{number}", suffix) for number in range(1, count + 1)]
+
+
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The same tensors, those of one file together; one group at least."""
+    group, size_bytes = dict[str, Tensor](), 0
+    for name, value in tensors.items():
+        if group and size_bytes + value.nbytes > _FILE_BYTES:
+            yield group
+            group, size_bytes = {}, 0
+        group[name] = value
+        size_bytes += value.nbytes
+    yield group
 
 
 def _finite(value: Tensor) -> bool:
@@ -111,7 +137,8 @@ def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> Ho
         for name, entries in facts["plain"].items()
         if wanted is None or name in wanted
     }
-    for name, value in _joined(reader, OPTIMIZER, known, boxes[OPTIMIZER]).items():
+    optimizer = {} if reader.weights_only else _joined(reader, OPTIMIZER, known, boxes[OPTIMIZER])
+    for name, value in optimizer.items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
     own = {name: box for name, box in (wanted or {}).items() if box}
@@ -124,6 +151,7 @@ def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> Ho
         optimizer=facts["optimizer"],
         scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
         part=part,
+        weights_only=reader.weights_only,
         boxes={
             name: box
             for kind, named in boxes.items()
@@ -201,7 +229,8 @@ def _joined(reader: Reader, kind: str, known: Mapping[Part, Facts], boxes: Mappi
             found[name] = torch.empty(boxes[name].size, dtype=getattr(torch, described[name]["dtype"]))
         news = {name: box.both(boxes[name]) for name, box in held.items()}
         news = {name: box for name, box in news.items() if box.count and box not in taken[name]}
-        tensors = _tensors(reader, _FILE.format(kind, part.suffix)) if news or len(known) == 1 else {}
+        names = _names(kind, part.suffix, facts.get("files", {}).get(kind, 1))
+        tensors = _tensors(reader, names) if news or len(known) == 1 else {}
         for name, box in news.items():
             taken[name].add(box)
             if held[name] == boxes[name]:
@@ -226,11 +255,17 @@ def _parts(reader: Reader) -> tuple[Part, ...]:
     return Part.read(matches[0][1]).every if matches else (WHOLE,)
 
 
-def _tensors(reader: Reader, name: str) -> dict[str, Tensor]:
+def _tensors(reader: Reader, names: Sequence[str]) -> dict[str, Tensor]:
+    """All tensors of some files."""
+    with ThreadPoolExecutor(min(_READERS, len(names))) as pool:
+        return {name: value for found in pool.map(partial(_of_file, reader), names) for name, value in found.items()}
+
+
+def _of_file(reader: Reader, name: str) -> dict[str, Tensor]:
     data = _bytes(reader, name)
     try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
+        return unpacked(data)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(name, error) from error
 
 
@@ -251,7 +286,7 @@ def _facts(reader: Reader, part: Part) -> dict[str, Any]:
     return dict(facts)
 
 
-def _bytes(reader: Reader, name: str) -> bytes:
+def _bytes(reader: Reader, name: str) -> bytes | bytearray:
     if name not in reader.names():
         raise CheckpointError(
             f"the checkpoint has no {name}; it holds {', '.join(sorted(reader.names())) or 'nothing'}",

@@ -20,6 +20,7 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
     torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGNED = 8  # bytes: a length that header and data are filled up to
 
 
@@ -43,6 +44,29 @@ def packed(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     return [len(text).to_bytes(8, "little") + text, *(_memory(tensors[name]) for name in ordered)]
+
+
+def unpacked(data: bytes | bytearray) -> dict[str, Tensor]:
+    """The tensors of a file; in its own memory where that can be written to, so that none is there twice.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no such file.
+    """
+    view = memoryview(data)
+    start = 8 + int.from_bytes(view[:8], "little")
+    header, found = json.loads(bytes(view[8:start])), dict[str, Tensor]()
+    for name, one in header.items():
+        if name == "__metadata__":
+            continue
+        first, end = one["data_offsets"]
+        if not 0 <= first <= end <= len(view) - start:
+            raise ValueError(f"{name} is not inside the file")
+        part = view[start + first : start + end]
+        flat = torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8) if end > first else None
+        dtype = _TYPES[one["dtype"]]
+        empty = torch.empty(one["shape"], dtype=dtype)
+        found[name] = empty if flat is None else flat.view(dtype).reshape(one["shape"])
+    return found
 
 
 def _memory(value: Tensor) -> memoryview:

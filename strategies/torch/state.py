@@ -40,6 +40,7 @@ class HostState:
         trained: names of the parameters that are trained, where they are known.
         part: of the model, that is held.
         boxes: what is held of each tensor that is divided, by name, or `<parameter>/<key>` in the optimizer.
+        weights_only: without the optimizer's state, for a model that is not trained further.
     """
 
     step: int | None
@@ -51,6 +52,7 @@ class HostState:
     trained: tuple[str, ...] = ()
     part: Part = WHOLE
     boxes: Mapping[str, Box] = field(default_factory=dict)
+    weights_only: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -138,6 +140,9 @@ def restore(replica: Replica, state: HostState) -> None:
     with torch.no_grad():
         for name, value in own.items():
             local(value).copy_(state.model[name])
+        if state.weights_only:
+            replica.step, replica.sound = state.step, True
+            return
         _make_slots(replica, _forms(state))
         for name, key, value in _slot_tensors(replica):
             # A state without versions is as one whose last step changed nothing.
@@ -362,21 +367,27 @@ def _host(tensor: Tensor, spare: Tensor | None) -> Tensor:
 def _check(own: Mapping[str, Tensor], replica: Replica, state: HostState) -> None:
     """Raise CheckpointError unless a state fits."""
     problems = [*_misfits(own, replica.boxes, state)]
-    strangers = sorted(set(state.slots) - set(replica.names.values()))
-    if strangers:
-        problems.append(f"optimizer state of {strangers[0]!r}, which the model does not train")
-    optimizer = type(replica.optimizer).__name__
-    if state.optimizer != optimizer:
-        problems.append(f"optimizer: {state.optimizer} in the checkpoint, {optimizer} in the job")
-    if len(state.options) != len(replica.initial):
-        found, expected = len(state.options), len(replica.initial)
-        problems.append(f"optimizer: {found} parameter groups in the checkpoint, {expected} in the job")
+    if not state.weights_only:
+        problems += _other_optimizer(replica, state)
     if problems:
         raise CheckpointError(
             f"the checkpoint holds another model or optimizer: {problems[0]}",
             detail="\n".join(problems),
             remedy="use the model and optimizer that wrote it, or start a run under a new name",
         )
+
+
+def _other_optimizer(replica: Replica, state: HostState) -> Iterator[str]:
+    """What of the optimizer's state does not fit, in words."""
+    strangers = sorted(set(state.slots) - set(replica.names.values()))
+    if strangers:
+        yield f"optimizer state of {strangers[0]!r}, which the model does not train"
+    optimizer = type(replica.optimizer).__name__
+    if state.optimizer != optimizer:
+        yield f"optimizer: {state.optimizer} in the checkpoint, {optimizer} in the job"
+    if len(state.options) != len(replica.initial):
+        found, expected = len(state.options), len(replica.initial)
+        yield f"optimizer: {found} parameter groups in the checkpoint, {expected} in the job"
 
 
 def _misfits(own: Mapping[str, Tensor], boxes: Mapping[str, Box], state: HostState) -> Iterator[str]:

@@ -21,7 +21,8 @@ from trainwright.core.data import Cursor
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Noted
 from trainwright.driver import messages as m
-from trainwright.journal import Journal, read_events
+from trainwright.eventfiles import read_events
+from trainwright.journal import Journal
 from trainwright.ledger import RunLedger
 from trainwright.log import Heartbeat, RunLog
 from trainwright.store import Patience, Store, StoreDown, open_store

@@ -17,8 +17,8 @@ from tests import jobs
 from tests.processes import ROOT, wait_for
 from tests.runs import told
 from trainwright.core import events
+from trainwright.eventfiles import read_events
 from trainwright.history import History
-from trainwright.journal import read_events
 from trainwright.store import open_store
 from trainwright.watching import readings
 from trainwright.watching.catalogue import METRICS

@@ -6,7 +6,8 @@ from tests.unit.sample_run import Recorder, stepped
 from tests.unit.test_journal import FakeStore
 from trainwright.backlog import Backlog, thinned
 from trainwright.core import events
-from trainwright.journal import Journal, read_events
+from trainwright.eventfiles import read_events
+from trainwright.journal import Journal
 
 
 def steps_of(items: list[events.Event]) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +29,7 @@ from trainwright.checkpoints import (
 )
 from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
-from trainwright.core.errors import CheckpointError, StorageError
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
 from trainwright.store import Store, StoreDown, open_store
 
 RUN = "digits"
@@ -306,3 +308,75 @@ def test_a_full_store_gets_back_what_a_checkpoint_took(
         writer.write("second", b"2")
     assert store.exists(f"{RUN}/{checkpoint_path(20, 1)}/first") is down
     verify(store, RUN, kept, checksums=True)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def large(store: Store, step: int, files: dict[str, bytes]) -> CheckpointRef:
+    writer = CheckpointWriter(store, RUN, checkpoint_path(step, 1))
+    for name, data in files.items():
+        writer.write(name, data)
+    digest = write_manifest(
+        store, RUN, checkpoint_path(step, 1), Manifest(step=step, cursor=Cursor(), files=writer.entries)
+    )
+    return CheckpointRef(step=step, path=checkpoint_path(step, 1), manifest_sha256=digest)
+
+
+def test_a_large_file_is_read_in_portions(store: Store) -> None:
+    data = np.random.default_rng(0).bytes(40 * MIB + 7)
+    ref = large(store, 10, {"model": data})
+    portions = list(store.stream(f"{RUN}/{ref.path}/model"))
+    assert [len(portion) for portion in portions] == [16 * MIB, 16 * MIB, 8 * MIB + 7]
+    assert CheckpointReader(store, RUN, ref, read_manifest(store, RUN, ref)).read("model") == data
+    for damaged, said in (
+        (data[:-1], "torn: it has 41943046 bytes"),
+        (data + b"1", "is torn"),
+        (data[::-1], "altered"),
+    ):
+        store.put(f"{RUN}/{ref.path}/model", damaged)
+        for check in (lambda reader: reader.read("model"), lambda reader: reader.verify("model")):
+            with pytest.raises(DamagedCheckpoint, match=said):
+                check(CheckpointReader(store, RUN, ref, read_manifest(store, RUN, ref)))
+    store.delete([f"{RUN}/{ref.path}/model"])
+    with pytest.raises(DamagedCheckpoint, match="missing"):
+        CheckpointReader(store, RUN, ref, read_manifest(store, RUN, ref)).read("model")
+
+
+_MEASURE = """
+import resource, sys
+from trainwright.checkpoints import CheckpointReader, read_manifest, verify
+from trainwright.core.checkpoint import CheckpointRef
+from trainwright.store import open_store
+store, ref = open_store(sys.argv[1]), CheckpointRef(step=10, path=sys.argv[2], manifest_sha256=sys.argv[3])
+verify(store, "digits", ref)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[4] == "verify":
+    verify(store, "digits", ref, checksums=True)
+else:
+    CheckpointReader(store, "digits", ref, read_manifest(store, "digits", ref)).read("model")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.parametrize(("what", "most_mib"), [("verify", 160), ("read", 420)])
+def test_memory_is_bounded(what: str, most_mib: int, tmp_path: Path) -> None:
+    """Of 320 MiB: verifying takes what is read ahead, reading the file once and that."""
+    ref = large(open_store(str(tmp_path)), 10, {"model": bytes(320 * MIB)})
+    arguments = [sys.executable, "-c", _MEASURE, str(tmp_path), ref.path, ref.manifest_sha256, what]
+    grown_mib = int(subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=120).stdout)
+    assert grown_mib <= most_mib
+
+
+def test_inference_reads_no_optimizer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs, read = chain(store, 10, 20), list[str]()
+    store.put(f"{RUN}/{refs[1].path}/optimizer/shard-0.bin", b"moments" * 50 + b"21")  # altered, of the same size
+    get = Store.get
+    monkeypatch.setattr(Store, "get", lambda self, path: read.append(path) or get(self, path))
+    assert newest_good(store, RUN, refs, weights_only=True) == (refs[1], [])
+    assert not [path for path in read if "optimizer" in path] and len(read) == 3
+    assert newest_good(store, RUN, refs)[0] == refs[0]
+    read.clear()
+    assert newest_good(store, RUN, refs, checksums=False) == (refs[1], []) and len(read) == 1

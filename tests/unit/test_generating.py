@@ -86,7 +86,7 @@ def served(monkeypatch: pytest.MonkeyPatch, logits: npt.NDArray[np.float64], dty
         return {"output": np.stack([logits] * feed.rows)}
 
     engine = SimpleNamespace(load=lambda reader: None, predict_step=predict_step)
-    monkeypatch.setattr(generating, "reader_of", lambda job, step: None)
+    monkeypatch.setattr(generating, "with_checkpoint", lambda job, step, load: load(None))
     monkeypatch.setattr(generating, "lone_engine", lambda spec, plan: engine)
     return tw.Job(name="n", model=lambda: torch.nn.Embedding(VOCABULARY, VOCABULARY), optimizer=torch.optim.SGD,
                   loss=max, inputs="x", batch_size=4,

@@ -13,7 +13,8 @@ from trainwright.core.data import Cursor
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.events import Noted
 from trainwright.driver import messages as m
-from trainwright.journal import Journal, read_events
+from trainwright.eventfiles import read_events
+from trainwright.journal import Journal
 from trainwright.ledger import RunLedger
 from trainwright.log import RunLog
 from trainwright.store import open_store

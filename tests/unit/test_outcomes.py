@@ -12,7 +12,7 @@ from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.events import Evaluated, RunStarted
 from trainwright.distilling.outcomes import Outcome, mark_stopped, outcome_of
 from trainwright.distilling.tuning import _Comparing
-from trainwright.journal import append
+from trainwright.eventfiles import append
 from trainwright.log import Outcome as End
 from trainwright.log import Owner, RunLog
 from trainwright.store import Store, open_store

@@ -197,6 +197,8 @@ class _Files:
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
 
+    weights_only = False
+
     def names(self) -> tuple[str, ...]:
         return tuple(self.files)
 

@@ -16,7 +16,8 @@ from trainwright.core.errors import DataError, JobError, UserCodeError
 from trainwright.core.events import Failed
 from trainwright.core.secrets import HIDDEN, is_secret, json_without_secrets, without_secrets
 from trainwright.describe import changes, describe
-from trainwright.journal import Journal, read_events
+from trainwright.eventfiles import read_events
+from trainwright.journal import Journal
 from trainwright.store import open_store
 
 CANARY = 'canary/"of\\mine"+='

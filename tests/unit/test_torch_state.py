@@ -22,6 +22,7 @@ from tests.unit.torch_jobs import Chosen, Files, Net, Weighing, batch_normed, do
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch import batches, state
+from trainwright.strategies.torch import files as files_module
 from trainwright.strategies.torch.files import load_weights
 from trainwright.strategies.torch.packing import packed
 from trainwright.strategies.torch.profile import profile_model, take_weights
@@ -277,3 +278,22 @@ class Hostile:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
+
+
+def test_a_large_state_is_written_to_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = one_device()
+    engine.train_step(feed())
+    whole = saved(engine)
+    monkeypatch.setattr(files_module, "_FILE_BYTES", 200)
+    several = saved(engine)
+    assert {"model.safetensors", "model-2.safetensors", "optimizer.safetensors", "optimizer-2.safetensors"} < set(
+        several.files
+    )
+    fresh = one_device()
+    assert fresh.load(several).step == 1
+    again = saved(fresh)
+    monkeypatch.setattr(files_module, "_FILE_BYTES", 1 << 30)
+    assert saved(fresh).files == whole.files and again.files == several.files
+    del several.files["optimizer-2.safetensors"]
+    with pytest.raises(CheckpointError, match=r"no optimizer-2\.safetensors"):
+        one_device().load(several)

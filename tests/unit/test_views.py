@@ -5,7 +5,12 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
+import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,7 +24,8 @@ from trainwright.journal import Journal
 from trainwright.liveness import owner_alive
 from trainwright.log import RunLog
 from trainwright.owner import Owner, heartbeat_path
-from trainwright.store import open_store
+from trainwright.store import Store, open_store
+from trainwright.summary import Compactor
 
 _NUMBERS = itertools.count()
 Where = Callable[[], str]
@@ -157,6 +163,70 @@ def test_show_says_what_a_run_waits_for() -> None:
     uri = storage()
     record(uri, [started(), events.Waiting(time_s=101, what="2 GPU", deadline_s=300)])
     assert views.show(uri, "demo").data["waiting"] == "waiting for 2 GPU, at most 3 min 19 s"
+
+
+def _elsewhere(uri: str, count: int) -> None:
+    """Runs whose drivers are on another machine; every second one lives."""
+    for number in range(count):
+        record(uri, [started(time_s=number)], name=f"run-{number}", owner=ELSEWHERE)
+        open_store(uri).put(heartbeat_path(f"run-{number}", 1), b"0")
+
+
+def test_all_drivers_are_watched_at_the_same_time() -> None:
+    uri, waits = storage(), list[float]()
+    _elsewhere(uri, 40)
+
+    def beat(seconds: float) -> None:
+        waits.append(seconds)
+        for number in range(0, 40, 2):
+            open_store(uri).put(heartbeat_path(f"run-{number}", 1), b"%d" % len(waits))
+
+    view = views.runs(uri, wait=beat)
+    assert {row["name"] for row in view.data if row["state"] == "running"} == {f"run-{n}" for n in range(0, 40, 2)}
+    assert {row["state"] for row in view.data} == {"running", "interrupted"} and sum(waits) <= 4
+
+
+def test_a_heartbeat_of_long_ago_is_not_waited_for(tmp_path: Path) -> None:
+    _elsewhere(str(tmp_path), 3)
+    head = RunLog(open_store(str(tmp_path)), "run-0").head()
+    for number in range(3):
+        os.utime(tmp_path / heartbeat_path(f"run-{number}", 1), (0, time.time() - 4000))
+
+    def wait(seconds: float) -> None:
+        pytest.fail("waited for a driver that has been silent for more than an hour")
+
+    assert not owner_alive(open_store(str(tmp_path)), "run-0", head, wait=wait)
+
+
+def test_a_list_of_runs_takes_few_requests_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, requests, read_bytes = open_store(str(tmp_path)), Counter[str](), [0]
+    for number in range(5):
+        name = f"run-{number}"
+        log = RunLog(store, name)
+        token = log.acquire(ALIVE, {"name": name}).token
+        with Journal(store, name, flush_s=3600, compact=Compactor(store, name).compact) as journal:
+            journal.open(token)
+            journal.write(started(total=10**6))
+            for first in range(1, 10_000, 1000):
+                journal.write(stepped(range(first, first + 1000), time_s=first))
+                journal.flush()
+        log.release(token, "done")
+
+    def counted(name: str) -> None:
+        before: Callable[..., Any] = getattr(Store, name)
+
+        def count(self: Store, *arguments: Any) -> Any:
+            requests[name] += 1
+            found = before(self, *arguments)
+            read_bytes[0] += len(found) if isinstance(found, bytes) else 0
+            return found
+
+        monkeypatch.setattr(Store, name, count)
+
+    for name in ("get", "size", "list", "folders", "modified_s"):
+        counted(name)
+    assert [(row["step"], row["state"]) for row in views.runs(str(tmp_path)).data] == [(10_000, "done")] * 5
+    assert requests.total() <= 5 * 6 + 1 and read_bytes[0] < 5 * 5_000, (requests, read_bytes)
 
 
 def test_an_unknown_run_is_refused_with_the_nearest_name() -> None:

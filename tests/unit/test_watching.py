@@ -18,6 +18,7 @@ from tests.unit.test_views import printed, record, storage
 from trainwright import views
 from trainwright.core import events
 from trainwright.history import History
+from trainwright.steptable import MOST_ROWS
 from trainwright.watching import readings
 from trainwright.watching.catalogue import LABELS, METRICS, Metric
 from trainwright.watching.dashboard import dashboard_text, facts
@@ -119,22 +120,21 @@ def test_nothing_is_told_before_the_run_has_begun() -> None:
     assert told([events.Noted(time_s=1, text="early")]).values == {}
 
 
-def test_a_long_run_keeps_few_steps_and_its_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readings, "_KEPT", 50)
-    run: list[events.Event] = [started(total=1000), events.Formed(time_s=104, workers=2, seconds=4)]
-    run += [stepped(range(first, first + 10), time_s=105 + first / 10) for first in range(1, 991, 10)]
+def test_a_long_run_keeps_few_steps_and_its_goodput() -> None:
+    run: list[events.Event] = [started(total=20_000), events.Formed(time_s=104, workers=2, seconds=4)]
+    run += [stepped(range(first, first + 10), time_s=105 + first / 10) for first in range(1, 19_991, 10)]
     run += [
-        events.Failed(time_s=206, rank=0, cause="killed"),
-        events.Formed(time_s=208, workers=2, step=980, seconds=2, source="replica"),
-        stepped(range(981, 1001), time_s=211),
-        events.RunEnded(time_s=212, outcome="done", step=1000),
+        events.Failed(time_s=2206, rank=0, cause="killed"),
+        events.Formed(time_s=2208, workers=2, step=19_980, seconds=2, source="replica"),
+        stepped(range(19_981, 20_001), time_s=2211),
+        events.RunEnded(time_s=2212, outcome="done", step=20_000),
     ]
     reader = readings.Readings()
     last: dict[str, float] = {}
     for event in run:
         last |= {reading.name: reading.value for reading in reader.take(event)}
-    assert last["goodput"] == pytest.approx(History.fold(run).totals.goodput)
-    assert len(reader._folding.steps) <= 100
+    assert last["goodput"] == pytest.approx(20_000 * 0.08 / 2112)
+    assert len(reader._folding.steps) <= MOST_ROWS
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ class Files:
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
         self.files[name] = b"".join(pieces)
 
+    weights_only = False
+
     def names(self) -> tuple[str, ...]:
         return tuple(self.files)
 

@@ -1,0 +1,159 @@
+"""What readers of storage take: the history of a long run, a list of many runs, a checkpoint that is verified."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from figures import Figure
+
+from trainwright import views
+from trainwright.checkpoints import CheckpointWriter, verify, write_manifest
+from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
+from trainwright.core.data import Cursor
+from trainwright.core.events import Evaluated, Event, Formed, RunEnded, RunStarted, Steps
+from trainwright.eventfiles import batch_path, read_events
+from trainwright.folding import Folding
+from trainwright.log import RunLog
+from trainwright.owner import Owner
+from trainwright.store import Store, open_store
+from trainwright.summary import Compactor, read_folding
+
+NOTE = (
+    "A folder on the local disk, each measurement in a process of its own, memory as growth of its peak (ru_maxrss) "
+    "over that after the imports; medians of 3. `history` is what a resume, `show` and a report read of a run of 10^6 "
+    "steps in batches of 500, compacted each 100 batches; the peer folds all of its events, as was done before there "
+    "were summaries. `runs` lists 1,000 runs of 5,000 steps that are done; the peer folds all events of each, one "
+    "after the other. `verify` is of one file of 1 GiB; the peer reads the file whole and hashes it."
+)
+BATCH = 500
+
+
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
+    """Compare with reading everything."""
+    steps, count, size_bytes = (5_000, 5, 1 << 20) if smoke else (1_000_000, 1_000, 1 << 30)
+    store = open_store(str(folder / "runs"))
+    _run(store, "long", steps, every=100)
+    for number in range(count):
+        _run(open_store(str(folder / "many")), f"run-{number:04d}", 5_000, every=5)
+    ref = _checkpoint(store, size_bytes)
+    pairs = 1 if smoke else 3
+    found = []
+    for what, place, where in (
+        ("history", "runs", "long"), ("runs", "many", ""), ("verify", "runs", f"{ref.path}:{ref.manifest_sha256}"),
+    ):  # fmt: skip
+        taken = {
+            way: [_alone(f"{what}_{way}", str(folder / place), where) for _ in range(pairs)] for way in ("ours", "peer")
+        }
+        for unit, column in (("s", 0), ("MiB", 1)):
+            ours, peer = (median(row[column] for row in taken[way]) for way in ("ours", "peer"))
+            name = f"{what}, {'time' if unit == 's' else 'memory'}"
+            found.append(
+                Figure(benchmark="storage", what=name, unit=unit, ours=ours, peer=peer, pairs=pairs, count=True)
+            )
+    return found
+
+
+def history_ours(uri: str, run: str) -> None:
+    """From the summary."""
+    read_folding(open_store(uri), run)
+
+
+def history_peer(uri: str, run: str) -> None:
+    """From all events."""
+    folding = Folding()
+    for event in read_events(open_store(uri), run):
+        folding.add(event)
+
+
+def runs_ours(uri: str, _: str) -> None:
+    """As `trainwright runs`."""
+    views.runs(uri)
+
+
+def runs_peer(uri: str, _: str) -> None:
+    """All events of all runs."""
+    for run in open_store(uri).folders():
+        RunLog(open_store(uri), run).head()
+        history_peer(uri, run)
+
+
+def verify_ours(uri: str, ref: str) -> None:
+    """In portions."""
+    path, digest = ref.split(":")
+    verify(open_store(uri), "long", CheckpointRef(step=1, path=path, manifest_sha256=digest), checksums=True)
+
+
+def verify_peer(uri: str, ref: str) -> None:
+    """The file whole."""
+    hashlib.sha256(open_store(uri).get(f"long/{ref.split(':')[0]}/model")).hexdigest()
+
+
+def _alone(way: str, uri: str, where: str) -> tuple[float, float]:
+    """Seconds and MiB of one way in a process of its own."""
+    script = (
+        "import resource, sys, time; sys.path.insert(0, sys.argv[1]); import storage\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "before, begun = peak(), time.perf_counter()\n"
+        "getattr(storage, sys.argv[2])(sys.argv[3], sys.argv[4])\n"
+        "print(time.perf_counter() - begun, peak() - before)"
+    )
+    command = [sys.executable, "-c", script, str(Path(__file__).parent), way, uri, where]
+    seconds, mib = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(seconds), float(mib)
+
+
+def _run(store: Store, name: str, steps: int, *, every: int) -> None:
+    """A run that is done, as its driver would have written it, compacted each so many batches and at the end."""
+    log = RunLog(store, name)
+    token = log.acquire(Owner.here(), {"name": name}).token
+    compactor = Compactor(store, name, clock=_Minutes())
+    begun = [RunStarted(time_s=1, run=name, token=token, total_steps=steps, steps_per_epoch=100), Formed(time_s=2)]
+    _put(store, batch_path(name, token, 0), begun)
+    for number, first in enumerate(range(1, steps, BATCH), 1):
+        told: list[Event] = [_steps(first), Evaluated(time_s=first, step=first + BATCH - 1, metrics={"accuracy": 0.5})]
+        if first + BATCH > steps:
+            told.append(RunEnded(time_s=first, outcome="done", step=steps))
+        _put(store, batch_path(name, token, number), told)
+        if number % every == 0 or first + BATCH > steps:
+            compactor.compact()
+    log.release(token, "done")
+
+
+class _Minutes:
+    """A clock on which a minute passes from one look to the next."""
+
+    def __init__(self) -> None:
+        self._seconds = time.monotonic()
+
+    def __call__(self) -> float:
+        self._seconds += 61
+        return self._seconds
+
+
+def _steps(first: int) -> Steps:
+    steps = list(range(first, first + BATCH))
+
+    def vary(scale: float) -> list[float]:
+        return [scale * (1 + (step * 7919 % 1000) / 999) for step in steps]
+
+    return Steps(
+        time_s=first, generation=1, step=steps, loss=vary(0.7), learning_rate=[1e-3] * BATCH, gradient_norm=vary(1.1),
+        samples=[256] * BATCH, step_s=vary(0.01), wait_s=vary(0.001),
+    )  # fmt: skip
+
+
+def _put(store: Store, path: str, happened: list[RunStarted | Formed] | list[Event]) -> None:
+    store.put(path, "".join(f"{event.to_json()}\n" for event in happened).encode(), sync=False)
+
+
+def _checkpoint(store: Store, size_bytes: int) -> CheckpointRef:
+    path = checkpoint_path(1, 1)
+    writer = CheckpointWriter(store, "long", path)
+    writer.write("model", bytes(size_bytes))
+    digest = write_manifest(store, "long", path, Manifest(step=1, cursor=Cursor(), files=writer.entries))
+    return CheckpointRef(step=1, path=path, manifest_sha256=digest)

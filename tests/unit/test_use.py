@@ -1,0 +1,96 @@
+"""What a run is used for reads the weights alone, each file once, and passes over a damaged checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import trainwright as tw
+from tests.unit.torch_jobs import Net, one_device, saved
+from trainwright import use
+from trainwright.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
+from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
+from trainwright.core.data import Cursor
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.log import RunLog
+from trainwright.owner import Owner
+from trainwright.store import Store, open_store
+
+
+def job(folder: Path) -> tw.Job:
+    data = tw.datasets.table({"x": np.zeros((4, 4)), "y": np.zeros(4)})
+    return tw.Job(name="n", model=Net, optimizer=list, loss=max, inputs="x", targets="y", batch_size=4,
+                  train=data, storage=str(folder))  # fmt: skip
+
+
+def committed(store: Store, *steps: int) -> list[dict[str, torch.Tensor]]:
+    """A run with a checkpoint at each of these steps, of different weights."""
+    log, weights, parent = RunLog(store, "n"), list[dict[str, torch.Tensor]](), ""
+    token = log.acquire(Owner.here(), {}).token
+    for step in steps:
+        engine, path = one_device(), checkpoint_path(step, token)
+        with torch.no_grad():
+            for value in engine._replica.model.parameters():
+                value.fill_(step)
+        engine._replica.step = step
+        writer = CheckpointWriter(store, "n", path)
+        for name, data in saved(engine).files.items():
+            writer.write(name, data)
+        digest = write_manifest(store, "n", path, Manifest(step=step, cursor=Cursor(), files=writer.entries))
+        log.commit(token, CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=parent), keep=9)
+        weights.append({name: value.clone() for name, value in engine._replica.model.state_dict().items()})
+        parent = path
+    return weights
+
+
+def spoil(folder: Path, step: int, name: str) -> None:
+    (place,) = (folder / "n" / "checkpoints").glob(f"{step:08d}-*/{name}")
+    data = bytearray(place.read_bytes())
+    data[-1] ^= 1
+    place.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_passed_over_as_it_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed(open_store(str(tmp_path)), 10, 20, 30)
+    spoil(tmp_path, 30, "model.safetensors")
+    model = use.load_model(job(tmp_path))
+    assert {float(value.detach().flatten()[0]) for value in model.parameters()} == {20.0}
+    told = capsys.readouterr().err
+    assert "the checkpoint of step 30 is passed over: model.safetensors is altered" in told
+    with pytest.raises(CheckpointError, match="no whole checkpoint at step 30"):
+        use.load_model(job(tmp_path), 30)
+    assert use.find_checkpoint(job(tmp_path))[1].step == 20
+
+
+def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed(open_store(str(tmp_path)), 10)
+    spoil(tmp_path, 10, "optimizer.safetensors")
+    read, get = list[str](), Store.get
+    monkeypatch.setattr(Store, "get", lambda self, path: read.append(path.rpartition("/")[2]) or get(self, path))
+    use.load_model(job(tmp_path))
+    assert read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
+
+    engine = one_device()
+    read.clear()
+    tag = use.with_checkpoint(job(tmp_path), None, engine.load)
+    assert tag.step == 10 and read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
+    assert all(float(value.detach().flatten()[0]) == 10.0 for value in engine._replica.model.parameters())
+
+
+def test_training_reads_the_optimizer_too_and_tells_its_damage(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    committed(store, 10)
+    ref = RunLog(store, "n").head().checkpoints[0]  # type: ignore[union-attr]
+    manifest = use.read_manifest(store, "n", ref)
+    engine = one_device()
+    engine.load(CheckpointReader(store, "n", ref, manifest))
+    spoil(tmp_path, 10, "optimizer.safetensors")
+    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors is altered"):
+        engine.load(CheckpointReader(store, "n", ref, manifest))
