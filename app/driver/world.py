@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from trainwright import words
 from trainwright.actors import KEEPER, WORKER, Berth
 from trainwright.adoption import BEAT_S, Beats, Found, keeper_name, lasting, room_name, run_name, take_over
 from trainwright.causes import cause_of
@@ -32,6 +33,7 @@ from trainwright.workorder import WorkOrder
 NEWS_EVERY_S = 0.2
 WATCH_S = 5.0
 REMOVE_S = 10.0
+OVERDUE_S = 120.0  # of a write that is not answered, before the user hears of it
 SILENT_S = 30.0  # without an answer to a beat: a process that does not run
 
 
@@ -94,8 +96,26 @@ class World:
                 return item
             item()
 
-    def _then(self, ref: Any, action: Callable[[Future[Any]], None]) -> None:
-        ref.future().add_done_callback(lambda done: self._queue.put(lambda: self._settle(done, action)))
+    def _then(self, ref: Any, action: Callable[[Future[Any]], None]) -> Future[Any]:
+        answer: Future[Any] = ref.future()
+        answer.add_done_callback(lambda done: self._queue.put(lambda: self._settle(done, action)))
+        return answer
+
+    def _watch_write(self, what: str, answer: Future[Any], waited_s: float = 0.0) -> None:
+        """Tell of a write that hangs, ever less often: a network folder may never answer, and gives no error."""
+        after_s = max(OVERDUE_S, waited_s)
+
+        def look() -> None:
+            if answer.done():
+                return
+            text = (
+                f"{what} for {words.duration(waited_s + after_s)} by now: the store at {self._work.storage} does not "
+                "answer. Training goes on; no newer checkpoint is written before it does"
+            )
+            self.carry_out(m.Emit(event=events.Noted(text=text)))
+            self._watch_write(what, answer, waited_s + after_s)
+
+        self._queue.later(after_s, look)
 
     def _settle(self, done: Future[Any], action: Callable[[Future[Any]], None]) -> None:
         """Act on an answer, unless it says that another driver has the process."""
@@ -127,7 +147,8 @@ class World:
             case m.Call():
                 self._call(effect)
             case m.Commit():
-                self._in_storage(lambda: self._commit(effect))
+                committed = self._in_storage(lambda: self._commit(effect))
+                self._watch_write(f"the driver commits the checkpoint of step {effect.step}", committed)
             case m.Release():
                 self._in_storage(lambda: self._release(effect))
             case m.Seal():
@@ -248,7 +269,10 @@ class World:
                 self._guard(effect.worker)
             aside = {"upload": actor.upload, "keep": actor.keep}
             ref = aside.get(effect.verb, actor.call).remote(effect.verb, effect.argument, self._lease.token)
-        self._then(ref, lambda done: self._answered(effect, done))
+        answer = self._then(ref, lambda done: self._answered(effect, done))
+        if effect.verb == "upload":
+            node, _ = self._nodes[effect.worker]
+            self._watch_write(f"worker {effect.worker} on {node} writes {effect.argument}", answer)
 
     def _answered(self, call: m.Call, done: Future[Any]) -> None:
         if done.exception() is not None:
@@ -314,7 +338,7 @@ class World:
 
     # --- storage ------------------------------------------------------------------------------------------
 
-    def _in_storage(self, action: Callable[[], m.Happening]) -> None:
+    def _in_storage(self, action: Callable[[], m.Happening]) -> Future[None]:
         def run() -> None:
             try:
                 self.put(action())
@@ -324,7 +348,7 @@ class World:
                 told = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
                 self.put(m.Lost(error=told))
 
-        self._storage.submit(run)
+        return self._storage.submit(run)
 
     def _acquire(self) -> m.Happening:
         """Take the log, then what lives of the driver before; where there was none, it is of a run that was deleted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import pytest
 from safetensors.numpy import load
 
 import trainwright as tw
-from tests import jobs
+from tests import jobs, processes
 from tests.processes import ROOT
 from tests.runs import State, final_state, told
+from trainwright.checkpoints import CheckpointWriter
 from trainwright.core import events
 from trainwright.core.errors import DataError, JobError, RunConflict, StorageError, UserCodeError
 
@@ -192,3 +194,41 @@ def _tensors(folder: Path) -> list[Any]:
     return [
         value for name, payload in files.items() if name.endswith(".safetensors") for value in load(payload).values()
     ]
+
+
+def hung_until(go: Path) -> Callable[[Any, dict[str, Any]], Any]:
+    """A step from whose process no file of a checkpoint is stored before there is a file `go`."""
+    made = jobs.make_step(())
+
+    def step(model: Any, batch: dict[str, Any]) -> Any:
+        put = CheckpointWriter._put
+        if put.__name__ != "late":
+
+            def late(self: CheckpointWriter, name: str, pieces: Any) -> None:
+                processes.wait_for(go.exists)
+                put(self, name, pieces)
+
+            CheckpointWriter._put = late  # type: ignore[method-assign]
+        return made(model, batch)
+
+    return step
+
+
+def test_a_write_that_hangs_is_told_while_training_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
+) -> None:
+    """A folder mounted hard never gives an error."""
+    monkeypatch.setattr("trainwright.driver.world.OVERDUE_S", 0.5)
+    go = tmp_path / "go"
+    run = tw.start(jobs.job(folder, step=hung_until(go)))
+
+    def said() -> list[str]:
+        run._session.flush()
+        noted: Any = told(folder, "faulty", events.Noted)
+        return [event.text for event in noted if "does not answer" in event.text]
+
+    processes.wait_for(lambda: bool(said()))
+    go.touch()
+    assert run.wait(100) and final_state(folder, "faulty") == unbroken(2)
+    text = said()[0]
+    assert re.match(r"worker 0 on \S+ writes checkpoints/00000005-1 for 500 ms by now: the store at", text), text
