@@ -14,7 +14,7 @@ from trainwright.core.plan import Plan, Rejected
 from trainwright.core.profile import ModelProfile
 from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
 from trainwright.datasets.sources import Index
-from trainwright.describe import changes, describe
+from trainwright.describe import changes, comparable, describe
 from trainwright.discover import discover
 from trainwright.feeding import without_data
 from trainwright.growing import expansions, told
@@ -33,6 +33,11 @@ _IN_ORDER = (
     "exactly once as long as it gives the same rows in the same order each time it is iterated"
 )
 
+_NOT_COMPARED = (
+    "whether the code of model, loss, step and transforms changed since the run was started is not known: "
+    "another version of trainwright or of Python recorded it; from now on it is compared again"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -46,6 +51,7 @@ class Prepared:
         description: the job in words.
         measured: name of the plan that was the quickest when plans were measured; empty where none were.
         begun: a checkpoint is there to go on from.
+        notes: about the run's past, for people.
     """
 
     job: Job
@@ -56,6 +62,7 @@ class Prepared:
     description: dict[str, str]
     measured: str = ""
     begun: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def total_steps(self) -> int:
@@ -87,7 +94,8 @@ def prepare(job: Job, *, resume: bool = False, fresh: bool = False) -> Prepared:
         head = RunLog(store, job.name).head()
         if head is not None:
             _check_past(prepared, head, resume)
-            return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints))
+            notes = () if comparable(head.job) else (_NOT_COMPARED,)
+            return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints), notes=notes)
     return prepared
 
 
@@ -135,7 +143,7 @@ def _plan_on(prepared: Prepared, profile: ModelProfile, cluster: Cluster) -> Dec
     room, kept = without_data(cluster, prepared.job)
     decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
-    notes = [*told(cluster, prepared.job), *decision.chosen.notes, *kept]
+    notes = [*prepared.notes, *told(cluster, prepared.job), *decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:
