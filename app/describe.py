@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import inspect
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
-from types import CodeType
 from typing import Any
 
 from trainwright.core.job import Job
 from trainwright.core.secrets import without_secrets
 from trainwright.datasets.sources import Index
+from trainwright.fingerprint import SCHEME, Fingerprints, decode_table, encode_table
 
 # Fields that say where or how fast a job runs, and never what it computes.
 _FREE = frozenset(
@@ -22,11 +19,18 @@ _FREE = frozenset(
         "accelerator",        "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
         "replace_stragglers", "devices", "tf_config",
-        "tpu", "trackers",
+        "tpu", "trackers", "code",
     }
 )  # fmt: skip
 _DATA = ", data "  # what follows says what a data set holds, whatever it is called and wherever it lies
 _PLACE = re.compile(r" at 0x[0-9a-f]+")  # where an object without a repr of its own lies in memory
+_DIGESTS = re.compile(r" \[[0-9a-f]{8}\]|(?:, |\b)functions [0-9a-f]{8}\b")
+_DIGEST = re.compile(r"[0-9a-f]{8}")
+_HELPER = re.compile(r"\w+\(\) in ")  # a function that is no method
+_LISTED = 6  # definitions of one field that are told
+
+CODE = "code"
+"""Field of a description that lists the definitions which each field reaches, for `changes`; not for people."""
 
 
 def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
@@ -36,36 +40,76 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
         train: index of the training set.
         evaluate: index of the evaluation set.
     """
-    words = {name: _text(getattr(job, name)) for name in type(job).model_fields}
+    codes = _Codes()
+    words = {name: codes.text(name, getattr(job, name)) for name in type(job).model_fields if name != "trackers"}
     words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
     for name, index in (("train", train), ("evaluate", evaluate)):
         dataset = getattr(job, name)
         if dataset is not None:
-            words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{_contents(dataset.functions, index)}"
+            words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
+    words[CODE] = codes.table()
     return {name: without_secrets(text) for name, text in words.items()}
 
 
-def _rows(index: Index | None) -> str:
-    return f"{index.rows:,} rows in {len(index.groups):,} row groups" if index else "not looked at"
+def for_people(description: Mapping[str, Any]) -> dict[str, Any]:
+    """A description without what only `changes` reads."""
+    return {name: value for name, value in description.items() if name != CODE}
 
 
-def _contents(functions: Iterable[Any], index: Index | None) -> str:
-    codes = [_fingerprint(function) for function in functions]
-    return (index.hash[:8] if index else "") + (f", functions {_digest(codes)[:8]}" if codes else "")
+def narrowed(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Some fields of a description, with the definitions that these reach."""
+    kept = {name: description[name] for name in names}
+    scheme, fields = decode_table(description[CODE])
+    return {**kept, CODE: encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept})}
+
+
+def comparable(old: Mapping[str, str]) -> bool:
+    """Whether the code of an older description can be compared with that of one made now."""
+    return decode_table(old.get(CODE, ""))[0] == SCHEME
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Lines that say which fields that matter to the result differ.
 
     A data set is the same wherever it lies; more epochs are another result only where a schedule looks at the end. What
-    has become a secret since the old one was written is none in the new one, and no difference.
+    has become a secret since the old one was written is none in the new one, and no difference. Where the old one was
+    written by another version of Python or an older one of trainwright, code is not compared; see `comparable`.
     """
     old = {name: without_secrets(words) for name, words in old.items()}
+    before, now = (decode_table(each.get(CODE, "")) for each in (old, new))
+    if CODE in new and before[0] != now[0]:
+        old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
     free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
     names = [
         name for name in new if name not in free and _essence(name, old.get(name, "")) != _essence(name, new[name])
     ]
-    return [f"{name}: {old.get(name, 'absent')} -> {new[name]}" for name in names]
+    lines: list[str] = []
+    for name in names:
+        was, words = (_DIGESTS.sub("", each) for each in (old.get(name, "absent"), new[name]))
+        if _essence(name, was) != _essence(name, words):
+            lines.append(f"{name}: {was} -> {words}")
+        else:
+            lines += _changed(name, before[1].get(name, {}), now[1].get(name, {}))
+    return lines
+
+
+def _changed(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Lines that name the definitions which a field reaches and which differ."""
+    root = next(iter(new), "")
+    found = [
+        f"{label} {_compared(old[label], new[label])}" for label in new if old.get(label, new[label]) != new[label]
+    ]
+    # What is reached only now, or no longer, follows from a change elsewhere.
+    found = found or [f"{label} is used now, and was not" for label in new if label not in old]
+    found = found or [f"{label} was used, and is no longer" for label in old if label not in new]
+    found = found or ["it uses the same functions in another order"]
+    found = [f"helper {words}" if _HELPER.match(words) and not words.startswith(root) else words for words in found]
+    more = len(found) - _LISTED
+    return [f"{name}: {words}" for words in found[:_LISTED]] + ([f"{name}: {more} more changes"] if more > 0 else [])
+
+
+def _compared(old: str, new: str) -> str:
+    return "changed" if _DIGEST.fullmatch(old) or _DIGEST.fullmatch(new) else f"changed from {old} to {new}"
 
 
 def essence(description: Mapping[str, str]) -> dict[str, str]:
@@ -77,66 +121,40 @@ def _essence(name: str, words: str) -> str:
     return words.rpartition(_DATA)[2] if name in ("train", "evaluate") else words
 
 
-def _text(value: Any, above: tuple[int, ...] = ()) -> str:
-    if id(value) in above:
-        return "..."  # a function that closes over itself
-    above = (*above, id(value))
-    if isinstance(value, Mapping):
-        return ", ".join(f"{_text(key, above)}={_text(item, above)}" for key, item in sorted(value.items(), key=str))
-    if isinstance(value, tuple | list):
-        return f"({', '.join(_text(item, above) for item in value)})" if value else "()"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(_text(item, above) for item in value))}}}"
-    if callable(value) and not inspect.isclass(value):
-        name = getattr(value, "__qualname__", type(value).__qualname__)
-        return f"{str(name).replace('<locals>.', '')} [{_fingerprint(value, above)[:8]}]"
-    return _PLACE.sub("", str(value))
+def _rows(index: Index | None) -> str:
+    return f"{index.rows:,} rows in {len(index.groups):,} row groups" if index else "not looked at"
 
 
-def _fingerprint(function: Any, above: tuple[int, ...] = ()) -> str:
-    """Changes with the code, its defaults and what it closes over, not with comments or position."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        facts = [_text(getattr(function, "__dict__", {}), above)]
-        facts += [_text(getattr(function, part, ""), above) for part in ("func", "args", "keywords")]  # of a partial
-        facts += _methods(getattr(function, "func", None))
-    else:
-        cells = [_text(value, above) for value in _closed_over(function)]
-        facts = [_source(function) or _code(code), _text(function.__defaults__, above), *cells]
-    return _digest(facts)
+class _Codes:
+    """Texts of a job's fields, and the definitions that they reach."""
 
+    def __init__(self) -> None:
+        self._prints = Fingerprints()
+        self._fields: dict[str, dict[str, str]] = {}
 
-def _methods(kind: Any) -> list[str]:
-    """The code of a class in the place of a function."""
-    if not inspect.isclass(kind):
-        return []
-    own = {name: value for each in kind.__mro__ for name, value in vars(each).items() if inspect.isfunction(value)}
-    return [_source(method) or _code(method.__code__) for _, method in sorted(own.items())]
+    def table(self) -> str:
+        """Of all fields so far; see `encode_table`."""
+        return encode_table(SCHEME, self._fields)
 
+    def contents(self, name: str, functions: Iterable[Any], index: Index | None) -> str:
+        """What a data set holds: digests of its rows and of the functions that they go through."""
+        given = tuple(functions)
+        code = self._digest(name, given) if given else ""
+        return (index.hash[:8] if index else "") + (f", functions {code}" if code else "")
 
-def _digest(facts: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+    def text(self, name: str, value: Any) -> str:
+        """A field's value; functions by name and digest."""
+        if isinstance(value, Mapping):
+            items = sorted(value.items(), key=str)
+            return ", ".join(f"{self.text(name, key)}={self.text(name, item)}" for key, item in items)
+        if isinstance(value, tuple | list):
+            return f"({', '.join(self.text(name, item) for item in value)})" if value else "()"
+        if isinstance(value, set | frozenset):
+            return f"{{{', '.join(sorted(self.text(name, item) for item in value))}}}"
+        if callable(value):
+            called = value if inspect.isclass(value) else getattr(value, "__qualname__", type(value).__qualname__)
+            return f"{str(called).replace('<locals>.', '')} [{self._digest(name, value)}]"
+        return _PLACE.sub("", str(value))
 
-
-def _closed_over(function: Any) -> list[Any]:
-    values = []
-    for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            values.append(None)
-    return values
-
-
-def _source(function: Any) -> str:
-    """The function's syntax tree as text; empty where there is no source or it is a part of a line (a lambda)."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError, TypeError):
-        return ""
-    return ast.dump(tree) if isinstance(tree.body[0], ast.FunctionDef) else ""
-
-
-def _code(code: CodeType) -> str:
-    constants = [_code(item) if isinstance(item, CodeType) else _text(item) for item in code.co_consts]
-    return "\0".join([code.co_code.hex(), *code.co_names, *constants])
+    def _digest(self, name: str, value: Any) -> str:
+        return self._prints.digest(value, self._fields.setdefault(name, {}))[:8]

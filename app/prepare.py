@@ -15,7 +15,7 @@ from trainwright.core.profile import ModelProfile
 from trainwright.datasets.file_metadata import Indexing, indexing
 from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
 from trainwright.datasets.sources import Index
-from trainwright.describe import changes, describe
+from trainwright.describe import changes, comparable, describe
 from trainwright.discover import discover
 from trainwright.feeding import without_data
 from trainwright.growing import expansions, told
@@ -34,6 +34,11 @@ _IN_ORDER = (
     "exactly once as long as it gives the same rows in the same order each time it is iterated"
 )
 
+_NOT_COMPARED = (
+    "whether the code of model, loss, step and transforms changed since the run was started is not known: "
+    "another version of trainwright or of Python recorded it; from now on it is compared again"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -48,6 +53,7 @@ class Prepared:
         measured: name of the plan that was the quickest when plans were measured; empty where none were.
         begun: a checkpoint is there to go on from.
         metadata: of the data's files, as cache files by name, which the run keeps.
+        notes: about the run's past, for people.
     """
 
     job: Job
@@ -59,6 +65,7 @@ class Prepared:
     measured: str = ""
     begun: bool = False
     metadata: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def total_steps(self) -> int:
@@ -97,7 +104,8 @@ def prepare(
         head = RunLog(store, job.name).head()
         if head is not None:
             _check_past(prepared, head, resume)
-            return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints))
+            notes = () if comparable(head.job) else (_NOT_COMPARED,)
+            return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints), notes=notes)
     return prepared
 
 
@@ -154,7 +162,7 @@ def _plan_on(prepared: Prepared, profile: ModelProfile, cluster: Cluster) -> Dec
     room, kept = without_data(cluster, prepared.job)
     decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
-    notes = [*told(cluster, prepared.job), *decision.chosen.notes, *kept]
+    notes = [*prepared.notes, *told(cluster, prepared.job), *decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:

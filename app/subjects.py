@@ -10,7 +10,7 @@ from trainwright.core.errors import JobError, nearest
 from trainwright.core.job import Job
 from trainwright.datasets.index import Index
 from trainwright.datasets.sources import Dataset
-from trainwright.describe import describe
+from trainwright.describe import describe, narrowed
 from trainwright.predictions import SAMPLE
 from trainwright.predictor import Weights
 from trainwright.use import find_checkpoint
@@ -45,8 +45,7 @@ class Subject:
 
     def facts(self, index: Index) -> dict[str, str]:
         """What says what is computed, in words."""
-        words = describe(self.job.replace(model=self.outline), train=index)
-        return {name: words[name] for name in _FACTS}
+        return narrowed(describe(self.job.replace(model=self.outline), train=index), _FACTS)
 
     def check(self, index: Index, keep: tuple[str, ...]) -> None:
         """Raise JobError for a column that is not in the data."""

@@ -38,6 +38,7 @@ from trainwright.comparison import Row, noise_text, step_parts
 from trainwright.core.errors import StorageError, nearest
 from trainwright.core.events import Event, RunStarted
 from trainwright.core.printable import printable
+from trainwright.describe import for_people
 from trainwright.distilling.verdict import Verdict
 from trainwright.eventfiles import EventReader
 from trainwright.folding import Folding, State, epoch_of
@@ -208,7 +209,7 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
         "cluster": start.cluster,
         "dashboard": start.dashboard or None,
         "versions": start.versions,
-        "job": start.job,
+        "job": for_people(start.job),
         "checkpoints": _checkpoints(store, run),
         "failures": [
             {"time_s": f.time_s, "step": f.step, "worker": f.worker, "node": f.node, "cause": f.cause}

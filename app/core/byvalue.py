@@ -27,7 +27,7 @@ _FOREIGN = tuple({f"{folder}{os.sep}" for path in _INSTALLED for folder in (path
 @contextlib.contextmanager
 def by_value() -> Iterator[None]:
     """Within it, cloudpickle sends the user's own modules by value."""
-    users = [module for module in list(sys.modules.values()) if _is_users(module)]
+    users = [module for module in list(sys.modules.values()) if is_users(module)]
     registered = {module.__name__: module for module in users}.values()  # one may be known by several names
     for module in registered:
         cloudpickle.register_pickle_by_value(module)
@@ -38,12 +38,17 @@ def by_value() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_users(module: Any) -> bool:
+def is_users(module: Any) -> bool:
     """Whether a module is neither installed nor ours: a worker could not import it."""
     file = getattr(module, "__file__", None)
     if not isinstance(module, ModuleType) or not file or module.__name__ == "__main__":
         return False
     if module.__name__.split(".")[0] in ("trainwright", "datasets", "__mp_main__"):
         return False
+    return is_users_file(file)
+
+
+def is_users_file(file: str) -> bool:
+    """Whether a source file lies in no folder of installed packages."""
     path = os.path.abspath(file)
     return not path.startswith(_FOREIGN) and not any(packages in path for packages in _PACKAGES)

@@ -13,6 +13,7 @@ from trainwright import words
 from trainwright.comparison import noise_text, step_parts
 from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
+from trainwright.describe import for_people
 from trainwright.folding import epoch_of
 from trainwright.history import History, read_history
 from trainwright.meshview import SHOWN, mesh_table
@@ -99,7 +100,7 @@ def render(history: History, facts: Facts) -> str:
         prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
         incidents=incidents(history),
         notes=[note.text for note in history.notes],
-        configuration=sorted((name, str(value)) for name, value in history.start.job.items()),
+        configuration=sorted((name, str(value)) for name, value in for_people(history.start.job).items()),
         versions=sorted(history.start.versions.items()),
         uri=facts.uri,
         made=_when(facts.now_s),

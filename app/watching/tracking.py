@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from trainwright.core.events import Checkpointed, Evaluated, Event, RunEnded, RunStarted, Steps
+from trainwright.describe import for_people
 from trainwright.planview import plan_from
 from trainwright.tensorboard import scalars_of
 from trainwright.watching.trackers import Ending, Row, Tracked, Tracker, scrub
@@ -169,7 +170,7 @@ def params_of(event: RunStarted) -> Mapping[str, str]:
     """Facts of job and plan that say something."""
     plan = plan_from(event.plan)
     facts = {"plan": plan.name, "workers": str(plan.workers)} if plan else {}
-    job = {f"job.{name}": str(value) for name, value in event.job.items() if str(value) not in _EMPTY}
+    job = {f"job.{name}": str(value) for name, value in for_people(event.job).items() if str(value) not in _EMPTY}
     return {name: scrub(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value}
 
 

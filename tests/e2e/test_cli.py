@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,3 +124,70 @@ def test_all_wrong_overrides_and_demands_are_said_at_once(
     given = [part for override in overrides.split() for part in ("--set", override)]
     ended, _, err = typed("fit", trained[0], "--set", "name=n", *given)
     assert ended == code and all(word in err for word in words), err
+
+
+HELPED = """
+import numpy as np, torch
+from torch import nn
+from torch.nn import functional
+import trainwright as tw
+import cleaning
+
+FACTOR = 1
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(functional.relu(self.first(x)))
+
+def scale(errors):
+    return errors * FACTOR
+
+job = tw.Job(
+    name="helped", model=lambda: Net(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    loss=lambda outputs, targets: scale((outputs - targets) ** 2).mean(1), inputs="x", targets="x", batch_size=4,
+    train=tw.datasets.table({{"x": np.arange(8, dtype="float32")[:, None]}}).map_batches(cleaning.clean),
+    workers=1, storage={storage!r},
+)
+"""
+CLEANING = """
+def clean(columns):
+    return normal(columns)
+
+def normal(columns):
+    return columns
+"""
+
+
+def test_a_run_whose_code_changed_is_refused_and_what_changed_is_named(
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file, module = tmp_path / "helped.py", tmp_path / "cleaning.py"
+    text = HELPED.format(storage=str(tmp_path / "runs"))
+
+    def fit(old: str = "", new: str = "", *options: str) -> tuple[int, str, str]:
+        file.write_text(text.replace(old, new))
+        module.write_text(CLEANING.replace(old, new))
+        monkeypatch.delitem(sys.modules, "cleaning", raising=False)
+        importlib.invalidate_caches()
+        return typed("fit", file, *options)
+
+    code, _, err = fit()
+    assert code == 0, err
+    for old, new, said in [
+        ("functional.relu", "functional.tanh", "model: Net.forward() in helped.py changed"),
+        ("return errors * FACTOR", "return errors * 0", "loss: helper scale() in helped.py changed"),
+        ("FACTOR = 1", "FACTOR = 100", "loss: global FACTOR in helped.py changed from 1 to 100"),
+        ("return columns", "return {'x': columns['x'] * 2}", "train: helper normal() in cleaning.py changed"),
+    ]:
+        code, _, err = fit(old, new)
+        assert code == 1 and f"started with another job:\n    {said}\n" in err and "--resume" in err, err
+    code, _, err = fit("def scale", "\n# a comment\n\ndef scale")
+    assert code == 1 and "is finished" in err and "another job" not in err
+    code, _, err = fit("FACTOR = 1", "FACTOR = 100", "--resume", "--set", "epochs=2")
+    assert code == 0, err

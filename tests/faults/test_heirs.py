@@ -86,3 +86,49 @@ def test_a_detached_driver_whose_run_is_over_gives_its_name_back(folder: Path, t
     assert ray.get(unheard._driver.end.remote()).outcome == "done" and lasting_actors()
     assert RemoteSession(prepare(job, fresh=True), job, resume=False, fresh=True).run().outcome == "done"
     assert not lasting_actors()
+
+
+CHANGED_JOB = """
+import os, time
+from tests import jobs
+
+FACTOR = 1.0
+
+def scaled(losses):
+    return losses * FACTOR
+
+def slow(step):
+    def wrapped(model, batch):
+        if next(model.parameters()).device.type != "meta" and not os.path.exists({quick!r}):
+            time.sleep({step_s})
+        return scaled(step(model, batch))
+    return wrapped
+
+job = jobs.job({storage!r}, step=slow(jobs.make_step(())), checkpoint_steps=1000, workers=2, spares=1, epochs=20)
+"""
+
+
+def test_workers_with_the_old_code_are_ended_where_the_job_changed(folder: Path, tmp_path: Path) -> None:
+    """A helper's constant is changed: none of them may train beside workers with the new one."""
+    file = tmp_path / "job.py"
+    text = CHANGED_JOB.format(quick=str(tmp_path / "quick"), step_s=STEP_S, storage=str(folder))
+    file.write_text(text)
+    with processes.trainwright("fit", file, cluster=processes.address()) as driver:
+        started = 3  # two workers and a spare
+        processes.wait_until(
+            lambda: steps_told(folder) >= 5 and len(told(folder, "faulty", events.Placed)) == started, driver
+        )
+        processes.kill(driver)
+    old: Any = told(folder, "faulty", events.Placed)
+    assert lasting_actors()
+    file.write_text(text.replace("FACTOR = 1.0", "FACTOR = 2.0"))
+    code, _, err = processes.finish("fit", file, cluster=processes.address())
+    assert code == 1 and "step: global FACTOR in job.py changed from 1.0 to 2.0" in err, err
+    (tmp_path / "quick").touch()
+    code, _, err = processes.finish("fit", file, "--resume", cluster=processes.address())
+    assert code == 0 and "took over" not in err, err
+    new: Any = told(folder, "faulty", events.Placed)[len(old) :]
+    assert len({event.pid for event in old}) == started and len({event.pid for event in new}) >= 2
+    assert not {event.pid for event in old} & {event.pid for event in new}
+    assert not any(Path(f"/proc/{event.pid}").exists() for event in old)
+    assert not lasting_actors()

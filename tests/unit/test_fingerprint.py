@@ -1,0 +1,342 @@
+"""What of the user's code and constants counts as a change of a job, and what does not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import linecache
+import os
+import random
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainwright as tw
+from trainwright.describe import CODE, changes, comparable, describe, essence
+from trainwright.fingerprint import Fingerprints
+from trainwright.jobfile import load_job
+from trainwright.travel import pack, unpack
+
+HELPERS = """
+import math
+
+LIMIT = 3
+
+def clean(columns):
+    return {name: column * LIMIT for name, column in columns.items()}
+
+def unused(x):
+    return x
+
+class Base:
+    rate = 0.5
+
+    def forward(self, x):
+        return self.act(x)
+"""
+LOCAL = """
+from deeper import constant
+
+def late(x):
+    return x + constant()
+"""
+JOB = """
+import functools, math
+import numpy as np
+import trainwright as tw
+import helpers
+from helpers import Base
+
+FACTOR = 1
+TABLE = {"a": 1, "b": 2}
+NAMES = {"x", "y", "z"}
+WEIGHTS = np.arange(4)
+
+def traced(function):
+    @functools.wraps(function)
+    def wrapped(*given):
+        return function(*given)
+    return wrapped
+
+class Net(Base):
+    '''A network.'''
+    width = 8
+
+    def act(self, x):
+        return math.sin(x)
+
+    @property
+    def size(self):
+        return self.width
+
+    @traced
+    def traced_forward(self, x):
+        return self.forward(x)
+
+def scale(x):
+    return x * FACTOR
+
+def build(width=4):
+    return Net()
+
+def step(model, batch, margin=0.1):
+    from local import late
+    kept = [name for name in NAMES if name in TABLE]
+    if batch:
+        return late(scale(batch["x"]))
+    return WEIGHTS[0] + (lambda y: y + 1)(margin)
+
+def lower(level):
+    return lambda row: row > level
+
+job = tw.Job(
+    name="n", model=functools.partial(build, width=5), step=step, optimizer=lambda parameters: [0.1, parameters],
+    train=tw.datasets.table({"x": [1.0, 2.0]}).filter(lower(0)).map_batches(helpers.clean), batch_size=1,
+)
+"""
+FILES = {"job.py": JOB, "helpers.py": HELPERS, "local.py": LOCAL, "deeper.py": "def constant():\n    return 1\n"}
+
+
+@pytest.fixture
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes the job with its modules, loads it as a new process would, and describes it."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def made(changed: dict[str, str], folder: str = "here") -> dict[str, str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for name, text in {**FILES, **changed}.items():
+            (tmp_path / folder / name).write_text(text)
+        for name in ("helpers", "local", "deeper"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        sys.path[:] = [path for path in sys.path if not path.startswith(str(tmp_path))]
+        return describe(load_job(str(tmp_path / folder / "job.py")))
+
+    yield made
+    for name in ("helpers", "local", "deeper"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "lines"),
+    [
+        ("job.py", "math.sin", "math.cos", ["model: Net.act() in job.py changed"]),
+        ("job.py", "return x * FACTOR", "return x * 0", ["step: helper scale() in job.py changed"]),
+        ("job.py", "FACTOR = 1", "FACTOR = 100", ["step: global FACTOR in job.py changed from 1 to 100"]),
+        ("helpers.py", "column * LIMIT", "column + LIMIT", ["train: helper clean() in helpers.py changed"]),
+        ("helpers.py", "LIMIT = 3", "LIMIT = 4", ["train: global LIMIT in helpers.py changed from 3 to 4"]),
+        ("helpers.py", "self.act(x)", "-self.act(x)", ["model: Base.forward() in helpers.py changed"]),
+        ("helpers.py", "rate = 0.5", "rate = 0.6", ["model: class Base in helpers.py changed"]),
+        ("job.py", "Net(Base)", "Net(dict)", ["model: class Net in job.py changed"]),
+        ("job.py", "self.width", "-self.width", ["model: Net.size() in job.py changed"]),
+        ("job.py", "self.forward(x)", "self.forward(-x)", ["model: Net.traced_forward() in job.py changed"]),
+        ("job.py", "function(*given)", "function(*given[:1])", ["model: traced.wrapped() in job.py changed"]),
+        ("job.py", "width=4", "width=6", ["model: build() in job.py changed"]),
+        ("job.py", "width=5", "width=6", ["model: arguments or attributes of build changed"]),
+        ("job.py", "margin=0.1", "margin=0.2", ["step: step() in job.py changed"]),
+        ("job.py", "y + 1", "y + 2", ["step: step() in job.py changed"]),
+        ("job.py", "[0.1,", "[0.2,", ["optimizer: lambda in job.py changed"]),
+        ("job.py", "lower(0)", "lower(1)", [
+            "train: variable level that lower.<lambda>() in job.py closes over changed from 0 to 1"]),
+        ("job.py", '"b": 2', '"b": 3', ["step: global TABLE in job.py changed"]),
+        ("job.py", '"z"}', '"w"}', ["step: global NAMES in job.py changed"]),
+        ("job.py", "arange(4)", "arange(5)", ["step: global WEIGHTS in job.py changed"]),
+        ("local.py", "x + constant", "x - constant", ["step: module local.py changed"]),
+        ("deeper.py", "return 1", "return 2", ["step: module deeper.py changed"]),
+    ],
+)  # fmt: skip
+def test_a_change_of_what_is_reached_is_named(described: Any, file: str, old: str, new: str, lines: list[str]) -> None:
+    before = described({})
+    assert FILES[file].count(old) == 1
+    after = described({file: FILES[file].replace(old, new)})
+    assert changes(before, after) == lines
+    assert essence(before) != essence(after)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("job.py", "FACTOR = 1", "\n\n# a comment\nFACTOR = 1  # another"),
+        ("job.py", "    return x * FACTOR", "\n    # why\n\n    return (\n        x\n        * FACTOR\n    )\n"),
+        ("job.py", "    return x * FACTOR", '    """Scale it."""\n    return x * FACTOR'),
+        ("job.py", "'''A network.'''", "'''Another text.'''"),
+        ("job.py", "    '''A network.'''\n", ""),
+        ("job.py", "def scale(x):\n    return x * FACTOR", "def scale(y):\n    return y * FACTOR".replace("y", "x")),
+        ("job.py", '{"a": 1, "b": 2}', '{"b": 2, "a": 1}'),
+        ("job.py", '{"x", "y", "z"}', '{"z", "x", "y"}'),
+        ("job.py", "    width = 8\n", "    \n    width = 8\n\n"),
+        ("helpers.py", "def unused(x):\n    return x", "def unused(x):\n    return -x"),
+        ("helpers.py", "import math\n", "import math, os\n"),
+        ("local.py", "def late", "# a comment\n\ndef late"),
+        ("deeper.py", "def constant():\n", 'def constant():\n    """One."""\n'),
+    ],
+)
+def test_comments_layout_docstrings_and_order_are_no_change(described: Any, file: str, old: str, new: str) -> None:
+    before = described({})
+    assert old in FILES[file]
+    assert changes(before, described({file: FILES[file].replace(old, new)}, "elsewhere")) == []
+
+
+def test_what_a_process_or_a_machine_has_of_its_own_is_no_change(described: Any) -> None:
+    text = JOB.replace(
+        "FACTOR = 1\n",
+        """
+import logging, os, pathlib, random, sys, tempfile, threading, torch
+FACTOR = 1
+OWN = {
+    "random": random.Random(), "generator": np.random.default_rng(), "torch": torch.Generator(), "folder":
+    tempfile.mkdtemp(), "here": pathlib.Path(__file__).parent / "weights", "text": os.path.abspath(__file__),
+    "lock": threading.Lock(), "log": logging.getLogger("job"), "file": sys.stderr, "environment": os.environ,
+    "thing": object(), "layer": torch.nn.Linear(3, 3),
+}
+COUNT = 0
+STARTED = os.getpid()
+""",
+    ).replace(
+        "return x * FACTOR",
+        "global COUNT; COUNT += 1; return x * FACTOR if OWN and os.environ.get('PLACE') else x",
+    )
+    before = described({"job.py": text})
+    os.environ["UNKNOWN_TO_IT"] = "1"
+    try:
+        after = described({"job.py": text.replace("COUNT = 0", "COUNT = 7")}, "elsewhere")
+    finally:
+        del os.environ["UNKNOWN_TO_IT"]
+    assert changes(before, after) == []
+    (line,) = changes(
+        before, described({"job.py": text.replace('"weights"', '"others"').replace("Linear(3, 3", "Linear(3, 4")})
+    )
+    assert line == "step: global OWN in job.py changed"
+
+
+def digest(value: Any) -> str:
+    return Fingerprints().digest(value)
+
+
+def test_recursion_and_cycles_end() -> None:
+    def even(n: int) -> bool:
+        return n == 0 or odd(n - 1)
+
+    def odd(n: int) -> bool:
+        return n != 0 and even(n - 1)
+
+    held: list[Any] = [even]
+    held.append({"itself": held})
+
+    class Node:
+        def __init__(self) -> None:
+            self.next, self.kind, self.held = self, Node, held
+
+    assert digest(even) == digest(even) != digest(odd)
+    assert digest(Node()) == digest(Node()) and digest(lambda: held)
+
+
+def test_values_are_compared_by_value() -> None:
+    class Slotted:
+        __slots__ = ("size",)
+
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    pairs = [
+        (np.zeros(3), np.ones(3)), (np.zeros(3), np.zeros(4)), (torch.zeros(3), torch.ones(3)),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)), (Slotted(1), Slotted(2)),
+        (functools.partial(max, 1), functools.partial(max, 2)), ([1] * 5000, [1] * 4999 + [2]),
+        (dict.fromkeys(range(5000), 0), dict.fromkeys(range(5000), 1)), (torch.float32, torch.float64),
+        (np.array(["a", None]), np.array(["b", None])), (torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)),
+        (torch.nn.Dropout(0.1), torch.nn.Dropout(0.2)), (np.sin, np.cos), (tw.Pad(value=0), tw.Pad(value=1)),
+    ]  # fmt: skip
+    for one, other in pairs:
+        assert digest(one) == digest(one) != digest(other), (one, other)
+    assert digest(random.Random(1)) == digest(random.Random(2))
+    assert digest(threading.Lock()) == digest(threading.Lock())
+    assert digest(np.zeros(5_000_000)) != digest(np.ones(5_000_000))
+
+
+def cell(number: int, text: str, **names: Any) -> Any:
+    """What a notebook's cell makes: its functions belong to `__main__`, their source to no file."""
+    file = f"/tmp/ipykernel_{number}/{number}.py"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    space = {"__name__": "__main__", **names}
+    exec(compile(text, file, "exec"), space)
+    return space
+
+
+def test_functions_and_lambdas_of_a_notebook() -> None:
+    first, again = (cell(number, "rate = 1\nf, g = lambda x: x * rate, lambda x: x + rate") for number in (1, 2))
+    other = cell(3, "rate = 2\nf, g = lambda x: x * rate, lambda x: x + rate")
+    assert digest(first["f"]) == digest(again["f"]) != digest(first["g"])
+    reached, now = dict[str, str](), dict[str, str]()
+    assert Fingerprints().digest(first["f"], reached) != Fingerprints().digest(other["f"], now)
+    assert list(reached) == ["lambda in the notebook", "global rate in the notebook"]
+    assert (reached["global rate in the notebook"], now["global rate in the notebook"]) == ("1", "2")
+
+
+def test_versions_of_installed_packages_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("installed_somewhere")
+    module.__version__ = "1.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "installed_somewhere", module)
+    used = cell(4, "def build():\n    return installed.thing()", installed=module)["build"]
+    reached: dict[str, str] = {}
+    Fingerprints().digest(used, reached)
+    assert reached["installed_somewhere"] == "1.0"
+
+
+def test_a_job_that_travelled_is_the_same(described: Any, tmp_path: Path) -> None:
+    """As a detached driver describes it."""
+    described({})
+    job = load_job(str(tmp_path / "here" / "job.py"))
+    assert changes(describe(job), describe(unpack(pack(job)))) == []
+    (tmp_path / "packed").write_bytes(pack(job))
+    read = "import sys, json; from trainwright.travel import unpack; from trainwright.describe import describe; "
+    read += "print(json.dumps(describe(unpack(open(sys.argv[1], 'rb').read()))))"
+    done = subprocess.run(
+        [sys.executable, "-c", read, tmp_path / "packed"], capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "here")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert changes(describe(job), json.loads(done.stdout)) == []
+
+
+def test_every_process_gives_the_same_fingerprint(described: Any, tmp_path: Path) -> None:
+    described({})
+    read = "import sys, json; from trainwright.jobfile import load_job; from trainwright.describe import describe; "
+    read += "print(json.dumps(describe(load_job(sys.argv[1]))))"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", read, tmp_path / "here" / "job.py"],
+            capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(told) == 1
+
+
+def test_an_older_description_raises_no_false_alarm(described: Any) -> None:
+    now = described({})
+    old = {name: text for name, text in now.items() if name != CODE}
+    old |= {"model": "partial [01234567]", "train": now["train"].replace("functions ", "functions 0")[:-1]}
+    assert comparable(now) and not comparable(old)
+    assert changes(old, now) == []
+    assert changes({**old, "batch_size": "7", "model": "other [01234567]"}, now) == [
+        "model: other -> partial", "batch_size: 7 -> 1"]  # fmt: skip
+    table = json.loads(now[CODE])
+    python = {**now, "model": "partial [01234567]", CODE: json.dumps({**table, "scheme": "bytecode of Python 3.9"})}
+    assert changes(python, now) == [] and not comparable(python)
+
+
+def test_secrets_do_not_count(described: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = JOB.replace("FACTOR = 1", "import os\nFACTOR = os.environ['SOME_TOKEN']")
+    monkeypatch.setenv("SOME_TOKEN", "one-secret")
+    before = described({"job.py": text})
+    monkeypatch.setenv("SOME_TOKEN", "another-secret")
+    assert changes(before, described({"job.py": text})) == []
