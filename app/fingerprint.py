@@ -456,7 +456,14 @@ def _contents(cell: CellType) -> Any:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object, in slots too. Runs no code of its class."""
+    """Attributes of an object, without the fields that a dataclass does not compare. Runs no code of its class."""
+    fields = getattr(type(value), "__dataclass_fields__", {})
+    for name, item in _attributes(value):
+        if name not in fields or fields[name].compare:
+            yield name, item
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     yield from (getattr(value, "__dict__", None) or {}).items()
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -29,7 +29,7 @@ class Stateful:
     func: type
     args: tuple[Any, ...]
     keywords: Mapping[str, Any]
-    key: str
+    key: str = field(compare=False)  # no two processes pickle alike
 
     @classmethod
     def of(cls, func: type, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Stateful:

@@ -88,8 +88,8 @@ def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
         store, job.name, job={}, keep=3, fresh=False, cursor=lambda step: Cursor(), facts={}, note=print,
         begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
-    acquired = ledger.acquire()
-    path, parent = checkpoint_path(steps, acquired.token), acquired.head.path if acquired.head else ""
+    path, named = checkpoint_path(steps, ledger.acquire()), ledger.chain()
+    parent = named[-1].path if named else ""
     writer = CheckpointWriter(store, job.name, path)
     engine.save(engine.snapshot(), writer)
     ledger.commit(m.Commit(step=steps, path=path, files=writer.entries, parent=parent, layout="replicated"))
