@@ -11,6 +11,8 @@ import pytest
 from trainwright import adoption
 from trainwright.adoption import BEAT_S, Beats
 
+TOKEN = 7
+
 
 @dataclass
 class Process:
@@ -29,7 +31,8 @@ class Process:
         """The method of an actor."""
         return SimpleNamespace(remote=self._send)
 
-    def _send(self) -> list[bool]:
+    def _send(self, token: int) -> list[bool]:
+        assert token == TOKEN
         self.beats.append([self.answers])
         return self.beats[-1]
 
@@ -50,7 +53,7 @@ class Driver:
 
     def beat(self, **processes: Process) -> dict[int, float]:
         """By number who is silent, in seconds; processes are called `w1`, `w2` and so on."""
-        silent = self._beats.send({int(name[1:]): process for name, process in processes.items()})
+        silent = self._beats.send({int(name[1:]): process for name, process in processes.items()}, TOKEN)
         self.now_s += BEAT_S
         return dict(silent)
 
