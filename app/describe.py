@@ -10,7 +10,7 @@ from typing import Any
 from trainwright.core.job import Job
 from trainwright.core.secrets import without_secrets
 from trainwright.datasets.sources import Index
-from trainwright.fingerprint import SCHEME, Fingerprints, decode_table, encode_table
+from trainwright.fingerprint import CODE, SCHEME, Fingerprints, decode_table, encode_table
 
 # Fields that say where or how fast a job runs, and never what it computes.
 _FREE = frozenset(
@@ -29,9 +29,6 @@ _DIGEST = re.compile(r"[0-9a-f]{8}")
 _HELPER = re.compile(r"\w+\(\) in ")  # a function that is no method
 _LISTED = 6  # definitions of one field that are told
 
-CODE = "code"
-"""Field of a description that lists the definitions which each field reaches, for `changes`; not for people."""
-
 
 def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
     """Every field of the job as text, without secrets; the same job gives the same text in another process.
@@ -49,11 +46,6 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
     words[CODE] = codes.table()
     return {name: without_secrets(text) for name, text in words.items()}
-
-
-def for_people(description: Mapping[str, Any]) -> dict[str, Any]:
-    """A description without what only `changes` reads."""
-    return {name: value for name, value in description.items() if name != CODE}
 
 
 def narrowed(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

@@ -38,9 +38,9 @@ from trainwright.comparison import Row, noise_text, step_parts
 from trainwright.core.errors import StorageError, nearest
 from trainwright.core.events import Event, RunStarted
 from trainwright.core.printable import printable
-from trainwright.describe import for_people
 from trainwright.distilling.verdict import Verdict
 from trainwright.eventfiles import EventReader
+from trainwright.fingerprint import for_people
 from trainwright.folding import Folding, State, epoch_of
 from trainwright.history import History, read_history, state_of
 from trainwright.liveness import Wait, owner_alive, owners_alive

@@ -13,7 +13,7 @@ from trainwright import words
 from trainwright.comparison import noise_text, step_parts
 from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
-from trainwright.describe import for_people
+from trainwright.fingerprint import for_people
 from trainwright.folding import epoch_of
 from trainwright.history import History, read_history
 from trainwright.meshview import SHOWN, mesh_table

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from trainwright.core.events import Checkpointed, Evaluated, Event, RunEnded, RunStarted, Steps
-from trainwright.describe import for_people
+from trainwright.fingerprint import for_people
 from trainwright.planview import plan_from
 from trainwright.tensorboard import scalars_of
 from trainwright.watching.trackers import Ending, Row, Tracked, Tracker, scrub
