@@ -266,7 +266,7 @@ def test_the_page_has_all_of_it_and_fetches_nothing() -> None:
         assert said in html, said
     whole = page(html)
     assert "prefers-color-scheme: dark" in whole and "<script" not in whole and "src=" not in whole
-    assert "http" not in whole.replace("http://www.w3.org/2000/svg", "") and len(whole) < 200_000
+    assert "://" not in whole.replace("http://www.w3.org/2000/svg", "") and len(whole) < 200_000
     steps, curve = pictures(html)
     assert steps.get("aria-label", "").startswith("One step of")
     assert len(of_tag(curve, "circle")) == 2 * len(answer.sizes)
