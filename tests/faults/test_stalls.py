@@ -86,7 +86,7 @@ def while_taking_over(run: Stalls) -> None:
 
 
 MOMENTS = {
-    "gate": [while_placing, while_recovering, while_stepping, while_taking_over],
+    "gate": [while_placing, while_recovering, while_taking_over],
     "all": [
         while_placing, while_stepping, while_recovering, while_taking_over, while_saving, while_recovering,
         while_stepping, while_taking_over, while_recovering, while_saving,
@@ -100,7 +100,7 @@ def test_a_driver_that_stood_still_harms_nothing(
 ) -> None:
     moments = MOMENTS[os.environ.get("TRAINWRIGHT_STALLS", "gate")]
     steps = 5 if len(moments) > 4 else 1000
-    step_s = STEP_S * len(moments) / 4
+    step_s = STEP_S * len(moments) / 3
     file = processes.write_job(tmp_path, folder, step_s=step_s, checkpoint_steps=steps, keep=50, workers=2)
     with ExitStack() as stack:
 
@@ -133,11 +133,11 @@ from trainwright import adoption
 def keep(row):
     if os.path.exists({slow!r}):
         os.remove({slow!r})
-        time.sleep(30)  # twice as long as workers live without a driver
+        time.sleep(24)  # twice as long as workers live without a driver
     return True
 
 def step(model, batch, made=jobs.make_step(())):
-    adoption.ORPHAN_S = 15.0
+    adoption.ORPHAN_S = 12.0
     if next(model.parameters()).device.type != "meta" and not os.path.exists({quick!r}):
         time.sleep(1)
     return made(model, batch)
