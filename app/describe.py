@@ -78,10 +78,13 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     lines: list[str] = []
     for name in names:
         was, words = (_DIGESTS.sub("", each) for each in (old.get(name, "absent"), new[name]))
+        reached = (before[1].get(name, {}), now[1].get(name, {}))
         if _essence(name, was) != _essence(name, words):
             lines.append(f"{name}: {was} -> {words}")
+        elif not any(reached):  # no definitions are listed: only the digests tell the two apart
+            lines.append(f"{name}: {old[name]} -> {new[name]}")
         else:
-            lines += _changed(name, before[1].get(name, {}), now[1].get(name, {}))
+            lines += _changed(name, *reached)
     return lines
 
 
