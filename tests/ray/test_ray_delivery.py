@@ -306,6 +306,7 @@ print({gpu for columns in found for name in ("gpus", "held") for gpu in columns[
 """
 
 
+@pytest.mark.soak
 def test_a_function_that_asks_for_a_gpu_gets_one(forked_workers: None) -> None:
     """As Ray counts them: the machine needs none."""
     command = [sys.executable, "-c", ON_A_GPU]
