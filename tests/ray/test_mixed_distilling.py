@@ -122,7 +122,8 @@ def held(run: tw.Run, framework: str) -> Loop:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own, of its variables
 @pytest.mark.parametrize(
-    ("student", "teacher", "ways"), [pytest.param("torch", "keras", ("online",), marks=pytest.mark.soak), ("keras", "torch", ("offline", "online"))],
+    ("student", "teacher", "ways"),
+    [pytest.param("torch", "keras", ("online",), marks=pytest.mark.soak), ("keras", "torch", ("offline", "online"))],
 )
 def test_a_student_learns_from_a_teacher_of_another_framework(
     student: str, teacher: str, ways: tuple[str, ...], tmp_path: Path
