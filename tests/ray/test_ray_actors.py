@@ -139,7 +139,7 @@ def test_a_constructor_that_raises_is_told_to_all_and_not_tried_again(tmp_path: 
         assert 'raise FileNotFoundError("no weights here")' in caught.value.detail
         feeders.add(process_of(fetcher))
     fetcher.close()
-    # Ray 2.60 may end a feeder whose execution it cancels ("submitted_task_ref_count > 0"); the next one tries once more.
+    # Ray 2.60 may end a feeder whose execution it cancels ("submitted_task_ref_count > 0"): the next tries once more.
     assert 1 <= len(marked(tmp_path, "tried")) <= len(feeders)
 
 
