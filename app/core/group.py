@@ -109,15 +109,15 @@ class StateTag:
     Attributes:
         step: number of completed steps; None for a state that was built and never trained or loaded.
         layout: name of the partition of the state, such as `replicated`; pieces of different layouts do not mix.
-        pieces: names of the pieces held; together the ranks' pieces must cover `whole`.
-        whole: names of all pieces of the layout.
+        pieces: names of the pieces held.
+        total: number of pieces of the layout. Ranks hold the whole state together where their pieces are as many.
         sound: not interrupted inside the optimizer.
     """
 
     step: int | None
     layout: str = "replicated"
     pieces: frozenset[str] = frozenset({"state"})
-    whole: frozenset[str] = frozenset({"state"})
+    total: int = 1
     sound: bool = True
 
 

@@ -14,6 +14,7 @@ from trainwright.core.group import Generation, Peer
 from trainwright.core.plan import Plan
 from trainwright.driver.layouts import Trials
 from trainwright.driver.messages import Heal, KeptFile, KeptState, Outcome, Passed
+from trainwright.driver.persistent import PersistentList, PersistentMap, PersistentSet
 from trainwright.driver.settings import Settings
 
 
@@ -94,7 +95,7 @@ class Upload:
 
     step: int
     path: str
-    owing: frozenset[int]
+    owing: PersistentSet
     generation: Generation
     files: tuple[FileEntry, ...] = ()
     size_bytes: int = 0
@@ -116,7 +117,7 @@ class Keeping:
 
     version: int
     step: int
-    owing: frozenset[int]
+    owing: PersistentSet
     spoiled: bool = False
     files: tuple[KeptFile, ...] = ()
     size_bytes: int = 0
@@ -242,17 +243,17 @@ class State:
     settings: Settings
     phase: Phase = Phase.ACQUIRING
     generation: Generation = NO_GENERATION
-    members: tuple[Member, ...] = ()
+    members: PersistentList[Member] = field(default_factory=PersistentList)
     plan: Plan | None = None
     trials: Trials | None = None
-    rank_of: Mapping[int, int] = field(default_factory=dict)
+    rank_of: PersistentMap[int] = field(default_factory=PersistentMap)
     next_worker: int = 0
-    starting: frozenset[int] = frozenset()
-    spares: Mapping[int, Spare] = field(default_factory=dict)
+    starting: PersistentSet = field(default_factory=PersistentSet)
+    spares: PersistentMap[Spare] = field(default_factory=PersistentMap)
     spares_lost: int = 0
-    accelerators: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    awaiting: frozenset[int] = frozenset()
-    answers: Mapping[int, Any] = field(default_factory=dict)
+    accelerators: PersistentMap[tuple[str, ...]] = field(default_factory=PersistentMap)
+    awaiting: PersistentSet = field(default_factory=PersistentSet)
+    answers: PersistentMap[Any] = field(default_factory=PersistentMap)
     apart: Mapping[int, Apart] = field(default_factory=dict)
     peers: tuple[Peer, ...] = ()
     until: int = 0
@@ -272,7 +273,7 @@ class State:
     spiked: int = 0
     moved_s: float = 0.0
     longest_s: float = 0.0
-    stacks: Mapping[int, str] = field(default_factory=dict)
+    stacks: PersistentMap[str] = field(default_factory=PersistentMap)
     since_s: float = 0.0
     phase_s: float = 0.0
     head: CheckpointRef | None = None

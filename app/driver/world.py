@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trainwright import words
 from trainwright.actors import KEEPER, WORKER, Berth
 from trainwright.adoption import BEAT_S, Beats, Found, keeper_name, lasting, room_name, run_name, take_over
+from trainwright.arguments import Arguments
 from trainwright.causes import cause_of
 from trainwright.core import events
 from trainwright.core.errors import FencedError, RunConflict, TrainwrightError, WorkerLost
@@ -62,6 +63,7 @@ class World:
         self._work, self._order = order, ray.put(order)
         self._uri = open_store(order.storage).uri_of(order.run)
         self._name = run_name(self._uri)
+        self._arguments = Arguments()
         self._told = 0
         self._lease = Lease(ledger, lambda: [*self._actors.values(), *self._keepers.values()])
         self._closed = threading.Event()
@@ -153,7 +155,7 @@ class World:
                 self._in_storage(lambda: self._release(effect))
             case m.Seal():
                 for keeper in self._keepers.values():
-                    keeper.seal.remote(effect.kept, self._lease.token)
+                    keeper.seal.remote(self._arguments.common(effect.kept), self._lease.token)
             case m.Emit():
                 self._emit(effect.event)
             case m.SetTimer():
@@ -263,12 +265,14 @@ class World:
         if effect.verb == "stop":
             ref = actor.stop.remote(self._lease.token)
         elif effect.verb == "interrupt":
-            ref = actor.interrupt.remote(effect.generation, effect.argument)
+            generation = effect.generation
+            ref = actor.interrupt.remote(generation.number, effect.argument, generation.token)
         else:
             if effect.verb == "keep":
                 self._guard(effect.worker)
             aside = {"upload": actor.upload, "keep": actor.keep}
-            ref = aside.get(effect.verb, actor.call).remote(effect.verb, effect.argument, self._lease.token)
+            own, common = self._arguments.of(effect.argument)
+            ref = aside.get(effect.verb, actor.call).remote(effect.verb, own, self._lease.token, common)
         answer = self._then(ref, lambda done: self._answered(effect, done))
         if effect.verb == "upload":
             node, _ = self._nodes[effect.worker]

@@ -126,7 +126,7 @@ class Divided(Member):
         if part == WHOLE:
             return plain
         pieces = frozenset({part.name})
-        return StateTag(step=plain.step, layout=self._layout, pieces=pieces, whole=part.whole, sound=plain.sound)
+        return StateTag(step=plain.step, layout=self._layout, pieces=pieces, total=part.total, sound=plain.sound)
 
     @property
     def _layout(self) -> str:

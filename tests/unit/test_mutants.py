@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         name="gives one spare to two ranks",
         module="staffing",
-        fragment="spares={number: other for number, other in state.spares.items() if number != worker},",
+        fragment="spares=state.spares.without({worker}),",
         replacement="spares=state.spares,",
         also=("kill two", "kill all"),
     ),
@@ -52,8 +52,8 @@ MUTANTS = (
     Mutant(
         name="forgets who has which rank when the world shrinks",
         module="staffing",
-        fragment="turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})",
-        replacement="turn.change(members=members)",
+        fragment="turn.change(members=PersistentList(members), rank_of=ranks)",
+        replacement="turn.change(members=PersistentList(members))",
     ),
     Mutant(
         name="grows beyond its bounds",
@@ -111,14 +111,14 @@ MUTANTS = (
     Mutant(
         name="agrees on the lowest step",
         module="agree",
-        fragment="if tag.sound}, reverse=True)",
-        replacement="if tag.sound})",
+        fragment="-1 if step is None else step, reverse=True)",
+        replacement="-1 if step is None else step)",
     ),
     Mutant(
         name="takes a torn state for a sound one",
         module="agree",
-        fragment="if tags[rank].sound and tags[rank].step == step",
-        replacement="if tags[rank].step == step",
+        fragment="if tags[rank].sound:",
+        replacement="if True:",
     ),
     Mutant(
         name="sends nothing to newcomers",
