@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from tests import clusters
 from tests.gpu import STAND_IN
@@ -25,8 +24,6 @@ GROUPS = (r"tests/faults/test_[l-z]", r"tests/faults/test_[a-k]", r"tests/ray/")
 LEAST, MOST = 3, 8  # processes
 STAND_BACK = 1  # niceness of the processes beside the one with the longest group
 APART = ("extras", "hosts", "nodes", "soak")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
-settings.register_profile("gate", deadline=None)  # a busy machine breaks no promise
-settings.load_profile("gate")
 gc.disable()  # until all is collected: imports make no garbage
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its workers starve beside another process
 
@@ -35,6 +32,15 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Declare the setting `timeout` of pyproject.toml where pytest-timeout is missing, as on GPU machines."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds that a test may take; not enforced without pytest-timeout")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Hypothesis set no deadline, since a busy machine breaks no promise; GPU machines have no Hypothesis."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import settings
+
+        settings.register_profile("gate", deadline=None)
+        settings.load_profile("gate")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -173,6 +172,8 @@ def load_weights(reader: Reader) -> dict[str, Tensor]:
 def export(model: nn.Module, path: str) -> None:
     """Write the state dict as `.safetensors` or, by `torch.save`, as `.pt`. Raises JobError for other endings."""
     if path.endswith(".safetensors"):
+        import safetensors.torch  # nothing else in the engines needs it
+
         safetensors.torch.save_model(model, path)
     elif path.endswith(".pt"):
         torch.save(model.state_dict(), path)

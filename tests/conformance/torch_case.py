@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.numpy
 import torch
 from torch import Tensor, nn
 
 from tests.conformance.problems import CLASSES, CLIP, HIDDEN, RATE, Ids, Problem, columns, schedule
 from trainwright.core.data import Batch, Columns, Terms
 from trainwright.core.engine import ModelSpec
+from trainwright.strategies.torch.packing import unpacked
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks share the cores
@@ -119,7 +119,8 @@ def _joined(files: Mapping[str, bytes]) -> dict[str, dict[str, npt.NDArray[Any]]
         kind, _, part = file.removesuffix(".safetensors").partition(".")
         facts = json.loads(files[f"state.{part}.json" if part else "state.json"])["tensors"][kind]
         arrays = joined.setdefault(f"{kind}.safetensors", {})
-        for name, value in safetensors.numpy.load(files[file]).items():
+        for name, tensor in unpacked(files[file]).items():
+            value = tensor.numpy()
             whole = arrays.setdefault(name, np.zeros(facts[name]["shape"], value.dtype))
             there = filled.setdefault(f"{kind}/{name}", np.zeros(whole.shape, bool))
             box = tuple(slice(start, stop) for start, stop in facts[name]["held"])

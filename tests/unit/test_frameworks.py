@@ -1,7 +1,7 @@
 """torch and TensorFlow share a process in any order of imports, and a missing one is named with the command.
 
-Each order runs in a process of its own. The CUDA builds of torch bring triton, whose library crashes where it binds to
-TensorFlow's LLVM; with the CPU builds the tests still see whether TensorFlow's symbols are hidden. They need no Ray.
+Each order runs in a process of its own. Triton's library crashes where it binds to TensorFlow's LLVM. The CUDA builds
+of torch bring triton; for the CPU builds the extra `dev` installs it. The tests need no Ray.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import os
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from trainwright.core import frameworks
 from trainwright.core.errors import JobError, MissingFramework, TrainwrightError, UserCodeError
@@ -24,14 +27,16 @@ ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = "import ctypes; assert not hasattr(ctypes.CDLL(None), 'TF_Version'), 'TensorFlow exports its symbols'"
 USED = """
 import tensorflow as tf, torch
+import sys
 import torch._dynamo.utils  # torch's compiler, which imports triton where that is installed
+assert "triton._C.libtriton" in sys.modules, "triton was not loaded, and so could not crash"
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1).step()
 assert int(2 * tf.constant(3)) == 6
 """
 ENGINES = "import trainwright.strategies.tensorflow.one_device, trainwright.strategies.torch.data_parallel"
 ORDERS = {
     # As in a mixed distillation and a spare: torch's compiler is imported last.
-    "both engines": f"{ENGINES}\n{HIDDEN}\n{USED}",
+    "both engines": f"{ENGINES}\n{USED}\n{HIDDEN}",
     # As in a notebook.
     "tensorflow before trainwright": f"import tensorflow, trainwright\n{USED}",
     "keras on torch": f"import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras, trainwright\n{USED}\n{HIDDEN}",
@@ -100,13 +105,50 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if entry.name.partition("-")[0].partition(".")[0] not in (*ABSENT, "trainwright"):
             (folder / entry.name).symlink_to(entry)
+    link_checkout(folder)
+    return folder
+
+
+def link_checkout(folder: Path) -> None:
+    """Make `import trainwright` find this checkout in a folder for PYTHONPATH."""
     package = folder / "trainwright"
     package.mkdir()
     for entry in (ROOT / "app").iterdir():
         (package / entry.name).symlink_to(entry)
     for name in ("strategies", "datasets", "clusters"):
         (package / name).symlink_to(ROOT / name)
-    return folder
+
+
+def with_requirements(*names: str) -> set[str]:
+    """The installed distributions of these names and of all that they require."""
+    found: set[str] = set()
+    unseen = [*names]
+    while unseen:
+        name = canonicalize_name(unseen.pop())
+        if name not in found:
+            found.add(name)
+            needs = map(Requirement, metadata.requires(name) or ())
+            unseen += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_tests_for_gpus_need_torch_numpy_pyarrow_and_pytest_alone(tmp_path: Path) -> None:
+    for name in with_requirements("torch", "numpy", "pyarrow", "pytest"):
+        distribution = metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (tmp_path / top).exists():  # several distributions share a namespace
+                (tmp_path / top).symlink_to(distribution.locate_file(top))
+    link_checkout(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "pytest", "-q", "tests/gpu", "-k", "goes_on_to_the_same_bits and fp32"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "TRAINWRIGHT_GPU_STAND_IN": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 LAZY = """
