@@ -50,10 +50,11 @@ def ready(
         prepared = prepare(job, resume=resume, fresh=fresh, connect=connected)
         connected()
         decision = decide_plan(prepared)
-    own = any(started)
-    if detached:
-        return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
-    return heard(prepared, decision, Progress(decision, verbose=verbose), fresh=fresh, notes=notes), decision
+        own = any(started)
+        if detached:
+            return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
+        progress = Progress(decision, verbose=verbose)  # a look at a row may open a model, which takes long
+        return heard(prepared, decision, progress, fresh=fresh, notes=notes), decision
 
 
 def _ready_inside(job: Job, detached: bool, **options: Any) -> tuple[Drives, Decision]:

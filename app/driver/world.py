@@ -387,13 +387,16 @@ class World:
 
     def _beat(self) -> None:
         """Tell all that their driver lives, whatever its own thread waits for: a listener may write to a slow store."""
-        beats = Beats()
+        beats, told = Beats(), ""
         while not self._closed.is_set():
             try:
                 self._beat_once(beats)
+                told = ""
             except Exception as error:  # without beats all processes of the run would end by themselves
                 text = f"the workers could not be told that their driver lives: {type(error).__name__}: {error}"
-                self._queue.put(partial(self.carry_out, m.Emit(event=events.Noted(text=text))))
+                if text != told:
+                    self._queue.put(partial(self.carry_out, m.Emit(event=events.Noted(text=text))))
+                told = text
             self._closed.wait(BEAT_S)
 
     def _beat_once(self, beats: Beats) -> None:
