@@ -200,12 +200,15 @@ class Question:
 
     def needs_replicas(self, strategy: str) -> Infeasible | None:
         """Why a strategy cannot do what the job asks of replicas; None where it can."""
-        if strategy in REPLICATED or not (self.together or self.seated):
+        own = strategy in REPLICATED and self.profile.framework in ("torch", "")
+        if own or not (self.together or self.seated):
             return None
         asked = "local_state=" if self.seated else 'batch_norm="sync"'
-        return Infeasible(
-            strategy=strategy, reason=f"{asked} needs all of the model on each worker", hint=f"use {REPLICATED[-1]}"
-        )
+        if self.profile.framework != "torch":
+            hint = "leave it out" if self.seated else "Keras has BatchNormalization(synchronized=True)"
+            return Infeasible(strategy=strategy, reason=f"{asked} is for torch models", hint=hint)
+        reason = f"{asked} needs all of the model on each worker"
+        return Infeasible(strategy=strategy, reason=reason, hint=f"use {REPLICATED[-1]}")
 
     def without_engine(self, strategy: str) -> Infeasible | None:
         """A framework or strategy that cannot be run on TPUs; only a job's own cluster is asked about that."""
