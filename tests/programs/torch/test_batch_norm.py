@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from torch import nn
 
 from tests.unit.test_torch_ranks import Exchange, formed, run_ranks
-from tests.unit.torch_jobs import Files, accuracy, feed, loss, one_device, plan, saved, spec
+from tests.unit.torch_jobs import GENERATION, Files, accuracy, feed, loss, one_device, plan, saved, spec
 from trainwright.core.data import Batch, Feed, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.core.group import Move
+from trainwright.core.group import Group, Move, Peer
+from trainwright.core.plan import Mesh
+from trainwright.strategies.torch.sharded import Sharded
 
 SIZES = (12, 7, 12, 4, 12)  # rows of each step's batch
 SMALL = (12, 7, 2, 12)  # one row is too few for a rank alone, and the last of three ranks has none of 2
@@ -170,6 +173,34 @@ def test_a_newcomer_changes_no_statistics_and_no_evaluation(local: list[Any]) ->
     for unbroken, broken in local:
         assert unbroken[0] == broken[0] and unbroken[2] == broken[2]
         assert all(np.array_equal(unbroken[1][name], broken[1][name]) for name in unbroken[1])
+
+
+def _sharded(rank: int, world: int, exchange: Exchange) -> Any:
+    """Each shard's statistics are of its own rows too; one that changes a buffer by itself is found."""
+    engine = Sharded()
+    addresses = exchange(engine.reserve(GENERATION, "worker"))
+    peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
+    engine.form(Group(generation=GENERATION, rank=rank, peers=peers, deadline_s=20.0))
+    engine.build(job(**LOCAL), replace(plan(), mesh=Mesh(shard=world), zero=3))
+    engine.transfer(())
+    engine.warm(share(0, SIZES[0], rank, world))
+    losses = train(engine, rank, world, SIZES)
+    engine.verify()
+    buffers = {name: value.numpy().copy() for name, value in engine._built.model.named_buffers()}
+    engine._built.norms[1].running_var += rank
+    with pytest.raises(JobError) as caught:
+        engine.verify()
+    engine.leave()
+    return losses, buffers, str(caught.value)
+
+
+def test_shards_have_one_set_of_running_statistics() -> None:
+    losses, model = plain(SIZES, partial(by_shares, 2))
+    for found, buffers, text in run_ranks(_sharded, 2):
+        assert found == pytest.approx(losses, rel=1e-9)
+        for name, value in model.named_buffers():
+            assert np.allclose(buffers[name], value.numpy(), rtol=1e-9), name
+        assert "after step 5 ranks 0 and 1 differ in buffer 'middle.1.running_var'" in text
 
 
 # --- together ---------------------------------------------------------------------------------------------------------
