@@ -255,7 +255,7 @@ class Ranks:
         """Tell the workers that somebody wants them, however long a call or the caller takes."""
         while not self._closed.wait(BEAT_S):
             for actor in [*self._actors]:
-                actor.beat.remote()
+                actor.beat.remote(TOKEN)
 
 
 def _answer(ready: Any, where: str) -> Any:

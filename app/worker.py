@@ -236,6 +236,7 @@ class Worker:
             cast(Coordinated, self._engine).follow()
         else:
             stopped, finished = self._step_together(steps.stop)
+            self._engine.verify()  # whatever follows, a checkpoint or an evaluation, is of one state
         self._wish.clear()
         reached = steps.stop if working else self._step  # others may have done the last ones
         over = stopped or finished or reached >= self._stream.total_steps

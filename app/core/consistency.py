@@ -42,7 +42,22 @@ def inconsistencies(job: Job) -> list[str]:
             for name in ("begin", "log", "end")
             if not callable(getattr(tracker, name, None))
         ]
-    problems += _padding_problems(job) + _bounds_problems(job) + _alone_problems(job)
+    problems += _padding_problems(job) + _bounds_problems(job) + _alone_problems(job) + _rank_problems(job)
+    return problems
+
+
+def _rank_problems(job: Job) -> list[str]:
+    """Where what ranks keep or see together does not go with how many they are, or with their micro-batches."""
+    problems = []
+    if job.local_state and job.elastic:
+        problems.append(
+            "local_state= is kept by rank and cannot be divided anew: leave min_workers= and max_workers= out"
+        )
+    if job.batch_norm == "sync" and (job.accumulation or 1) > 1 and "batch_norm" not in job.inexact:
+        problems.append(
+            f'batch_norm="sync" looks at micro-batches, not at the whole batch, with accumulation={job.accumulation}: '
+            'leave accumulation= out, or accept the difference with inexact=("batch_norm",)'
+        )
     return problems
 
 

@@ -41,6 +41,8 @@ class Capabilities:
         static_shapes: every micro-batch must have the same number of rows.
         xla: it can compile steps by XLA.
         inductor: it can compile models by `torch.compile`.
+        local_state: data ranks can keep buffers of their own.
+        synchronized_batch_norm: batch norms can look at the whole batch.
     """
 
     reform: Reform = "in_place"
@@ -50,6 +52,8 @@ class Capabilities:
     static_shapes: bool = False
     xla: bool = False
     inductor: bool = False
+    local_state: bool = False
+    synchronized_batch_norm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

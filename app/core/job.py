@@ -113,7 +113,15 @@ class Job(Fields):
             node (on two, where every failure needs new processes). 0 for none; none where replicas live on two nodes.
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
-        inexact: what may differ between one device and many, such as `("batch_norm",)`.
+        inexact: what may differ between one device and many: `("batch_norm",)`; `("replicas",)` for workers on unlike
+            hardware, whose copies of the model may drift apart. By default these are compared before each checkpoint
+            and evaluation and after each recovery, and a difference ends the run (`docs/replicas.md`).
+        batch_norm: what a torch model's batch norms look at in training: `local`, each worker's own share (needs
+            `inexact`), with running statistics that are averaged over the workers in each step, or `sync`, the whole
+            batch, as on one device.
+        local_state: names or patterns, such as `*.hidden`, of a torch model's buffers that each worker keeps as its
+            own, saved and restored by rank. Where a worker is lost, all go back to the last copy of the state in memory
+            (`keeper_s`) or storage; their number cannot change.
         tensor_plan: how tensor-parallel ranks divide modules, by name or pattern such as `blocks.*.up`: `column`
             (linear layers by their outputs), `row` (by the inputs that columns give them), `gathered` (by outputs,
             which are then gathered) or `vocabulary` (tables). By default it is found.
@@ -189,6 +197,8 @@ class Job(Fields):
     keep: Annotated[int, Field(ge=1)] = 3
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
     inexact: Names = ()
+    batch_norm: Literal["local", "sync"] = "local"
+    local_state: str | Names = ()
     tensor_plan: Mapping[str, Literal["column", "row", "gathered", "vocabulary"]] = Field(default_factory=dict)
     failures: Annotated[int, Field(ge=0)] = 3
     failures_an_hour: Annotated[int, Field(ge=0)] | None = None
@@ -302,6 +312,8 @@ class Job(Fields):
             guard=self.on_nonfinite == "skip",
             seed=self.seed,
             inexact=self.inexact,
+            batch_norm=self.batch_norm,
+            local_state=_names(self.local_state),
             tensor_plan=dict(self.tensor_plan),
             sample=sample,
             epochs=self.epochs,

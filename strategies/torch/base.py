@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from trainwright.strategies.failures import peer_lost
 from trainwright.strategies.torch import dynamo, evaluation, files, state, step
 from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.failures import let_go, user_code
+from trainwright.strategies.torch.local_state import Seat
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Caller, Objective, Share
 from trainwright.strategies.torch.replica import Replica, random_kept
@@ -84,12 +86,18 @@ class TorchEngine:
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
-        self._built.step = self._built.step or 0
+        self._stand(self._built)
         return self._tag()
 
     def snapshot(self) -> StateCopy:
-        """Copy the state to host memory. Training may go on at once."""
-        copy = self._copies.of(state.held(self._built))
+        """Copy the state to host memory. Training may go on at once.
+
+        Of data ranks with local state only the first copies what all have, the others what they keep as their own.
+        """
+        held = state.held(self._built)
+        if held.local is not None and held.local.seat.rank:
+            held = replace(held, model={}, slots={}, boxes={}, trained=())
+        copy = self._copies.of(held)
         return StateCopy(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateCopy) -> StateTag:
@@ -104,9 +112,14 @@ class TorchEngine:
 
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
-        replica = self._built
-        state.restore(replica, files.read(reader, replica.wanted, replica.part))
+        replica, seat = self._built, self._seat
+        own = files.read_local(reader, seat) if replica.local else None
+        state.restore(replica, replace(files.read(reader, replica.wanted, replica.part), local=own))
+        replica.seat = seat
         return self._tag()
+
+    def verify(self) -> None:
+        """Nothing: no other rank holds what this one does."""
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -162,9 +175,29 @@ class TorchEngine:
     def _where(self) -> str:
         return f"rank {self._rank}"
 
+    @property
+    def _seat(self) -> Seat:
+        """This rank, as a data rank."""
+        return Seat(rank=self._rank, ranks=self._group.size if self._group else 1)
+
+    def _stand(self, replica: Replica) -> None:
+        """A fresh build stands at step 0 from now on."""
+        if replica.step is None:
+            replica.step, replica.seat = 0, self._seat
+
     def _tag(self) -> StateTag:
-        replica = self._replica
-        return StateTag(step=replica.step if replica else None, sound=replica.sound if replica else True)
+        """What this rank holds; with local state only in its own seat, since no other rank can take that over."""
+        replica, seat = self._replica, self._seat
+        if replica is None:
+            return StateTag(step=None)
+        if not replica.local:
+            return StateTag(step=replica.step, sound=replica.sound)
+        return StateTag(
+            step=replica.step,
+            pieces=frozenset({"state", seat.piece}),
+            whole=seat.every | {"state"},
+            sound=replica.sound and (replica.step is None or replica.seat == seat),
+        )
 
     def _caller(self) -> Caller:
         replica = self._built

@@ -68,6 +68,17 @@ class Place:
         replicas, shards, tensors = (self._group(kind) for kind in _KINDS)
         return replace(self, replicas=replicas, shards=shards, tensors=tensors)
 
+    @property
+    def others(self) -> tuple[ProcessGroup, ...]:
+        """Groups of ranks that hold this stage, and this part of its layers, and are given other data."""
+        return tuple(group for group in (self.shards, self.replicas) if group is not None)
+
+    @property
+    def kin(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """By rank: its stage and its part of layers, and these with its shard."""
+        at = [tuple(int(each) for each in (self._ranks == rank).nonzero()[0]) for rank in range(self.mesh.size)]
+        return tuple(((stage, tensor), (stage, shard, tensor)) for stage, _, shard, tensor in at)
+
     def device_mesh(self, device: torch.device) -> DeviceMesh:
         """Of the ranks that hold this stage, and this part of its layers: shards, or replicas of them."""
         assert self.shards is not None, "each parameter is divided"

@@ -263,7 +263,8 @@ class Pipeline(Divided):
         if self._part == WHOLE:
             return super()._warmed(feed)
         assert self._group is not None and self._job is not None and self._cut is not None, "build() comes first"
-        self._same_start()
+        self._check_start()
+        self.verify()
         # FSDP2 gives the mean over ranks.
         world = 1 if self._shards is None else self._placed.mesh.data_ranks
         objective = Objective(self._built.model, self._caller(), world=world)
@@ -275,6 +276,7 @@ class Pipeline(Divided):
             pipe=pipe,
             shared=self._shared(),
             place=self._placed,
+            others=self._placed.others,
             shards=self._shards,
         )
         self._rehearse(runner, feed)

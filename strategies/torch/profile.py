@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from trainwright.core.errors import JobError
 from trainwright.core.profile import LayerCost, ModelProfile, folded, with_loss
 from trainwright.strategies.torch import batches, dynamo
+from trainwright.strategies.torch.batch_norm import batch_norms
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.recomputing import recomputed_buffers
-from trainwright.strategies.torch.replica import batch_norms
 from trainwright.strategies.torch.splitting import Splitter
 from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage

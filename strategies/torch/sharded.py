@@ -134,7 +134,8 @@ class Sharded(Divided):
         if self._part == WHOLE:
             return super()._warmed(feed)
         assert self._calls is not None, "build() comes first"
-        self._same_start()
+        self._check_start()
+        self.verify()
         place = self._placed
         objective = Objective(self._built.model, self._caller(), world=place.mesh.data_ranks)
         runner = ShardedRunner(
@@ -144,6 +145,7 @@ class Sharded(Divided):
             local=self._unreplicated,
             calls=self._calls,
             place=place,
+            others=place.others,
         )
         self._throwaway(runner, feed)
         self._calls.take()

@@ -122,11 +122,13 @@ class Session:
         self._stepping(self.engine.warm, feed)
 
     def train(self, feeds: Sequence[Feed], fault: str = "") -> list[StepReport]:
-        """Steps; `fault` strikes in the last of them."""
+        """Steps; `fault` strikes in the last of them. Without one all ranks compare what they hold afterwards."""
         reports = []
         for feed in feeds:
             self.faulty.arm(fault if feed is feeds[-1] else "")
             reports.append(self._stepping(self.engine.train_step, feed))
+        if not fault:
+            self._stepping(self.engine.verify)
         return reports
 
     def train_past(self, feeds: Sequence[Feed]) -> list[StepReport]:

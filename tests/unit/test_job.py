@@ -45,6 +45,8 @@ def test_all_problems_are_said_at_once_with_the_nearest_name() -> None:
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"on_crash_loop": "skip", "failures": 2}, "set failures=3 or more"),
+        ({"local_state": "hidden", "min_workers": 1}, "leave min_workers= and max_workers= out"),
+        ({"batch_norm": "sync", "accumulation": 2}, "leave accumulation= out"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
