@@ -46,7 +46,8 @@ class Job(Fields):
         batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
         epochs: passes over the data, unless `epoch_samples` is given.
         epoch_samples: samples of a virtual epoch: checkpoints, evaluations, schedules and `epochs` count these instead
-            of passes, and mean the same when the data grows.
+            of passes, and mean the same when the data grows. A batch may hold the end of one pass and the beginning of
+            the next; only the last one of an epoch is short.
         seed: of everything random: each step seeds the global generators of torch, NumPy and Python, which a
             transform must leave alone (it is given one of its own), since it runs beside steps.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
