@@ -303,7 +303,7 @@ def reader_of(
 ) -> Rowwise:
     """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
     fits = index.rows * index.row_bytes <= memory_bytes or not index.groups[0].file
-    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes)
+    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes, order.seed)
 
 
 def _size(chunk: list[Feed]) -> int:

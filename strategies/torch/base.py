@@ -8,6 +8,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from trainwright.core import generators
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
@@ -197,9 +198,13 @@ class TorchEngine:
         return every_used
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Do work; errors leave without the frames that would keep a process group's sockets open."""
+        """Do work; errors leave without the frames that would keep a process group's sockets open.
+
+        Meanwhile no other thread draws from the global generators of random numbers.
+        """
         try:
-            return work()
+            with generators.LOCK:
+                return work()
         except TrainwrightError as error:
             failure = error
         except RuntimeError as error:
