@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from trainwright.strategies.torch.evaluation import evaluating
 from trainwright.strategies.torch.following import Follower, Forward, Key, Route, Watched
+from trainwright.strategies.torch.objective import evaluating
 from trainwright.strategies.torch.survey import Surveyor, bare, skeleton
 
 Held = tuple[nn.Module, str, int]  # a number, and where a module holds it

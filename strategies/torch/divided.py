@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from trainwright.core.data import Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
@@ -208,6 +209,9 @@ class Divided(Member):
         """Raise JobError, on every rank, where the ranks' first parameters differ."""
         answers = compared([0 if self._built.step else self._checksum], self._device)
         same_start([checksum for (checksum,) in answers], self._where)
+
+    def _made_group(self) -> ProcessGroup:
+        return self._placed.batch_group()
 
     def _settle(self, plan: Plan) -> None:
         """Find this rank's place in the group."""

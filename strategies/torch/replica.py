@@ -63,6 +63,7 @@ class Replica:
         versions: of the weights; None where steps are taken at the newest.
         begun: buffers as they were when what was done of the next step began; None where nothing was.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
+        uncut: that was tried with a batch of one data rank in one micro-batch.
         outer: it takes what several local steps of others came to.
 
     Raises:
@@ -86,6 +87,7 @@ class Replica:
         self.step: int | None = None
         self.sound = True
         self.every_used: bool | None = None
+        self.uncut = False
         self.outer = False
         self.reseed(fold(spec.seed, -1))
         with user_code("model()", where):
