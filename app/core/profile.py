@@ -31,6 +31,7 @@ class LayerCost:
         reductions: all-reduces of its output, forward, where tensor parallelism divides it.
         leads: what it gives is divided then: no cut may follow on it.
         tied_parameters: parameters that are another layer's, and held again where that one is on another stage.
+        trained: some of its own parameters are trained.
     """
 
     name: str = field(compare=False)  # layers that cost the same are the same to every estimate
@@ -50,6 +51,7 @@ class LayerCost:
     reductions: int = 0
     leads: bool = False
     tied_parameters: int = 0
+    trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,11 @@ class ModelProfile:
     def flops(self) -> float:
         """Floating-point operations of one forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)
+
+    @property
+    def most_stages(self) -> int:
+        """Layers of which each may be a pipeline's stage: in training those that are trained."""
+        return sum(layer.trained or not self.trains for layer in self.layers)
 
     @property
     def working_numbers(self) -> float:

@@ -68,8 +68,9 @@ class Cut:
         self._modules = [*model.modules()]
         self.look()
         self.sections = len(entries) + 1
-        users = self._users(len(inputs[0]))
-        counting = self._route(len(inputs[0])).counting
+        rows = max(len(inputs[0]), 2)  # a norm of batches takes no less
+        users = self._users(rows)
+        counting = self._route(rows).counting
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
         _strip(model, users, frozenset(own))

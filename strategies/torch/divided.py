@@ -23,7 +23,7 @@ from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.mesh import Place
 from trainwright.strategies.torch.objective import Caller
 from trainwright.strategies.torch.parts import WHOLE, Box, Part
-from trainwright.strategies.torch.replica import AUTOCAST, Replica
+from trainwright.strategies.torch.replica import AUTOCAST, Replica, batch_norms
 from trainwright.strategies.torch.state import HostState
 from trainwright.strategies.torch.tensors import Ring, Split, divide
 
@@ -178,6 +178,8 @@ class Divided(Member):
         assert spec.sample is not None, "a job brings a sample"
         caller = self._caller_for(spec, plan)
         columns, call = caller.tensors(spec.sample()), (spec.inputs, spec.keywords)
+        if batch_norms(model):  # which takes no less than two rows
+            columns = {name: torch.cat((column, column)) for name, column in columns.items()}
         given = columns if spec.step else {name: columns[name] for name in spec.inputs}
         run = plainly(given, call, spec.step)
         splitter = Splitter(model, run, degree, self._where)

@@ -17,7 +17,7 @@ from trainwright.strategies.torch import batches, dynamo
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.recomputing import recomputed_buffers
-from trainwright.strategies.torch.replica import batch_norms
+from trainwright.strategies.torch.replica import batch_norms, sparse_state
 from trainwright.strategies.torch.splitting import Splitter
 from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
@@ -56,9 +56,11 @@ def profile_model(
 
     Raises:
         UserCodeError: `model()` raised.
-        JobError: it returned no module, or `inputs` names no column.
+        JobError: it returned no module, one with sparse tensors, or `inputs` names no column.
     """
     built = model if isinstance(model, nn.Module) else _built(model)
+    if problems := sparse_state(built):
+        raise JobError(problems)
     norms = ("batch_norm",) if batch_norms(built) else ()
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
@@ -69,6 +71,9 @@ def profile_model(
     known = replace(known, recounted=next(iter(recomputed_buffers(built)), ""))
     call = inputs, keywords
     trace = _first_traced(built.to("meta"), tensors, call, step)
+    if isinstance(trace, str):  # a norm of batches takes no less than two rows
+        tensors = {name: torch.cat((value, value)) for name, value in tensors.items()}
+        trace = _first_traced(built, tensors, call, step)
     if isinstance(trace, str):
         _log.info("operations are estimated from parameters: tracing raised %s", trace)
         return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
@@ -166,10 +171,11 @@ def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any
 
 
 def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[..., Any]:
-    """Calls a model on the meta device with one row of columns, or `rows` of them."""
+    """Calls a model on the meta device with as many rows as the columns have, or `rows` of them."""
     meta = {name: value.to("meta") for name, value in columns.items()}
+    own = max((len(value) for value in columns.values()), default=1)
 
-    def run(bones: nn.Module, rows: int = 1) -> Any:
+    def run(bones: nn.Module, rows: int = own) -> Any:
         given = {name: value.new_empty((rows, *value.shape[1:])) for name, value in meta.items()}
         with torch.device("meta"):
             return called(bones, given, call, step)
@@ -226,6 +232,7 @@ def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[Layer
                 shared_kept=1.0 - call.split_kept / call.kept if call.splits and call.kept else 0.0,
                 shared_traffic=1.0 - call.split_traffic / call.traffic if call.splits and call.traffic else 0.0,
                 reductions=call.reductions,
+                trained=any(each.requires_grad for each in module.parameters(recurse=False)),
             )
         )
     return costs

@@ -276,6 +276,17 @@ def batch_norms(model: nn.Module) -> list[str]:
     ]
 
 
+def sparse_state(model: nn.Module) -> list[str]:
+    """What is wrong with parameters and buffers that are not strided, in words: no checkpoint or rank can take them."""
+    return [
+        f"{name!r} of the model is {str(tensor.layout).removeprefix('torch.')}, which cannot be saved or sent to other "
+        "ranks: keep its indices and values as dense buffers and make it of these in forward(), or hold it as a plain "
+        "attribute that is moved there with .to(input.device)"
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.layout != torch.strided
+    ]
+
+
 def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     if not isinstance(model, nn.Module):
         raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"], where=where)
@@ -288,6 +299,7 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if extra:
         problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
+    problems += sparse_state(model)
     half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
     if half and plan.precision == "fp16":
         problems.append(
