@@ -68,6 +68,8 @@ def whole(strategy: str, question: Question) -> Infeasible | None:
     elif question.profile.untraced:
         reason = "the model's forward cannot be followed, so that there is no saying where it may be cut"
         hint = f"it raised {question.profile.untraced}"
+    elif question.profile.uncut:
+        reason, _, hint = question.profile.uncut.rpartition(": ")
     elif question.pins.mesh and question.pins.mesh.pipeline > question.profile.most_stages:
         reason = f"{question.pins.mesh.pipeline} stages for {_counted(question)}"
         hint = f"use pp={question.profile.most_stages} or fewer"

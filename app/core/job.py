@@ -114,7 +114,8 @@ class Job(Fields):
             node (on two, where every failure needs new processes). 0 for none; none where replicas live on two nodes.
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
-        inexact: what may differ between one device and many, such as `("batch_norm",)`.
+        inexact: what may differ between one device and many: `("batch_norm",)`, or `("batch_loss",)` for a loss that
+            compares the samples of a batch and sees a part of it; `tw.gather` shows it all of them.
         tensor_plan: how tensor-parallel ranks divide modules, by name or pattern such as `blocks.*.up`: `column`
             (linear layers by their outputs), `row` (by the inputs that columns give them), `gathered` (by outputs,
             which are then gathered) or `vocabulary` (tables). By default it is found.

@@ -68,6 +68,7 @@ class ModelProfile:
         indivisible: why no tensor-parallel rank can do its part of any layer as the model is written.
         recounted: a buffer of the state inside of what recompute=full computes again; empty where there is none.
         trained: rows (of the first dimension) and bytes of each parameter that is trained; empty where not known.
+        uncut: why a pipeline's stages cannot follow its forward, each for itself; empty where they can.
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
         guests: models that run in the loss, forward alone and untrained, such as teachers; their inputs are the
             targets, so that no layout divides them.
@@ -83,6 +84,7 @@ class ModelProfile:
     indivisible: str = ""
     recounted: str = ""
     trained: tuple[tuple[int, int], ...] = ()
+    uncut: str = ""
     untraced: str = ""
     guests: tuple[ModelProfile, ...] = ()
     trains: bool = True

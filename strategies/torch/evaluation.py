@@ -66,8 +66,9 @@ def predict(model: nn.Module, caller: Caller, feed: Feed, through: Through | Non
         for batch, _ in _batches(feed):
             with caller.precision():
                 outputs = through(batch) if through else caller.outputs(model, caller.inputs(batch))
-            for name, value in _chosen(dict(flat("", outputs)), caller).items() if outputs is not None else ():
-                found.setdefault(name, []).append(_checked(name, value, batch, caller))
+            chosen = {} if outputs is None else _chosen(dict(flat("", outputs)), caller)
+            for name, value in _checked(chosen, batch, caller).items():
+                found.setdefault(name, []).append(value)
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
@@ -133,19 +134,21 @@ def _chosen(outputs: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
     return {name: outputs[name] for name in caller.spec.outputs} if caller.spec.outputs else outputs
 
 
-def _checked(name: str, value: Any, batch: Batch, caller: Caller) -> npt.NDArray[Any]:
+def _checked(outputs: Mapping[str, Any], batch: Batch, caller: Caller) -> dict[str, npt.NDArray[Any]]:
+    """All of them as arrays. Raises JobError where one is no row for each sample; says which can be asked for."""
+    problems = {name: why for name, value in outputs.items() if (why := _misfit(name, value, batch.rows))}
+    if problems:
+        good = tuple(name for name in outputs if name not in problems)
+        others = f", or ask for others alone: columns={good}" if good else ""
+        why = f"{next(iter(problems.values()))}: return tensors with a row for each sample{others}"
+        raise JobError([why], where=caller.where)
+    return {name: batches.array(value) for name, value in outputs.items()}
+
+
+def _misfit(name: str, value: Any, rows: int) -> str:
+    """Why an output cannot be written row by row; empty where it can."""
     if not isinstance(value, Tensor):
-        kind = type(value).__name__
-        raise JobError(
-            [f"the model's {name} is {kind}: return tensors, one row per sample, or name the outputs wanted"],
-            where=caller.where,
-        )
-    if value.dim() == 0 or value.shape[0] != batch.rows:
-        raise JobError(
-            [
-                f"the model's {name} has shape {tuple(value.shape)} for a batch of {batch.rows}: the first dimension "
-                "must be the batch; or name the outputs wanted"
-            ],
-            where=caller.where,
-        )
-    return batches.array(value)
+        return f"the model's {name} is {type(value).__name__}"
+    if value.dim() == 0 or value.shape[0] != rows:
+        return f"the model's {name} has shape {tuple(value.shape)} for a batch of {rows}"
+    return ""

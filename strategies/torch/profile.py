@@ -19,9 +19,10 @@ from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.recomputing import recomputed_buffers
 from trainwright.strategies.torch.replica import batch_norms, sparse_state
 from trainwright.strategies.torch.splitting import Splitter
+from trainwright.strategies.torch.survey import Surveyor, skeleton
 from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
-from trainwright.strategies.torch.values import Values
+from trainwright.strategies.torch.values import Following, Values
 
 __all__ = ["export", "profile_model", "take_weights"]
 
@@ -87,7 +88,22 @@ def profile_model(
     layers = folded(_leading(_costs(built, held, trace, rows), split))
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
-    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible)
+    uncut = _uncut(built, tensors, call) if trace.asks and inputs else ""
+    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible, uncut=uncut)
+
+
+def _uncut(model: nn.Module, tensors: batches.Tensors, call: Names) -> str:
+    """Why a pipeline's stages cannot follow a forward: it asks for values of its inputs. Empty where they can."""
+    inputs, _ = call
+
+    def forward(bones: nn.Module, given: Sequence[Tensor]) -> Any:
+        return called(bones, dict(zip(inputs, given, strict=True)), call, None)
+
+    try:
+        Surveyor(skeleton(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
+    except JobError as error:
+        return error.problems[0]
+    return ""
 
 
 def _backend(model: nn.Module) -> str:
@@ -171,13 +187,16 @@ def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any
 
 
 def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[..., Any]:
-    """Calls a model on the meta device with as many rows as the columns have, or `rows` of them."""
-    meta = {name: value.to("meta") for name, value in columns.items()}
+    """Calls a model on the meta device with as many rows as the columns have, or `rows` of them.
+
+    What it asks of values that follow from the inputs is answered by the columns'.
+    """
     own = max((len(value) for value in columns.values()), default=1)
 
     def run(bones: nn.Module, rows: int = own) -> Any:
-        given = {name: value.new_empty((rows, *value.shape[1:])) for name, value in meta.items()}
-        with torch.device("meta"):
+        real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
+        given = {name: value.to("meta") for name, value in real.items()}
+        with Following((given[name], value) for name, value in real.items()), torch.device("meta"):
             return called(bones, given, call, step)
 
     return run

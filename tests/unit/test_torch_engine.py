@@ -216,6 +216,20 @@ def test_evaluation_sums_and_leaves_each_module_in_its_mode() -> None:
     assert [module.training for module in engine._replica.model.children()] == [False, True, True]
 
 
+class Carrying(Net):
+    """Gives a state too, by layers and not by samples, as an LSTM does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"logits": super().forward(x), "state": torch.zeros(2, len(x), 3), "cache": object()}
+
+
+def test_predictions_of_outputs_that_are_not_row_by_row_say_which_can_be_asked_for() -> None:
+    with pytest.raises(JobError, match=r"model's state has shape \(2, 12, 3\) .*columns=\('logits',\)"):
+        one_device(spec(model=Carrying)).predict_step(feed())
+    found = one_device(spec(model=Carrying, outputs=("logits",))).predict_step(feed())
+    assert list(found) == ["logits"] and found["logits"].shape == (12, 3)
+
+
 def test_a_loss_that_is_not_finite_names_step_and_samples_and_changes_nothing() -> None:
     engine = one_device(spec(model=batch_normed, loss=lambda o, t: loss(o, t.clamp(max=2)) / (t != 7).float()))
     engine.train_step(feed())

@@ -98,3 +98,53 @@ def test_a_model_most_of_which_is_frozen_is_cut_so_that_each_stage_trains() -> N
     assert all(any("adapter" in name for name in part) for part in (names[: sizes[0]], names[sizes[0] :])), entry
     refused = staging(profile, replace(plan, stages=(len(names) - 1, 1)), 16)
     assert refused is not None and "stage 1 of stages=" in refused[0] and "no layer that is trained" in refused[0]
+
+
+class Masked(nn.Module):
+    """Torch's own encoder, which compares its mask with the causal one; the mask is made of constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = torch.log(torch.tril(torch.ones(tokens.shape[1], tokens.shape[1])))
+        return self.head(self.encoder(self.embed(tokens), mask=mask))
+
+
+class Padded(Masked):
+    """Looks at the mask that it is given, as Hugging Face's models do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        padding = tokens == 0
+        return self.head(self.encoder(hidden) if padding.any() else hidden)
+
+
+TOKENS = {"tokens": np.arange(12).reshape(1, 12)}
+
+
+def test_an_encoder_with_a_mask_of_constants_runs_in_sections_and_is_divided() -> None:
+    profile = profile_model(Masked, TOKENS, ("tokens",))
+    assert not profile.uncut and not profile.untraced and not profile.indivisible
+    torch.manual_seed(0)
+    whole, tokens = Masked(), torch.from_numpy(np.random.default_rng(0).integers(0, 50, (4, 12)))
+    expected = whole(tokens)
+    parts = []
+    for own in (0, 1):
+        model = Masked()
+        model.load_state_dict(whole.state_dict())
+        cut = Cut(model, ["encoder.layers.1"], {own}, [tokens[:1]], lambda model, given: model(*given), "here")
+        parts.append(cut)
+    between = parts[0].run(0, [], rows=4, inputs=[tokens])
+    torch.testing.assert_close(parts[1].run(1, between, rows=4), expected)
+
+
+def test_a_flow_that_depends_on_the_inputs_is_no_pipeline_and_that_is_planned() -> None:
+    profile = profile_model(Padded, TOKENS, ("tokens",))
+    assert not profile.untraced and not profile.indivisible
+    assert "let it not look at the values of its inputs" in profile.uncut
+    assert 'attn_implementation="eager"' in profile.uncut
