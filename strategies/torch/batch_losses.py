@@ -15,6 +15,7 @@ from trainwright.core.data import Batch, Terms
 from trainwright.core.errors import JobError
 from trainwright.core.gathering import gathering
 from trainwright.strategies.torch.compat import tree_leaves, tree_map
+from trainwright.strategies.torch.failures import user_code
 
 DECLARED = "batch_loss"  # in a job's inexact=
 Function = Callable[[Any, Any], Any]
@@ -138,13 +139,14 @@ class _Gathered(torch.autograd.Function):
         return whole[first : first + ctx.counts[rank]], None, None
 
 
+@torch.no_grad()
 def check_samples_apart(
     what: str, function: Function, given: Any, targets: Any, batch: Batch, layout: BatchLayout, where: str
 ) -> None:
     """Raise JobError where the loss of a sample follows from what else is in its micro-batch.
 
     The function is called with all rows, and with half of them in another order; where it gathers, with all of them in
-    another order. One that draws random numbers cannot be compared, and is let be.
+    another order, without gradients. One that draws random numbers cannot be compared, and is let be.
 
     Args:
         what: names the function.
@@ -168,14 +170,20 @@ def check_samples_apart(
     before = _random_state(given)
     try:
         whole = called(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-    except Exception:
-        return  # the call that counts comes next, and its error is told; a step may need gradients
+    except Exception as error:
+        if user_code.lost_peer(error):
+            raise
+        return  # the call that counts comes next, and its error is told; one that needs gradients is let be
     if _random_state(given) != before or whole is None or len(whole[0]) != count:
         return
     chosen = shuffled if gathers else shuffled[: -(-count // 2)]
     try:
         part = called(lambda leaf: _rows_of(leaf, chosen, count))
     except Exception as error:
+        if user_code.lost_peer(error):
+            raise
+        if isinstance(error, torch.OutOfMemoryError):
+            return
         if any(isinstance(leaf, Tensor) and leaf.dim() and count not in leaf.shape for leaf in tree_leaves(given)):
             return  # it may not be the rows that were too few
         found = f"with {len(chosen)} of {count} rows it raised {type(error).__name__}: {error}"

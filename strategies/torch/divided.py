@@ -178,10 +178,10 @@ class Divided(Member):
         assert spec.sample is not None, "a job brings a sample"
         caller = self._caller_for(spec, plan)
         columns, call = caller.tensors(spec.sample()), (spec.inputs, spec.keywords)
-        if batch_norms(model):  # which takes no less than two rows
-            columns = {name: torch.cat((column, column)) for name, column in columns.items()}
+        least = 2 if batch_norms(model) else 1  # rows that it takes
+        columns = {name: torch.cat([column] * least) for name, column in columns.items()}
         given = columns if spec.step else {name: columns[name] for name in spec.inputs}
-        run = plainly(given, call, spec.step)
+        run = plainly(given, call, spec.step, least)
         splitter = Splitter(model, run, degree, self._where)
         if spec.tensor_plan:
             split = splitter.planned(spec.tensor_plan)

@@ -168,7 +168,7 @@ class Caller:
         step = self.spec.step
         assert step is not None, "asked for only where there is one"
         if self._compares(layout):
-            with evaluating(model), torch.no_grad():
+            with evaluating(model):
                 check_samples_apart(
                     "step=", lambda given, _: step(model, dict(given)), dict(columns), (), batch, layout, self.where
                 )

@@ -71,8 +71,9 @@ def profile_model(
     )
     known = replace(known, recounted=next(iter(recomputed_buffers(built)), ""))
     call = inputs, keywords
-    trace = _first_traced(built.to("meta"), tensors, call, step)
+    trace, least = _first_traced(built.to("meta"), tensors, call, step), 1
     if isinstance(trace, str):  # a norm of batches takes no less than two rows
+        least = 2
         tensors = {name: torch.cat((value, value)) for name, value in tensors.items()}
         trace = _first_traced(built, tensors, call, step)
     if isinstance(trace, str):
@@ -81,7 +82,7 @@ def profile_model(
     rows = max((len(value) for value in tensors.values()), default=1)
     split, indivisible = Split(), ""
     if trace.division.blocks(trace.heads):
-        split, indivisible = _proved(built, tensors, call, step)
+        split, indivisible = _proved(built, tensors, call, step, least)
         whole = trace.division.weights(trace.heads) - _divided(built, split)
         again = _first_traced(built, tensors, call, step, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
@@ -186,14 +187,13 @@ def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any
     return step(model, on)
 
 
-def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[..., Any]:
-    """Calls a model on the meta device with as many rows as the columns have, or `rows` of them.
+def plainly(columns: batches.Tensors, call: Names, step: Any, least: int = 1) -> Callable[..., Any]:
+    """Calls a model on the meta device with `rows` rows of columns, by default as few as it takes.
 
     What it asks of values that follow from the inputs is answered by the columns'.
     """
-    own = max((len(value) for value in columns.values()), default=1)
 
-    def run(bones: nn.Module, rows: int = own) -> Any:
+    def run(bones: nn.Module, rows: int = least) -> Any:
         real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
         given = {name: value.to("meta") for name, value in real.items()}
         with Following((given[name], value) for name, value in real.items()), torch.device("meta"):
@@ -202,9 +202,9 @@ def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[..., A
     return run
 
 
-def _proved(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> tuple[Split, str]:
+def _proved(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, least: int) -> tuple[Split, str]:
     """What tensor parallelism divides of a model as it is written; why nothing, where that is so."""
-    splitter = Splitter(model, plainly(tensors, call, step), None, "profile")
+    splitter = Splitter(model, plainly(tensors, call, step, least), None, "profile")
     try:
         return splitter.found(lambda bones: traced(bones, tensors, call, step)), ""
     except JobError as error:
