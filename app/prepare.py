@@ -13,7 +13,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Plan, Rejected
 from trainwright.core.profile import ModelProfile
 from trainwright.datasets.file_metadata import Indexing, indexing
-from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
+from trainwright.datasets.schedule import steps_per_epoch
 from trainwright.datasets.sources import Index
 from trainwright.describe import changes, comparable, describe
 from trainwright.discover import discover
@@ -94,8 +94,9 @@ def prepare(
         evaluate = job.evaluate.index() if job.evaluate is not None else None
     _check_columns(job, train, evaluate)
     steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last, job.epoch_samples)
-    if not steps_per_pass(train.rows, job.batch_size, job.drop_last):
-        raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {train.rows} rows"])
+    if not steps:
+        rows = job.epoch_samples or train.rows
+        raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {rows} rows"])
     prepared = Prepared(
         job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
         description=describe(job, train=train, evaluate=evaluate), metadata=used.kept,

@@ -46,7 +46,8 @@ class Job(Fields):
         batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
         epochs: passes over the data, unless `epoch_samples` is given.
         epoch_samples: samples of a virtual epoch: checkpoints, evaluations, schedules and `epochs` count these instead
-            of passes, and mean the same when the data grows.
+            of passes, and mean the same when the data grows. A batch may hold the end of one pass and the beginning of
+            the next; only the last one of an epoch is short.
         seed: of everything random: each step seeds the global generators of torch, NumPy and Python, which a
             transform must leave alone (it is given one of its own), since it runs beside steps.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
@@ -113,9 +114,11 @@ class Job(Fields):
             node (on two, where every failure needs new processes). 0 for none; none where replicas live on two nodes.
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
-        inexact: what may differ between one device and many: `("batch_norm",)`; `("replicas",)` for workers on unlike
-            hardware, whose copies of the model may drift apart. By default these are compared before each checkpoint
-            and evaluation and after each recovery, and a difference ends the run (`docs/replicas.md`).
+        inexact: what may differ between one device and many: `("batch_norm",)`; `("batch_loss",)` for a loss that
+            compares the samples of a batch and sees a part of it (`tw.gather` shows it all of them); `("replicas",)`
+            for workers on unlike hardware, whose copies of the model may drift apart. By default these are compared
+            before each checkpoint and evaluation and after each recovery, and a difference ends the run
+            (`docs/replicas.md`).
         batch_norm: what a torch model's batch norms look at in training: `local`, each worker's own share (needs
             `inexact`), with running statistics that are averaged over the workers in each step, or `sync`, the whole
             batch, as on one device.

@@ -9,6 +9,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from trainwright.core import generators
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
@@ -17,11 +18,12 @@ from trainwright.core.group import Address, Capabilities, Generation, Group, Mov
 from trainwright.core.plan import Plan
 from trainwright.strategies.failures import peer_lost
 from trainwright.strategies.torch import dynamo, evaluation, files, state, step
+from trainwright.strategies.torch.batch_losses import Groups
 from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.failures import let_go, user_code
 from trainwright.strategies.torch.local_state import Seat
 from trainwright.strategies.torch.noise import Probe
-from trainwright.strategies.torch.objective import Caller, Objective, Share
+from trainwright.strategies.torch.objective import Caller, Objective
 from trainwright.strategies.torch.replica import Replica, random_kept
 from trainwright.strategies.torch.step import Runner
 
@@ -203,8 +205,13 @@ class TorchEngine:
         replica = self._built
         return Caller(
             spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
-            rescoring=replica.rescoring,
+            rescoring=replica.rescoring, group=self._batch_group,
         )  # fmt: skip
+
+    @property
+    def _batch_group(self) -> Groups | None:
+        """Makes a process group of the ranks that share a global batch, which all of them call; None without one."""
+        return None
 
     def _warmed(self, feed: Feed) -> Runner:
         """A runner that has run once."""
@@ -220,19 +227,25 @@ class TorchEngine:
     def _throwaway(self, runner: Runner, feed: Feed) -> bool:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
         replica = self._built
-        share = Share(batch=copied(feed.parts[0][0]), data_rank=feed.data_ranks[0], rows=feed.rows, muted=True)
-        with replica.attempt(), random_kept(self._device):
+        _, share = step.shares(feed, muted=True)[0]
+        share = replace(share, batch=copied(share.batch), wish=False)
+        with replica.attempt(), random_kept(self._device), runner.objective.checking():
             replica.reseed(0)
             with replica.finding_last() if runner.tells_own else nullcontext():
                 step.run(runner, share)
+            replica.uncut = share.layout.whole
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         runner.objective.begin()
         return every_used
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Do work; errors leave without the frames that would keep a process group's sockets open."""
+        """Do work; errors leave without the frames that would keep a process group's sockets open.
+
+        Meanwhile no other thread draws from the global generators of random numbers.
+        """
         try:
-            return work()
+            with generators.LOCK:
+                return work()
         except TrainwrightError as error:
             failure = error
         except RuntimeError as error:

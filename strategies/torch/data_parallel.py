@@ -12,7 +12,7 @@ from trainwright.strategies.torch import digests, state
 from trainwright.strategies.torch.compat import ddp_without_buffer_sync
 from trainwright.strategies.torch.group import compared, everybody
 from trainwright.strategies.torch.member import Member
-from trainwright.strategies.torch.step import Runner
+from trainwright.strategies.torch.step import Runner, layout_of
 
 
 class DataParallel(Member):
@@ -50,9 +50,11 @@ class DataParallel(Member):
         alone, replica = self._alone(world=self._group.size), self._built
         if replica.synchronized is not None:
             replica.synchronized.on = False
-        if replica.every_used is None:
+        untried = replica.every_used is None or (replica.uncut and not layout_of(feed).whole)
+        if any(flag for (flag,) in compared([int(untried)], self._device)):  # all of them: a loss may gather
             replica.every_used = self._throwaway(alone, feed)
-        every_used = all(flag for (flag,) in compared([int(replica.every_used)], self._device))
+        assert replica.every_used is not None, "it was tried, here or where the state comes from"
+        every_used = self._agree(replica.every_used)
         parallel = ddp_without_buffer_sync(
             alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
         )

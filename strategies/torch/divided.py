@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from trainwright.core.data import Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
@@ -22,6 +23,7 @@ from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.mesh import Place
 from trainwright.strategies.torch.objective import Caller
 from trainwright.strategies.torch.parts import WHOLE, Box, Part
+from trainwright.strategies.torch.batch_norm import batch_norms
 from trainwright.strategies.torch.replica import AUTOCAST, Replica
 from trainwright.strategies.torch.state import HostState
 from trainwright.strategies.torch.tensors import Ring, Split, divide
@@ -177,8 +179,10 @@ class Divided(Member):
         assert spec.sample is not None, "a job brings a sample"
         caller = self._caller_for(spec, plan)
         columns, call = caller.tensors(spec.sample()), (spec.inputs, spec.keywords)
+        least = 2 if batch_norms(model) else 1  # rows that it takes
+        columns = {name: torch.cat([column] * least) for name, column in columns.items()}
         given = columns if spec.step else {name: columns[name] for name in spec.inputs}
-        run = plainly(given, call, spec.step)
+        run = plainly(given, call, spec.step, least)
         splitter = Splitter(model, run, degree, self._where)
         if spec.tensor_plan:
             split = splitter.planned(spec.tensor_plan)
@@ -218,6 +222,9 @@ class Divided(Member):
         """Raise JobError, on every rank, where the ranks' first parameters differ."""
         answers = compared([0 if self._built.step else self._checksum], self._device)
         same_start([checksum for (checksum,) in answers], self._where)
+
+    def _made_group(self) -> ProcessGroup:
+        return self._placed.batch_group()
 
     def _settle(self, plan: Plan) -> None:
         """Find this rank's place in the group."""

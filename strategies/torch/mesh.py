@@ -88,6 +88,12 @@ class Place:
         ranks, names = self._ranks[stage, :, :, tensor], ("replicate", "shard")
         return DeviceMesh.from_group([self.replicas, self.shards], device.type, mesh=ranks, mesh_dim_names=names)
 
+    def batch_group(self) -> ProcessGroup:
+        """A new group of the ranks that hold this stage, and this part of its layers; every rank calls it."""
+        rows = self._ranks.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist()
+        groups: list[ProcessGroup] = [distributed.new_group(row, timeout=self.deadline) for row in rows]
+        return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
+
     @property
     def part(self) -> Part:
         """What this rank holds."""

@@ -24,6 +24,7 @@ from trainwright.core.sections import misplaced, place_of, section_of
 from trainwright.strategies.combinations import combination
 from trainwright.strategies.staging import scanty
 from trainwright.strategies.torch import evaluation
+from trainwright.strategies.torch.batch_losses import Groups
 from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.compiling import compile_blocks
 from trainwright.strategies.torch.cutting import Cut
@@ -152,6 +153,11 @@ class Pipeline(Divided):
         return {} if self._part.tensor else outputs
 
     # --- inside -------------------------------------------------------------------------------------------
+
+    @property
+    def _batch_group(self) -> Groups | None:
+        """Only the last stage has outputs to gather, and making a group takes all ranks."""
+        return None
 
     @property
     def _begun(self) -> bool:
@@ -285,7 +291,7 @@ class Pipeline(Divided):
     def _rehearse(self, runner: PipelineRunner, feed: Feed) -> None:
         """A step of weight 0 of which nothing is kept."""
         given = [(micro, replace(share, batch=copied(share.batch))) for micro, share in shares(feed, muted=True)]
-        with self._built.attempt(), random_kept(self._device):
+        with self._built.attempt(), random_kept(self._device), runner.objective.checking():
             if runner.objective.caller.autocast:
                 with self._gathering():
                     runner.pipe.rehearse(given[0][1])

@@ -64,6 +64,7 @@ class Replica:
         versions: of the weights; None where steps are taken at the newest.
         begun: buffers as they were when what was done of the next step began; None where nothing was.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
+        uncut: that was tried with a batch of one data rank in one micro-batch.
         outer: it takes what several local steps of others came to.
         local: names of buffers that each data rank keeps as its own.
         seat: the data rank whose local state it holds.
@@ -91,6 +92,7 @@ class Replica:
         self.step: int | None = None
         self.sound = True
         self.every_used: bool | None = None
+        self.uncut = False
         self.outer = False
         self.reseed(fold(spec.seed, -1))
         with user_code("model()", where):
@@ -291,6 +293,17 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
+def sparse_state(model: nn.Module) -> list[str]:
+    """What is wrong with parameters and buffers that are not strided, in words: no checkpoint or rank can take them."""
+    return [
+        f"{name!r} of the model is {str(tensor.layout).removeprefix('torch.')}, which cannot be saved or sent to other "
+        "ranks: keep its indices and values as dense buffers and make it of these in forward(), or hold it as a plain "
+        "attribute that is moved there with .to(input.device)"
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.layout != torch.strided
+    ]
+
+
 def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     if not isinstance(model, nn.Module):
         raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"], where=where)
@@ -303,6 +316,7 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if extra:
         problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
+    problems += sparse_state(model)
     half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
     if half and plan.precision == "fp16":
         problems.append(

@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 from trainwright.core.data import Feed, StepReport, fold
 from trainwright.core.errors import JobError
 from trainwright.strategies.failures import non_finite, shown, spoiled
+from trainwright.strategies.torch.batch_losses import BatchLayout
 from trainwright.strategies.torch.batch_norm import average, counted
 from trainwright.strategies.torch.compat import multiply
 from trainwright.strategies.torch.failures import user_code
@@ -158,15 +159,19 @@ def run(runner: Runner, share: Share, forward_done: Callable[[], None] = lambda:
 def shares(feed: Feed, *, muted: bool = False) -> list[tuple[int, Share]]:
     """Micro-batches in order with their number; the wish goes with the last."""
     flat = [
-        (micro, data_rank, batch)
+        (micro, Share(batch=batch, data_rank=data_rank, rows=feed.rows, muted=muted, layout=layout_of(feed)))
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
     ]
-    last = len(flat) - 1
-    return [
-        (micro, Share(batch=batch, data_rank=data_rank, rows=feed.rows, wish=feed.wish and number == last, muted=muted))
-        for number, (micro, data_rank, batch) in enumerate(flat)
-    ]
+    if feed.wish:
+        micro, last = flat[-1]
+        flat[-1] = micro, replace(last, wish=True)
+    return flat
+
+
+def layout_of(feed: Feed) -> BatchLayout:
+    """Into what the global batch is cut."""
+    return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]))
 
 
 def _gradients(replica: Replica, runner: Runner) -> list[Tensor]:
