@@ -54,7 +54,7 @@ class DataParallel(Member):
         if any(flag for (flag,) in compared([int(untried)], self._device)):  # all of them: a loss may gather
             replica.every_used = self._throwaway(alone, feed)
         assert replica.every_used is not None, "it was tried, here or where the state comes from"
-        every_used = self._agree(replica.every_used)
+        every_used = all(flag for (flag,) in compared([int(replica.every_used)], self._device))
         parallel = ddp_without_buffer_sync(
             alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
         )
