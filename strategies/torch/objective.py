@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.strategies.loss_shapes import broadcast_problem
 from trainwright.strategies.torch import batches, compat
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.rescoring import Rescoring
@@ -120,9 +121,11 @@ class Caller:
 
     def metric(self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch) -> Terms:
         """The terms of a metric."""
-        with user_code(f"metric {name!r}", self.where):
-            result = self.spec.metrics[name](outputs, self.targets(columns))
-        return self.terms(f"metric {name!r}", result, batch)
+        what, targets = f"metric {name!r}", self.targets(columns)
+        with user_code(what, self.where):
+            result = self.spec.metrics[name](outputs, targets)
+        self._check_broadcast(what, outputs, targets, result)
+        return self.terms(what, result, batch)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch) -> Terms:
         """The loss terms of outputs that are there already."""
@@ -130,8 +133,19 @@ class Caller:
 
     def _loss(self, outputs: Any, columns: batches.Tensors) -> Any:
         assert self.spec.loss is not None, "a job has loss= or step="
+        targets = self.targets(columns)
         with user_code("loss=", self.where):
-            return self.spec.loss(outputs, self.targets(columns))
+            result = self.spec.loss(outputs, targets)
+        self._check_broadcast("loss=", outputs, targets, result)
+        return result
+
+    def _check_broadcast(self, what: str, outputs: Any, targets: Any, result: Any) -> None:
+        """Raise JobError where one output and one target were broadcast to all pairs of samples."""
+        given = (outputs, targets, result.values if isinstance(result, Terms) else result)
+        if all(isinstance(each, Tensor) for each in given):
+            problem = broadcast_problem(what, *(each.shape for each in given))
+            if problem:
+                raise self._wrong(problem)
 
     def terms(self, what: str, result: Any, batch: Batch) -> Terms:
         """What a loss or metric returned, checked, with the feed's sample weights multiplied in.

@@ -80,6 +80,21 @@ def test_values_of_weight_zero_do_not_count_even_if_they_are_not_finite() -> Non
     assert whole.loss == pytest.approx(first.loss, rel=1e-6)
 
 
+def column_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs[:, :1] - targets) ** 2
+
+
+@pytest.mark.parametrize("function", [{"loss": column_of}, {"metrics": {"mse": column_of}}])
+def test_outputs_and_targets_that_broadcast_to_all_pairs_are_refused(function: dict[str, Any]) -> None:
+    class Column(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[:, :1]
+
+    engine = one_device(spec(model=Column, **{"loss": lambda outputs, targets: outputs[:, 0] - targets, **function}))
+    with pytest.raises(JobError, match=r"outputs of shape \(12, 1\) and targets of shape \(12,\) to \(12, 12\)"):
+        engine.train_step(feed()) if "loss" in function else engine.evaluate_step(feed())
+
+
 def test_no_weight_at_all_applies_nothing_and_counts_the_step() -> None:
     engine = one_device(spec(model=lambda: Net(middle=lambda: nn.BatchNorm1d(8))))
     before = saved(engine).files["model.safetensors"]
