@@ -12,8 +12,7 @@ from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.evaluation import LOSS
-from trainwright.strategies.tensorflow.failures import user_code
-from trainwright.strategies.tensorflow.objective import Caller, applied
+from trainwright.strategies.tensorflow.objective import Caller
 
 
 def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms:
@@ -27,7 +26,5 @@ def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms
     if only:
         found = caller.metric(only, given, columns, weights)
     else:
-        with user_code("loss=", caller.where):
-            result = applied(spec.loss, given, caller.targets(columns))
-        found = caller.terms("loss=", result, weights)
+        found = caller.terms("loss=", caller.applied("loss=", spec.loss, given, caller.targets(columns)), weights)
     return Terms(*(np.asarray(tf.cast(each, tf.float64)) for each in found))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.core.keras_order import in_order
 from trainwright.strategies.loss_shapes import broadcast_problem
 from trainwright.strategies.torch import batches, compat
 from trainwright.strategies.torch.failures import user_code
@@ -123,7 +124,7 @@ class Caller:
         """The terms of a metric."""
         what, targets = f"metric {name!r}", self.targets(columns)
         with user_code(what, self.where):
-            result = self.spec.metrics[name](outputs, targets)
+            result = in_order(self.spec.metrics[name], outputs, targets)
         self._check_broadcast(what, outputs, targets, result)
         return self.terms(what, result, batch)
 
@@ -135,7 +136,7 @@ class Caller:
         assert self.spec.loss is not None, "a job has loss= or step="
         targets = self.targets(columns)
         with user_code("loss=", self.where):
-            result = self.spec.loss(outputs, targets)
+            result = in_order(self.spec.loss, outputs, targets)
         self._check_broadcast("loss=", outputs, targets, result)
         return result
 
