@@ -34,6 +34,7 @@ from trainwright.strategies.tensorflow.mirrored import Mirrored
 from trainwright.strategies.tensorflow.objective import Caller
 from trainwright.strategies.tensorflow.one_device import OneDevice
 from trainwright.strategies.tensorflow.replica import Trained, built_model, generators
+from trainwright.strategies.tensorflow.teaching import digest
 
 _LOSS = "loss"
 
@@ -146,7 +147,7 @@ class Fit:
         self._tracker = next((item for item in self._model.metrics if item.name == _LOSS), None)
         self._tested: dict[str, float] = {}
         self._tested_rows = 0
-        self._validated: tuple[int, list[Sums]] = (-1, [])
+        self._validated: tuple[str, list[Sums]] = ("", [])  # of the model with this digest
         self._user = user_code("a callback", compiled.caller.where)
         self._callbacks = keras.callbacks.CallbackList(
             list(callbacks), add_history=True, model=self._model, epochs=spec.epochs, steps=self._epoch_steps, verbose=0
@@ -194,10 +195,14 @@ class Fit:
     def evaluate(self, feed: Feed) -> Sums:
         """What a batch adds to the loss and metrics of the evaluation, whose first batch is that of step 0.
 
-        A metric need not be a mean: the sums are such that together they are what Keras has after the last batch.
+        A metric need not be a mean: the sums are such that together they are what Keras has after the last batch. The
+        validation of this step counts again, unless the weights have changed since: callbacks may restore others
+        (`EarlyStopping(restore_best_weights=True)`), and `use_ema` takes their averages at the end.
         """
-        step, sums = self._validated
-        return sums[feed.step] if step == self._compiled.step else self._test(feed)
+        if feed.step == 0 and self._validated[0] and self._validated[0] != digest(self._model):
+            self._validated = ("", [])
+        state, sums = self._validated
+        return sums[feed.step] if state else self._test(feed)
 
     def _begin(self, epoch: int, batch: int) -> None:
         """What comes before a step."""
@@ -235,7 +240,7 @@ class Fit:
                 self._callbacks.on_test_batch_end(feed.step, self._tested)
         with self._user:
             self._callbacks.on_test_end(self._tested)
-        self._validated = (self._compiled.step, sums)
+        self._validated = (digest(self._model), sums)
         return dict(self._tested)
 
     def _test(self, feed: Feed) -> Sums:
