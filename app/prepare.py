@@ -181,9 +181,7 @@ def _unused(names: Sequence[str]) -> str:
     """A note about columns that nothing uses."""
     more = len(names) - _LISTED
     listed = ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-    return (
-        f"columns of train that nothing uses: {listed}; inputs=, targets= and sample_weight= name those that are used"
-    )
+    return f"columns of train that nothing uses: {listed}; inputs=, targets= and sample_weight= name what is used"
 
 
 def _settled(decision: Decision, prepared: Prepared) -> Decision:

@@ -28,6 +28,7 @@ from trainwright.core.phases import COMPILED
 from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.base import TensorFlowEngine
+from trainwright.strategies.tensorflow.compat import keras_mask
 from trainwright.strategies.tensorflow.failures import user_code
 from trainwright.strategies.tensorflow.loss_call import Masked
 from trainwright.strategies.tensorflow.mirrored import Mirrored
@@ -75,6 +76,7 @@ class Compiled:
             given = keras.utils.unpack_x_y_sample_weight(self.data(spec.sample(), training=False))
             self.model.test_on_batch(*given)  # gives the metrics their variables
             self.model.reset_metrics()
+            self._check_mask(spec.sample())
         self.carried: Mapping[str, list[tf.Variable]] = {
             "metrics": [variable.value for variable in self.model.metrics_variables],
             "seeds": [generator.state.value for generator in generators(self.model)],
@@ -84,6 +86,20 @@ class Compiled:
     def optimizer(self) -> Any:
         """What the model was compiled with."""
         return self.model.optimizer
+
+    def _check_mask(self, row: Batch) -> None:
+        """Raise JobError where several devices would each divide by their own number of unmasked steps."""
+        if self.strategy.num_replicas_in_sync == 1:
+            return
+        columns = batches.columns_of(self.spec.collation, row, self.spec.inputs)
+        with self.strategy.scope():
+            outputs = self.caller.outputs(self.model, columns, training=False)
+        if any(keras_mask(each) is not None for each in tf.nest.flatten(outputs)):
+            problem = (
+                "the outputs have a mask (mask_zero=True or Masking), and Keras' fit takes the mean over each device's "
+                "own unmasked steps: use devices=1, or leave run= out"
+            )
+            raise JobError([problem], where=self.caller.where)
 
     def _compile(self) -> None:
         spec, where = self.spec, self.caller.where

@@ -29,7 +29,7 @@ losses, metrics = keras.losses, keras.metrics
 @functools.cache
 def binary() -> keras.Model:
     keras.utils.set_random_seed(3)
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid", name="yes")])
 
 
 @functools.cache
@@ -39,8 +39,8 @@ def tagger() -> keras.Model:
     return keras.Sequential(
         [
             keras.Input((STEPS,), dtype="int64"),
-            keras.layers.Embedding(WORDS, 6, mask_zero=True),
-            keras.layers.Dense(CLASSES, activation="softmax", kernel_regularizer="l2"),
+            keras.layers.Embedding(WORDS, 6, mask_zero=True, name="words"),
+            keras.layers.Dense(CLASSES, activation="softmax", kernel_regularizer="l2", name="tags"),
         ]
     )
 

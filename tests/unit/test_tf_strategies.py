@@ -170,8 +170,11 @@ def test_columns_that_nothing_uses_are_told(tmp_path: Path, monkeypatch: pytest.
     assert told() == [said.format("w, id")]
     assert told(sample_weight="w") == [said.format("id")]
     assert told(loss=None, step=max, inputs=(), optimizer=list) == [], "a step takes what it likes"
-    with pytest.raises(JobError, match=r"sample_weight='v' is no column of train.*='v' is no column of evaluate"):
+    with pytest.raises(JobError) as caught:
         ready(tmp_path, train=data, evaluate=data, sample_weight="v")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "sample_weight='v' is no column of train", "sample_weight='v' is no column of evaluate"
+    ]  # fmt: skip
 
 
 def test_a_pipelines_weights_are_used_or_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import tensorflow as tf
 import trainwright as tw
 from tests.conformance.harness import Pool, World
 from tests.programs.keras.engines import TENSORFLOW, Trained, epochs, feeds, plan_of, spec_of, train, train_mirrored
+from trainwright.core.errors import JobError
 from trainwright.core.plan import Mesh
 from trainwright.strategies.tensorflow.profile import take_weights
 
@@ -71,7 +72,9 @@ def tagger() -> keras.Model:
     return keras.Sequential(
         [
             keras.Input((STEPS,), dtype="int64"),
-            layers.Embedding(WORDS, 6, mask_zero=True, embeddings_initializer=keras.initializers.RandomNormal(seed=1)),
+            layers.Embedding(
+                WORDS, 6, mask_zero=True, embeddings_initializer=keras.initializers.RandomNormal(seed=1), name="words"
+            ),
             layers.Dense(3, activation="softmax", kernel_initializer=keras.initializers.RandomNormal(seed=2)),
         ]
     )
@@ -93,6 +96,17 @@ def test_masked_steps_and_weights_count_as_in_fit_on_one_worker_and_two(pool: Po
     for trained in (train(given), train_on_workers(pool, given)):
         assert_alike(trained, tagger(), expected)
         assert trained.means["right"] == pytest.approx(right, rel=1e-6)
+
+
+def tagging() -> keras.Model:
+    model = tagger()
+    model.compile(quick(None), "sparse_categorical_crossentropy")
+    return model
+
+
+def test_fit_with_a_mask_is_refused_on_several_devices(pool: Pool) -> None:
+    with pytest.raises(JobError, match="use devices=1, or leave run= out"):
+        train_mirrored(pool, job({"x": TOKENS, "y": TAGS}, model=tagging, run="fit"))
 
 
 def train_on_workers(pool: Pool, given: tw.Job) -> Trained:
