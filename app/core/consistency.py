@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.collation import MASK
 from trainwright.core.errors import PlanError, nearest
+from trainwright.core.keras_order import is_summed
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
@@ -42,7 +43,8 @@ def inconsistencies(job: Job) -> list[str]:
             for name in ("begin", "log", "end")
             if not callable(getattr(tracker, name, None))
         ]
-    problems += _padding_problems(job) + _bounds_problems(job) + _alone_problems(job) + _rank_problems(job)
+    problems += _weight_problems(job) + _padding_problems(job) + _bounds_problems(job)
+    problems += _alone_problems(job) + _rank_problems(job)
     return problems
 
 
@@ -57,6 +59,24 @@ def _rank_problems(job: Job) -> list[str]:
         problems.append(
             f'batch_norm="sync" looks at micro-batches, not at the whole batch, with accumulation={job.accumulation}: '
             'leave accumulation= out, or accept the difference with inexact=("batch_norm",)'
+        )
+    return problems
+
+
+def _weight_problems(job: Job) -> list[str]:
+    """What is wrong with the weights of samples, and with the reduction of a loss of Keras'."""
+    problems = []
+    given = [name for name in ("sample_weight", "class_weight") if getattr(job, name)]
+    if len(given) > 1:
+        problems.append("sample_weight= and class_weight= exclude each other: multiply the weights in a column")
+    if given and job.step is not None:
+        problems.append(f"{given[0]}= has no place with step=: multiply the losses there, or return Terms")
+    if job.class_weight and len(job.wanted_targets) != 1:
+        problems.append("class_weight= needs one column of targets=, the class: weigh several with sample_weight=")
+    if is_summed(job.loss) and job.run == "step":
+        problems.append(
+            'loss= has reduction="sum", and steps take the mean over the global batch: leave reduction= out and '
+            'multiply the loss by batch_size, or use run="fit", which sums'
         )
     return problems
 

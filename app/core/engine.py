@@ -34,6 +34,8 @@ class ModelSpec:
         targets: column names given to loss and metrics (one value, or a tuple when several).
         compile: `auto`, `eager`, `xla` or `inductor`.
         collation: applied to each micro-batch before its columns become tensors.
+        sample_weight: column that the losses of each sample are multiplied by; empty for none.
+        class_weight: class -> what the losses of its samples are multiplied by in training; 1 for others.
         metrics: name -> (outputs, targets) -> (samples,) or Terms.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate.
         clip_norm: largest global gradient norm; None does not clip.
@@ -58,6 +60,8 @@ class ModelSpec:
     inputs: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    sample_weight: str = ""
+    class_weight: Mapping[int, float] = field(default_factory=dict)
     compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
     collation: Collation = field(default_factory=Collation)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)

@@ -32,10 +32,18 @@ class Job(Fields):
         optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. May be left out, like loss and
             metrics, where `run="fit"` and model() returns a compiled model.
         train: data set to train on, such as `tw.datasets.parquet("data/train")`.
-        loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks.
+        loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks. Keras' own
+            losses and functions, and a function whose parameters are called `(y_true, y_pred)`, are called in that
+            order; so are metrics.
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
         targets: column name or names given to loss and metrics.
+        sample_weight: column that each sample's loss is multiplied by, (rows,) or one for each step (rows, steps), as
+            Keras' `fit` does it: the mean is over all samples, whatever their weights. Of `evaluate` too; metrics are
+            not weighted. To divide by the sum of weights, return `Terms` or give Keras' loss
+            `reduction="mean_with_sample_weight"`.
+        class_weight: class -> factor of its samples' losses in training, 1 for others, as Keras' `fit` has it: the
+            target is the number of the class, or one-hot. Instead of sample_weight.
         pad: column -> `tw.Pad(value=0, multiple=8)`, for columns whose rows differ in length: each micro-batch is
             padded, and `<column>_mask` (bool, True where the data is) may be named in inputs and targets.
         collate: (columns) -> columns of as many rows, instead of pad: takes the dict of all the data set's columns as
@@ -157,6 +165,8 @@ class Job(Fields):
     loss: Callable[[Any, Any], Any] | None = None
     inputs: str | Names | Mapping[str, str] = ()
     targets: str | Names = ()
+    sample_weight: str | None = None
+    class_weight: Mapping[int, float] = Field(default_factory=dict)
     pad: Mapping[str, Pad] = Field(default_factory=dict)
     collate: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     step: Callable[[Any, Any], Any] | None = None
@@ -272,11 +282,16 @@ class Job(Fields):
         return () if self.collate else self.collation.sources(self.wanted_targets)
 
     @property
+    def weight_columns(self) -> Names:
+        """Columns of the data set that the samples' weights are made of; none where `collate` makes them."""
+        return () if self.collate or not self.sample_weight else self.collation.sources((self.sample_weight,))
+
+    @property
     def columns(self) -> Names | None:
         """Columns that must be read; None for all, where `step` or `collate` takes what it likes."""
         if self.step is not None or self.collate is not None:
             return None
-        return tuple(dict.fromkeys(self.input_columns + self.target_columns))
+        return tuple(dict.fromkeys(self.input_columns + self.target_columns + self.weight_columns))
 
     def ordering(self, *, evaluate: bool = False) -> dict[str, Any]:
         """What the order of the samples follows from beside the data: arguments of `datasets.stream.schedule_of`."""
@@ -307,6 +322,8 @@ class Job(Fields):
             inputs=self.arguments,
             keywords=self.keywords,
             targets=self.wanted_targets,
+            sample_weight=self.sample_weight or "",
+            class_weight=dict(self.class_weight),
             collation=self.collation,
             compile=self.compile,
             metrics=dict(self.metrics),

@@ -70,6 +70,7 @@ class ModelProfile:
         trained: rows (of the first dimension) and bytes of each parameter that is trained; empty where not known.
         uncut: why a pipeline's stages cannot follow its forward, each for itself; empty where they can.
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
+        loss_scale: whether it computes in float16 with a scaled loss, as Keras' policy `mixed_float16` does.
         guests: models that run in the loss, forward alone and untrained, such as teachers; their inputs are the
             targets, so that no layout divides them.
         trains: whether it does; a model that predicts has neither gradients nor an optimizer, and keeps no activations.
@@ -86,6 +87,7 @@ class ModelProfile:
     trained: tuple[tuple[int, int], ...] = ()
     uncut: str = ""
     untraced: str = ""
+    loss_scale: bool = False
     guests: tuple[ModelProfile, ...] = ()
     trains: bool = True
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
 from keras.src.models.functional import Functional as Functional
 from tensorflow.python.eager.context import Context
 
@@ -30,3 +31,8 @@ def to_graph_code(function: Any) -> Any:
     """Return a function as AutoGraph rewrites it in the function that is traced now."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())
+
+
+def keras_mask(value: Any) -> Any:
+    """Return the mask that Keras has put beside a tensor, or None."""
+    return getattr(value, "_keras_mask", None)

@@ -10,6 +10,7 @@ An update is applied before its loss is known: after a loss that is not finite t
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -19,18 +20,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainwright.core.data import Batch, Feed, StepReport, Sums
+from trainwright.core.data import Batch, Feed, StepReport, Sums, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss
+from trainwright.core.keras_order import takes_targets_first
 from trainwright.core.phases import COMPILED
 from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.base import TensorFlowEngine
+from trainwright.strategies.tensorflow.compat import keras_mask
 from trainwright.strategies.tensorflow.failures import user_code
+from trainwright.strategies.tensorflow.loss_call import Masked
 from trainwright.strategies.tensorflow.mirrored import Mirrored
-from trainwright.strategies.tensorflow.objective import Caller, per_sample
+from trainwright.strategies.tensorflow.objective import Caller
 from trainwright.strategies.tensorflow.one_device import OneDevice
 from trainwright.strategies.tensorflow.replica import Trained, built_model, generators
+from trainwright.strategies.tensorflow.teaching import digest
 
 _LOSS = "loss"
 
@@ -68,8 +73,10 @@ class Compiled:
         with strategy.scope():
             self.optimizer.build(self.model.trainable_variables)
         if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
-            self.model.test_on_batch(*self.data(spec.sample()))  # gives the metrics their variables
+            given = keras.utils.unpack_x_y_sample_weight(self.data(spec.sample(), training=False))
+            self.model.test_on_batch(*given)  # gives the metrics their variables
             self.model.reset_metrics()
+            self._check_mask(spec.sample())
         self.carried: Mapping[str, list[tf.Variable]] = {
             "metrics": [variable.value for variable in self.model.metrics_variables],
             "seeds": [generator.state.value for generator in generators(self.model)],
@@ -79,6 +86,20 @@ class Compiled:
     def optimizer(self) -> Any:
         """What the model was compiled with."""
         return self.model.optimizer
+
+    def _check_mask(self, row: Batch) -> None:
+        """Raise JobError where several devices would each divide by their own number of unmasked steps."""
+        if self.strategy.num_replicas_in_sync == 1:
+            return
+        columns = batches.columns_of(self.spec.collation, row, self.spec.inputs)
+        with self.strategy.scope():
+            outputs = self.caller.outputs(self.model, columns, training=False)
+        if any(keras_mask(each) is not None for each in tf.nest.flatten(outputs)):
+            problem = (
+                "the outputs have a mask (mask_zero=True or Masking), and Keras' fit takes the mean over each device's "
+                "own unmasked steps: use devices=1, or leave run= out"
+            )
+            raise JobError([problem], where=self.caller.where)
 
     def _compile(self) -> None:
         spec, where = self.spec, self.caller.where
@@ -90,24 +111,25 @@ class Compiled:
                 optimizer = spec.optimizer(self.model.trainable_variables)
             self.model.compile(
                 optimizer=optimizer,
-                loss=_Loss(spec.loss),
-                metrics=[_metric(name, metric) for name, metric in spec.metrics.items()],
+                loss=spec.loss if takes_targets_first(spec.loss) else _Loss(self.caller),
+                metrics=[_metric(self.caller, name) for name in spec.metrics],
                 run_eagerly=spec.compile == "eager",
                 jit_compile=spec.compile == "xla",
             )
 
-    def data(self, batch: Batch) -> tuple[Any, Any]:
-        """Inputs and targets, as the model's `train_step` takes them."""
+    def data(self, batch: Batch, *, training: bool) -> Any:
+        """Inputs, targets and samples' weights, as far as there are any, as `fit` gives them to `train_step`."""
         spec = self.spec
-        columns = batches.columns_of(spec.collation, batch, (*spec.inputs, *spec.targets))
+        columns = batches.columns_of(spec.collation, batch, self.caller.wanted)
         given: Any = tuple(columns[name] for name in spec.inputs)
         if spec.keywords:
             given = dict(zip(spec.keywords, given, strict=True))
         elif len(given) == 1:
             given = given[0]
-        return given, self.caller.targets(columns) if spec.targets else None
+        targets = self.caller.targets(columns) if spec.targets else None
+        return keras.utils.pack_x_y_sample_weight(given, targets, self.caller.factors(columns, training=training))
 
-    def dealt(self, feed: Feed) -> list[Any]:
+    def dealt(self, feed: Feed, *, training: bool) -> list[Any]:
         """A step's data, a share for each replica, as the compiled functions of a step take it."""
         batch = _whole(feed)
         replicas = self.strategy.num_replicas_in_sync
@@ -116,7 +138,7 @@ class Compiled:
             raise JobError(
                 [f"{problem}: use a batch_size that they divide and drop_last=True"], where=self.caller.where
             )
-        data = self.data(batch)
+        data = self.data(batch, training=training)
         size = batch.rows // replicas
         shares = [
             tf.nest.map_structure(lambda values, at=at: values[at * size : (at + 1) * size], data)
@@ -141,7 +163,7 @@ class Fit:
         self._tracker = next((item for item in self._model.metrics if item.name == _LOSS), None)
         self._tested: dict[str, float] = {}
         self._tested_rows = 0
-        self._validated: tuple[int, list[Sums]] = (-1, [])
+        self._validated: tuple[str, list[Sums]] = ("", [])  # of the model with this digest
         self._user = user_code("a callback", compiled.caller.where)
         self._callbacks = keras.callbacks.CallbackList(
             list(callbacks), add_history=True, model=self._model, epochs=spec.epochs, steps=self._epoch_steps, verbose=0
@@ -155,7 +177,7 @@ class Fit:
         compiled, model = self._compiled, self._model
         epoch, batch = divmod(feed.step, self._epoch_steps)
         begun = time.perf_counter()
-        data = compiled.dealt(feed)
+        data = compiled.dealt(feed, training=True)
         self._begin(epoch, batch)
         before = self._seen()
         with user_code("train_step()", compiled.caller.where):
@@ -180,7 +202,7 @@ class Fit:
             compiled.optimizer.finalize_variable_values(model.trainable_variables)
             with self._user:
                 self._callbacks.on_train_end(logs)
-        rate = float(keras.ops.convert_to_numpy(compiled.optimizer.learning_rate))
+        rate = float(compiled.optimizer.learning_rate.numpy())
         return StepReport(
             step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=rate, wish=feed.wish,
             finished=finished, phases=phases,
@@ -189,10 +211,14 @@ class Fit:
     def evaluate(self, feed: Feed) -> Sums:
         """What a batch adds to the loss and metrics of the evaluation, whose first batch is that of step 0.
 
-        A metric need not be a mean: the sums are such that together they are what Keras has after the last batch.
+        A metric need not be a mean: the sums are such that together they are what Keras has after the last batch. The
+        validation of this step counts again, unless the weights have changed since: callbacks may restore others
+        (`EarlyStopping(restore_best_weights=True)`), and `use_ema` takes their averages at the end.
         """
-        step, sums = self._validated
-        return sums[feed.step] if step == self._compiled.step else self._test(feed)
+        if feed.step == 0 and self._validated[0] and self._validated[0] != digest(self._model):
+            self._validated = ("", [])
+        state, sums = self._validated
+        return sums[feed.step] if state else self._test(feed)
 
     def _begin(self, epoch: int, batch: int) -> None:
         """What comes before a step."""
@@ -230,7 +256,7 @@ class Fit:
                 self._callbacks.on_test_batch_end(feed.step, self._tested)
         with self._user:
             self._callbacks.on_test_end(self._tested)
-        self._validated = (self._compiled.step, sums)
+        self._validated = (digest(self._model), sums)
         return dict(self._tested)
 
     def _test(self, feed: Feed) -> Sums:
@@ -239,7 +265,7 @@ class Fit:
             model.reset_metrics()
             self._tested, self._tested_rows = {}, 0
         with user_code("test_step()", self._compiled.caller.where):
-            logs = model.test_function(self._compiled.dealt(feed))
+            logs = model.test_function(self._compiled.dealt(feed, training=False))
         seen = self._tested_rows + rows
         found = {name: float(value) for name, value in logs.items()}
         before = {name: value * self._tested_rows for name, value in self._tested.items()}
@@ -250,7 +276,7 @@ class Fit:
         """Sum and number of the losses that this epoch's mean is of, as Keras counts them."""
         if not isinstance(self._tracker, keras.metrics.Mean):
             return 0.0, 0.0
-        total, count = (float(keras.ops.convert_to_numpy(variable)) for variable in self._tracker.variables)
+        total, count = (float(variable.numpy()) for variable in self._tracker.variables)
         return total, count
 
     def _loss_of(self, logs: Any, before: tuple[float, float]) -> float:
@@ -324,26 +350,40 @@ def _whole(feed: Feed) -> Batch:
 class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
     """The mean of the job's loss over the samples; Keras' wrapper of functions would turn the targets into floats.
 
-    As it does, it gives each replica its share of the mean.
+    As it does, it gives each replica its share of the mean, and leaves out what Keras' mask does.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, caller: Caller) -> None:
         super().__init__()
-        self._function = function
+        self._caller = caller
 
     def __call__(self, targets: Any, outputs: Any, sample_weight: Any = None) -> Any:
+        result = _single(self._caller.applied("loss=", self._caller.spec.loss, outputs, targets))
+        every = tf.ones(tf.shape(tf.nest.flatten(outputs)[0])[:1])
+        values, counted = self._caller.weighted(self._caller.terms("loss=", result, every), sample_weight)
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        return tf.reduce_mean(per_sample(self._function, outputs, targets)) / replicas
-
-    def call(self, targets: Any, outputs: Any) -> Any:
-        return per_sample(self._function, outputs, targets)
+        return tf.math.divide_no_nan(tf.reduce_sum(values * counted), tf.reduce_sum(counted)) / replicas
 
 
-def _metric(name: str, metric: Any) -> keras.metrics.Metric:
+def _metric(caller: Caller, name: str) -> keras.metrics.Metric:
     """One of Keras' metrics, made here so that the strategy has its variables; or the mean of a function's values."""
+    metric = caller.spec.metrics[name]
     if isinstance(metric, keras.metrics.Metric):
         return type(metric).from_config({**metric.get_config(), "name": name})
-    return keras.metrics.MeanMetricWrapper(lambda targets, outputs: per_sample(metric, outputs, targets), name=name)
+    return keras.metrics.MeanMetricWrapper(functools.partial(_values, caller, name), name=name)
+
+
+def _values(caller: Caller, name: str, targets: Any, outputs: Any) -> Any:
+    """Values of a metric; what Keras' mask leaves out, Keras leaves out itself."""
+    result = caller.applied(f"metric {name!r}", caller.spec.metrics[name], outputs, targets, metric=True)
+    return result.values if isinstance(_single(result), Terms) else result
+
+
+def _single(result: Any) -> Any:
+    """One value for each sample, or those of them that Keras' mask lets count. Raises JobError for Terms."""
+    if isinstance(result, Terms) and not isinstance(result, Masked):
+        raise JobError(['run="fit" takes one loss per sample, and no Terms: leave run out, or return the losses'])
+    return result
 
 
 def _callbacks(compiled: Compiled) -> list[Any]:

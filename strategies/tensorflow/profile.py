@@ -60,7 +60,10 @@ def profile_model(
             else:
                 built(*given.values())
     inexact = ("batch_norm",) if batch_norms(built) else ()
-    known = ModelProfile(framework="tensorflow", layers=(), inexact=inexact, keras_backend="tensorflow")
+    known = ModelProfile(
+        framework="tensorflow", layers=(), inexact=inexact, keras_backend="tensorflow",
+        loss_scale=built.dtype_policy.name == "mixed_float16",
+    )  # fmt: skip
     rows = max((len(array) for array in sample.values()), default=1)
     try:
         trace = _traced(built, sample, inputs, keywords, step)

@@ -72,13 +72,11 @@ class Replica:
                 raise JobError(
                     [f"optimizer() returned {type(self.optimizer).__name__}: return a keras.optimizers.Optimizer"]
                 )
-            if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-                raise JobError(
-                    ["optimizer() returned a LossScaleOptimizer: return the one inside it; bf16 needs no loss scale"]
-                )
+            self.optimizer = loss_scaled(self.optimizer, self.model)
             self.slots = built(self.optimizer, self.model.trainable_variables)
-        self.optimizer._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
-        self.own_schedule = isinstance(self.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+        rule = rule_of(self.optimizer)
+        rule._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
+        self.own_schedule = isinstance(rule._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         if self.own_schedule and self.spec.schedule is not None:
             raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
         self.initial_rate = None if self.own_schedule else float(self._rate())
@@ -90,6 +88,20 @@ class Replica:
     def trained(self) -> list[tf.Variable]:
         """The variables that are trained, as TensorFlow has them."""
         return [variable.value for variable in self.model.trainable_variables]
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss scale follows the gradients: a step where they overflow is not applied, and halves it."""
+        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
+
+    @property
+    def loss_scale(self) -> Any:
+        """What the loss is multiplied by before gradients are taken, and `apply` divides them by; None for nothing."""
+        return self.optimizer.dynamic_scale.value if self.scales else self.optimizer.loss_scale_factor
+
+    def finish(self) -> None:
+        """Do what `Model.fit` does after its last step: with `use_ema` the weights become their moving averages."""
+        self.optimizer.finalize_variable_values(self.model.trainable_variables)
 
     def _rate(self) -> Any:
         return self.optimizer.learning_rate.numpy()
@@ -108,21 +120,35 @@ class Replica:
         return rate
 
 
+def loss_scaled(optimizer: Any, model: keras.Model) -> Any:
+    """The optimizer, in a LossScaleOptimizer where the model computes in float16, as `compile` does it."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scaled or model.dtype_policy.name != "mixed_float16":
+        return optimizer
+    return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+
+
+def rule_of(optimizer: Any) -> Any:
+    """The optimizer that updates the variables: of a LossScaleOptimizer the one inside."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def built(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
     """Builds an optimizer; the variables that it made for each of those it trains."""
     made: dict[int, list[keras.Variable]] = {}
-    add = optimizer.add_variable_from_reference
+    rule = rule_of(optimizer)
+    add = rule.add_variable_from_reference
 
     def recorded(reference_variable: Any, *args: Any, **kwargs: Any) -> keras.Variable:
         slot = add(reference_variable, *args, **kwargs)
         made.setdefault(id(reference_variable), []).append(slot)
         return slot
 
-    object.__setattr__(optimizer, "add_variable_from_reference", recorded)
+    object.__setattr__(rule, "add_variable_from_reference", recorded)
     try:
         optimizer.build(variables)
     finally:
-        object.__delattr__(optimizer, "add_variable_from_reference")
+        object.__delattr__(rule, "add_variable_from_reference")
     return [made.get(id(variable), []) for variable in variables]
 
 

@@ -24,6 +24,7 @@ from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.gathering import gathering
+from trainwright.core.keras_order import in_order
 from trainwright.strategies.loss_shapes import broadcast_problem
 from trainwright.strategies.torch import batches, compat
 from trainwright.strategies.torch.batch_losses import (
@@ -154,12 +155,12 @@ class Caller:
         layout: BatchLayout,
     ) -> Any:
         """What a loss or metric says of outputs; where it gathers all rows, of this rank's."""
-        targets = self.targets(columns)
+        targets, ordered = self.targets(columns), partial(in_order, function)
         if self._compares(layout):
-            check_samples_apart(what, function, outputs, targets, batch, layout, self.where)
+            check_samples_apart(what, ordered, outputs, targets, batch, layout, self.where)
         rows = BatchRows(batch, layout, self.group, self.where)
         with user_code(what, self.where), gathering(rows.gather):
-            result = function(outputs, targets)
+            result = ordered(outputs, targets)
         self._check_broadcast(what, outputs, targets, result)
         return rows.own(result)
 

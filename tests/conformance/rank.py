@@ -22,6 +22,7 @@ from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
 from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
+from trainwright.core.keras_order import takes_targets_first
 from trainwright.core.plan import Plan
 from trainwright.datasets.feeds import weightless
 
@@ -110,9 +111,9 @@ class Session:
         return self.engine.form(group)
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """With a loss that can be made to fail, unless it is an object of the framework's."""
+        """With a loss that can be made to fail, unless it is an object of the framework's or in Keras' order."""
         self.faulty = Faulty(spec.loss)
-        plain = isinstance(spec.loss, FunctionType | partial)
+        plain = isinstance(spec.loss, FunctionType | partial) and not takes_targets_first(spec.loss)
         return self.engine.build(replace(spec, loss=self.faulty) if plain else spec, plan)
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:

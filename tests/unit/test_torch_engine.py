@@ -80,6 +80,19 @@ def test_values_of_weight_zero_do_not_count_even_if_they_are_not_finite() -> Non
     assert whole.loss == pytest.approx(first.loss, rel=1e-6)
 
 
+def test_functions_in_keras_order_are_called_in_it() -> None:
+    def swapped_loss(y_true: torch.Tensor, y_pred: torch.Tensor) -> torch.Tensor:
+        return loss(y_pred, y_true)
+
+    def swapped_accuracy(y_true: torch.Tensor, y_pred: torch.Tensor) -> torch.Tensor:
+        return accuracy(y_pred, y_true)
+
+    usual = one_device(spec(metrics={"accuracy": accuracy}))
+    other = one_device(spec(loss=swapped_loss, metrics={"accuracy": swapped_accuracy}))
+    assert other.train_step(feed()) == usual.train_step(feed())
+    assert other.evaluate_step(feed()) == usual.evaluate_step(feed())
+
+
 def column_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs[:, :1] - targets) ** 2
 
