@@ -6,11 +6,13 @@ version is checked in one place (`tests/unit/test_compat.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 from keras.src.models.functional import Functional as Functional
+from keras.src.saving import object_registration
 from tensorflow.python.eager.context import Context
 
 
@@ -30,3 +32,20 @@ def to_graph_code(function: Any) -> Any:
     """Return a function as AutoGraph rewrites it in the function that is traced now."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())
+
+
+@contextmanager
+def serialized_names() -> Iterator[dict[str, Any]]:
+    """Functions and classes that Keras serializes within this by a name alone, by that name."""
+    name_of, found = object_registration.get_registered_name, dict[str, Any]()
+
+    def recorded(item: Any) -> Any:
+        name = name_of(item)
+        found[name] = item
+        return name
+
+    object_registration.get_registered_name = recorded
+    try:
+        yield found
+    finally:
+        object_registration.get_registered_name = name_of
