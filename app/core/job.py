@@ -304,6 +304,7 @@ class Job(Fields):
             inexact=self.inexact,
             tensor_plan=dict(self.tensor_plan),
             sample=sample,
+            batch_size=self.batch_size,
             epochs=self.epochs,
             callbacks=self.callbacks,
             validation=validation,
