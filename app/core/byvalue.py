@@ -67,7 +67,7 @@ def by_value() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Pickles objects of Keras' with what they know by a name alone."""
 
     def reducer_override(self, obj: Any) -> Any:

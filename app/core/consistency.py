@@ -94,7 +94,7 @@ def _loop_problems(job: Job) -> list[str]:
         problems.append("give either loss= with inputs= and targets=, or step=")
     if job.optimizer is None:
         problems.append("optimizer= is missing")
-    if job.loss is job.step is job.optimizer is None:
+    if not (job.loss or job.step or job.optimizer):
         problems.append(
             'where model() returns a compiled Keras model, run="fit" trains it by what it was compiled with'
         )

@@ -28,14 +28,15 @@ class Job(Fields):
 
     Attributes:
         name: of the run; the same name resumes it. Letters, digits, dots, dashes and underscores.
-        model: () -> torch.nn.Module or keras.Model; called in each worker.
+        model: () -> torch.nn.Module or keras.Model; called in each worker. What this process is told for all its models
+            (Keras' policy, floatx, epsilon and image format, torch's default type) is what workers are told.
         optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. May be left out, like loss and
             metrics, where `run="fit"` and model() returns a compiled model.
         train: data set to train on, such as `tw.datasets.parquet("data/train")`.
         loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks.
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
-        targets: column name or names given to loss and metrics.
+        targets: column name or names given to loss and metrics; none where a Keras `train_step` takes inputs alone.
         pad: column -> `tw.Pad(value=0, multiple=8)`, for columns whose rows differ in length: each micro-batch is
             padded, and `<column>_mask` (bool, True where the data is) may be named in inputs and targets.
         collate: (columns) -> columns of as many rows, instead of pad: takes the dict of all the data set's columns as

@@ -60,6 +60,8 @@ def profile_model(
     inexact = ("batch_norm",) if batch_norms(built) else ()
     known = ModelProfile(framework="tensorflow", layers=(), inexact=inexact, keras_backend="tensorflow")
     rows = max((len(array) for array in sample.values()), default=1)
+    if inputs and not has_call(built):
+        return _untraced(known, built, "NotImplementedError: it has no call()")
     try:
         trace = _traced(built, sample, inputs, keywords, step)
         layers = folded(_counted(layer, trace.calls.get(layer, Call()), rows) for layer in _ran(built, trace))
@@ -68,8 +70,13 @@ def profile_model(
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}"
         _log.info("operations are estimated from weights: tracing raised %s", reason)
-        return replace(known, layers=tuple(_cost(layer) for layer in _leaves(built) if layer.weights), untraced=reason)
+        return _untraced(known, built, reason)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
+
+
+def _untraced(known: ModelProfile, model: keras.Model, reason: str) -> ModelProfile:
+    """Cost of each layer from its weights alone."""
+    return replace(known, layers=tuple(_cost(layer) for layer in _leaves(model) if layer.weights), untraced=reason)
 
 
 def _traced(model: keras.Model, sample: Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any) -> Trace:

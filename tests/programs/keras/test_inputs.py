@@ -50,6 +50,13 @@ def functional() -> keras.Model:
     return keras.Model(inputs, OfDict().dense(layers.concatenate([inputs["a"], inputs["b"] * 0.5])))
 
 
+def compiled() -> keras.Model:
+    """As a file gives it that was saved after training."""
+    model = functional()
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
 def job(**fields: Any) -> tw.Job:
     given: dict[str, Any] = {
         "name": "inputs", "train": tw.datasets.table({**PARTS, "y": LABELS}), "targets": "y", "batch_size": BATCH,
@@ -74,6 +81,7 @@ def by_fit(model: keras.Model, inputs: Any) -> list[float]:
         (OfArguments, {"a": "a", "b": "b"}),
         (OfArguments, ("a", "b")),
         (functional, {"a": "a", "b": "b"}),
+        (compiled, {"a": "a", "b": "b"}),
     ],
 )
 def test_models_take_their_inputs_as_keras_gives_them(model: Any, inputs: Any) -> None:
@@ -85,12 +93,12 @@ def test_models_take_their_inputs_as_keras_gives_them(model: Any, inputs: Any) -
 
 
 def test_a_compiled_model_that_takes_a_dict_trains_by_fit() -> None:
-    def compiled() -> keras.Model:
+    def own() -> keras.Model:
         model = OfDict()
         model.compile(keras.optimizers.SGD(0.5), "binary_crossentropy")
         return model
 
-    trained = train(job(model=compiled, inputs={"a": "a", "b": "b"}, run="fit", loss=None, optimizer=None))
+    trained = train(job(model=own, inputs={"a": "a", "b": "b"}, run="fit", loss=None, optimizer=None))
     assert epochs(trained.losses, ROWS, BATCH) == pytest.approx(by_fit(OfDict(), PARTS), rel=1e-6)
 
 
