@@ -215,17 +215,16 @@ def _without(decision: Decision, measured: Plan) -> tuple[Rejected, ...]:
 
 
 def _check_fit(prepared: Prepared, plan: Plan) -> None:
-    """Refuse a last batch that Keras' fit would weigh unevenly. Raises JobError."""
+    """Refuse a last training batch that Keras' fit would weigh unevenly. Raises JobError."""
     job, devices = prepared.job, plan.mesh.data_ranks
-    for name, index in (("train", prepared.train), ("evaluate", prepared.evaluate)):
-        last = index.rows % job.batch_size if index is not None else 0
-        if job.run == "fit" and last % devices and not (job.drop_last and name == "train"):
-            raise JobError(
-                [
-                    f"the last batch of {name} has {last} rows, which Keras' fit would weigh differently on each of "
-                    f"{devices} devices: use a batch_size that leaves none, drop_last=True for train, or devices=1"
-                ]
-            )
+    last = prepared.train.rows % job.batch_size
+    if job.run == "fit" and last % devices and not job.drop_last:
+        raise JobError(
+            [
+                f"the last batch of train has {last} rows, which Keras' fit would weigh differently on each of "
+                f"{devices} devices: use a batch_size that leaves none, drop_last=True, or devices=1"
+            ]
+        )
 
 
 def _check_weights(job: Job, profile: ModelProfile) -> None:

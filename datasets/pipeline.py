@@ -26,6 +26,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, read_datasource
 from ray.data.block import BlockMetadata
 
+from trainwright.core.byvalue import loads
 from trainwright.core.errors import TrainwrightError
 from trainwright.datasets.columns import Arrays, select
 from trainwright.datasets.compat import TaskPoolStrategy
@@ -270,7 +271,7 @@ def opened(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
 
 @lru_cache(maxsize=4)
 def _recipe(recipe: ray.ObjectRef[bytes]) -> Recipe:
-    made: Recipe = cloudpickle.loads(ray.get(recipe))
+    made: Recipe = loads(ray.get(recipe))
     return made
 
 

@@ -130,7 +130,7 @@ def _sum(array: npt.NDArray[Any]) -> str:
     """SHA-256 over shape and content."""
     sums = hashlib.sha256(repr(array.shape).encode())
     if array.dtype != object:
-        sums.update(array.reshape(-1).view(np.uint8).data)
+        sums.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)  # such as data[:, 0] is strided
         return sums.hexdigest()
     for item in array.reshape(-1):  # repr shortens long arrays
         sums.update(f"{item.dtype.str}{_sum(item)}".encode() if isinstance(item, np.ndarray) else repr(item).encode())

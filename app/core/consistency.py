@@ -129,6 +129,10 @@ def _loop_problems(job: Job) -> list[str]:
         problems.append("give either loss= with inputs= and targets=, or step=")
     if job.optimizer is None:
         problems.append("optimizer= is missing")
+    if not (job.loss or job.step or job.optimizer):
+        problems.append(
+            'where model() returns a compiled Keras model, run="fit" trains it by what it was compiled with'
+        )
     if job.callbacks is not None:
         problems.append('callbacks= are for run="fit": set it, or leave them out')
     return problems

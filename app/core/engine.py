@@ -46,6 +46,7 @@ class ModelSpec:
         tensor_plan: how tensor-parallel ranks divide modules, by name or pattern; empty finds it.
         outputs: names of the outputs that `predict_step` gives; empty gives all.
         sample: () -> a batch of one row, for a model that learns its shapes from data.
+        batch_size: rows of a global batch.
         epochs: that the steps are of.
         callbacks: () -> callbacks of Keras, for `run="fit"`.
         validation: () -> feeds of an evaluation, from step 0 on, for `run="fit"`.
@@ -75,6 +76,7 @@ class ModelSpec:
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     sample: Callable[[], Batch] | None = None
+    batch_size: int = 1
     epochs: int = 1
     callbacks: Callable[[], Sequence[Any]] | None = None
     validation: Callable[[], Iterable[Feed]] | None = None

@@ -28,7 +28,8 @@ class Job(Fields):
 
     Attributes:
         name: of the run; the same name resumes it. Letters, digits, dots, dashes and underscores.
-        model: () -> torch.nn.Module or keras.Model; called in each worker.
+        model: () -> torch.nn.Module or keras.Model; called in each worker. What this process is told for all its models
+            (Keras' policy, floatx, epsilon and image format, torch's default type) is what workers are told.
         optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. May be left out, like loss and
             metrics, where `run="fit"` and model() returns a compiled model.
         train: data set to train on, such as `tw.datasets.parquet("data/train")`.
@@ -37,7 +38,7 @@ class Job(Fields):
             order; so are metrics.
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
-        targets: column name or names given to loss and metrics.
+        targets: column name or names given to loss and metrics; none where a Keras `train_step` takes inputs alone.
         sample_weight: column that each sample's loss is multiplied by, (rows,) or one for each step (rows, steps), as
             Keras' `fit` does it: the mean is over all samples, whatever their weights. Of `evaluate` too; metrics are
             not weighted. To divide by the sum of weights, return `Terms` or give Keras' loss
@@ -336,6 +337,7 @@ class Job(Fields):
             local_state=_names(self.local_state),
             tensor_plan=dict(self.tensor_plan),
             sample=sample,
+            batch_size=self.batch_size,
             epochs=self.epochs,
             callbacks=self.callbacks,
             validation=validation,

@@ -10,10 +10,11 @@ An update is applied before its loss is known: after a loss that is not finite t
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
@@ -22,7 +23,7 @@ import tensorflow as tf
 
 from trainwright.core.data import Batch, Feed, StepReport, Sums, Terms
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError, NonFiniteLoss
+from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 from trainwright.core.keras_order import takes_targets_first
 from trainwright.core.phases import COMPILED
 from trainwright.core.plan import Plan
@@ -30,6 +31,7 @@ from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.base import TensorFlowEngine
 from trainwright.strategies.tensorflow.compat import keras_mask
 from trainwright.strategies.tensorflow.failures import user_code
+from trainwright.strategies.tensorflow.files import OTHERS
 from trainwright.strategies.tensorflow.loss_call import Masked
 from trainwright.strategies.tensorflow.mirrored import Mirrored
 from trainwright.strategies.tensorflow.objective import Caller
@@ -53,7 +55,8 @@ class Compiled:
         model: the user's model.
         step: completed steps; None before the first step or load.
         sound: False after a failure in which the state may have been spoilt.
-        carried: what Keras carries from step to step and does not save: the metrics of this epoch, and random seeds.
+        carried: what Keras carries from step to step and does not save: the metrics of this epoch, random seeds, and
+            what else a `train_step` of the user's uses that neither the model nor its optimizer holds.
 
     Raises:
         JobError: the job's functions do not return what they should, or the job compiles a model that is compiled.
@@ -72,15 +75,21 @@ class Compiled:
             raise JobError([f"model() returns a compiled model: leave {given} out"], where=caller.where)
         with strategy.scope():
             self.optimizer.build(self.model.trainable_variables)
+        used: list[tf.Variable] = []
         if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
             given = keras.utils.unpack_x_y_sample_weight(self.data(spec.sample(), training=False))
             self.model.test_on_batch(*given)  # gives the metrics their variables
             self.model.reset_metrics()
             self._check_mask(spec.sample())
+        elif spec.sample is not None:
+            used = self._traced(spec.sample())
         self.carried: Mapping[str, list[tf.Variable]] = {
             "metrics": [variable.value for variable in self.model.metrics_variables],
             "seeds": [generator.state.value for generator in generators(self.model)],
         }
+        held = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer, **self.carried)
+        known = {id(_plain(each)) for each in tf.train.TrackableView(held).descendants()}
+        self.carried = {**self.carried, OTHERS: [each for each in used if id(each) not in known]}
 
     @property
     def optimizer(self) -> Any:
@@ -98,6 +107,66 @@ class Compiled:
             problem = (
                 "the outputs have a mask (mask_zero=True or Masking), and Keras' fit takes the mean over each device's "
                 "own unmasked steps: use devices=1, or leave run= out"
+            )
+            raise JobError([problem], where=self.caller.where)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """What the model was compiled with, and other optimizers that it holds."""
+        parts = tf.train.TrackableView(self.model).descendants()
+        own = [part for part in parts if isinstance(part, keras.optimizers.Optimizer) and part is not self.optimizer]
+        return [self.optimizer, *own]
+
+    def _traced(self, row: Batch) -> list[tf.Variable]:
+        """Trace a `train_step` of the user's without running it; the variables that it uses.
+
+        Optimizers, metrics and layers of a model's own make their variables in the first step. A checkpoint is loaded
+        before, and into variables that are there.
+
+        Raises:
+            JobError: it gives no values, or it cannot be traced and leaves variables to be made later.
+            UserCodeError: it raised.
+        """
+        rows = max(self.spec.batch_size // self.strategy.num_replicas_in_sync, 1)
+        data, where = self.data(_repeated(row, rows), training=True), self.caller.where
+        step = tf.function(lambda: self.strategy.run(self.model.train_step, args=(data,)), autograph=False)
+        try:
+            with self._building_once(), user_code("train_step()", where):
+                traced = step.get_concrete_function()
+        except UserCodeError:
+            if not self._eager:
+                raise
+            self._check_optimizers()
+            return []
+        logs = traced.structured_outputs
+        if not isinstance(logs, Mapping) or not logs:
+            raise JobError(['train_step() returns no dict of values: return one, such as {"loss": loss}'], where=where)
+        places = {id(handle): place for place, handle in enumerate(traced.captured_inputs)}
+        used = sorted(traced.graph.variables, key=lambda each: places.get(id(each.handle), len(places)))
+        return list({id(each): each for each in map(_whole_variable, used)}.values())
+
+    @contextmanager
+    def _building_once(self) -> Iterator[None]:
+        """Within it, optimizers of the model make their variables once for all replicas, and not in each of them."""
+        unbuilt = [optimizer for optimizer in self.optimizers if not optimizer.built]
+        for optimizer in unbuilt if self.strategy.num_replicas_in_sync > 1 else ():
+            object.__setattr__(optimizer, "build", partial(_merged, optimizer.build))
+        try:
+            yield
+        finally:
+            for optimizer in unbuilt:
+                optimizer.__dict__.pop("build", None)
+
+    @property
+    def _eager(self) -> bool:
+        return bool(self.model.run_eagerly) or self.spec.compile == "eager"
+
+    def _check_optimizers(self) -> None:
+        """Raise JobError for an optimizer that makes its variables only in the first step: nothing could restore it."""
+        if not all(optimizer.built for optimizer in self.optimizers):
+            problem = (
+                "train_step() runs eagerly, and an optimizer of the model has no variables yet, so that the run could "
+                "not be resumed: call its build(variables) in model(), with the variables that it trains"
             )
             raise JobError([problem], where=self.caller.where)
 
@@ -161,6 +230,9 @@ class Fit:
         self._epoch_steps, self._total_steps = spec.total_steps // spec.epochs, spec.total_steps
         self._begun = False
         self._tracker = next((item for item in self._model.metrics if item.name == _LOSS), None)
+        self._optimizers, self._stepping = compiled.optimizers, compiled.optimizer
+        self._counts = self._counted()
+        self._test_alone = self._tested_alone if self._model.run_eagerly else tf.function(self._tested_alone)
         self._tested: dict[str, float] = {}
         self._tested_rows = 0
         self._validated: tuple[str, list[Sums]] = ("", [])  # of the model with this digest
@@ -202,9 +274,8 @@ class Fit:
             compiled.optimizer.finalize_variable_values(model.trainable_variables)
             with self._user:
                 self._callbacks.on_train_end(logs)
-        rate = float(compiled.optimizer.learning_rate.numpy())
         return StepReport(
-            step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=rate, wish=feed.wish,
+            step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=self._rate(), wish=feed.wish,
             finished=finished, phases=phases,
         )  # fmt: skip
 
@@ -234,14 +305,17 @@ class Fit:
 
     def _end_epoch(self, epoch: int, logs: Any) -> dict[str, float]:
         """Validation, and the epoch's logs."""
-        results = self._model.get_metrics_result()
-        found: dict[str, float] = dict(results if set(results) == set(logs) else logs)
-        spec = self._compiled.spec
+        found, spec = self._results(logs), self._compiled.spec
         if spec.validation is not None and (epoch + 1) % spec.validation_epochs == 0:
             found |= {f"val_{name}": value for name, value in self._validate().items()}
         with self._user:
             self._callbacks.on_epoch_end(epoch, found)
         return found
+
+    def _results(self, logs: Any) -> dict[str, Any]:
+        """What a step's logs are of: the metrics so far, over all replicas; or values of the step's own."""
+        results = self._model.get_metrics_result()
+        return dict(results if set(results) == set(logs) else logs)
 
     def _validate(self) -> dict[str, float]:
         spec, sums = self._compiled.spec, list[Sums]()
@@ -264,29 +338,66 @@ class Fit:
         if feed.step == 0:
             model.reset_metrics()
             self._tested, self._tested_rows = {}, 0
+        replicas = self._compiled.strategy.num_replicas_in_sync
         with user_code("test_step()", self._compiled.caller.where):
-            logs = model.test_function(self._compiled.dealt(feed, training=False))
+            if rows % replicas:
+                logs = self._test_alone(self._compiled.data(_whole(feed), training=False))
+            else:
+                logs = model.test_function(self._compiled.dealt(feed, training=False))
+        if replicas > 1:
+            logs = self._results(logs)
         seen = self._tested_rows + rows
         found = {name: float(value) for name, value in logs.items()}
         before = {name: value * self._tested_rows for name, value in self._tested.items()}
         self._tested, self._tested_rows = found, seen
         return Sums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
 
+    def _tested_alone(self, data: Any) -> Any:
+        """The logs of a batch that replicas cannot divide: all are given all of it, and the first one counts it."""
+        model, strategy = self._model, self._compiled.strategy
+
+        def tested() -> Any:
+            first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+            before = {id(each): tf.identity(each.value) for each in model.metrics_variables}
+            logs = model.test_step(data)
+            for variable in model.metrics_variables:
+                new = tf.identity(variable.value)
+                variable.value.assign(tf.where(first, new, before.get(id(variable), tf.zeros_like(new))))
+            return logs
+
+        found = strategy.run(tested)
+        return tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], found)
+
+    def _counted(self) -> list[int]:
+        """Steps of each optimizer."""
+        return [int(_number(optimizer.iterations)) for optimizer in self._optimizers]
+
+    def _rate(self) -> float:
+        """Learning rate of the optimizer that was used last: that of `compile` may be a default that trains nothing."""
+        counts = self._counted()
+        used = [new > old for old, new in zip(self._counts, counts, strict=True)]
+        self._counts = counts
+        if any(used):
+            self._stepping = self._optimizers[used.index(True)]
+        return _number(self._stepping.learning_rate)
+
     def _seen(self) -> tuple[float, float]:
         """Sum and number of the losses that this epoch's mean is of, as Keras counts them."""
         if not isinstance(self._tracker, keras.metrics.Mean):
             return 0.0, 0.0
-        total, count = (float(variable.numpy()) for variable in self._tracker.variables)
+        total, count = map(_number, self._tracker.variables)
         return total, count
 
     def _loss_of(self, logs: Any, before: tuple[float, float]) -> float:
-        """The loss of a step; its logs have the mean of the epoch so far, or what a train_step of the user's gives."""
+        """The loss of a step; its logs have the mean of the epoch so far, or what a train_step of the user's gives.
+
+        Of those it is `loss`, or the first value where none is called that.
+        """
         total, count = self._seen()
         if count > before[1]:
             return (total - before[0]) / (count - before[1])
-        if _LOSS not in logs:
-            raise JobError(['train_step() returns no "loss": add it to the dict'], where=self._compiled.caller.where)
-        return float(logs[_LOSS])
+        told = tf.nest.flatten(logs.get(_LOSS, next(iter(logs.values()))))[0]
+        return float(np.mean(tf.convert_to_tensor(told).numpy()))
 
 
 class Fitting(TensorFlowEngine):
@@ -347,6 +458,41 @@ def _whole(feed: Feed) -> Batch:
     )
 
 
+def _repeated(row: Batch, rows: int) -> Batch:
+    """A batch of one row, so many times."""
+    return Batch(
+        columns={name: np.repeat(column, rows, axis=0) for name, column in row.columns.items()},
+        weights=np.repeat(row.weights, rows),
+        samples=np.repeat(row.samples, rows),
+    )
+
+
+def _merged(build: Callable[[Any], None], variables: Any) -> None:
+    """Call an optimizer's build outside all replicas and graphs, when all replicas have come to it."""
+
+    def merged(strategy: tf.distribute.Strategy) -> None:
+        with tf.init_scope(), strategy.scope():
+            build(variables)
+
+    tf.distribute.get_replica_context().merge_call(merged)
+
+
+def _number(value: Any) -> float:
+    """A tensor or variable as a number."""
+    return float(tf.convert_to_tensor(value))
+
+
+def _plain(item: Any) -> Any:
+    """The variable of TensorFlow's inside one of Keras'."""
+    return item.value if isinstance(item, keras.Variable) else item
+
+
+def _whole_variable(variable: tf.Variable) -> tf.Variable:
+    """The variable over all devices that one of a device is a part of."""
+    container = getattr(variable.handle, "_distributed_container", None)
+    return variable if container is None else container()
+
+
 class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
     """The mean of the job's loss over the samples; Keras' wrapper of functions would turn the targets into floats.
 
@@ -370,7 +516,7 @@ def _metric(caller: Caller, name: str) -> keras.metrics.Metric:
     metric = caller.spec.metrics[name]
     if isinstance(metric, keras.metrics.Metric):
         return type(metric).from_config({**metric.get_config(), "name": name})
-    return keras.metrics.MeanMetricWrapper(functools.partial(_values, caller, name), name=name)
+    return keras.metrics.MeanMetricWrapper(partial(_values, caller, name), name=name)
 
 
 def _values(caller: Caller, name: str, targets: Any, outputs: Any) -> Any:

@@ -10,6 +10,7 @@ ours, which would take seconds in each new process.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -171,13 +172,33 @@ class Caller:
 
 
 def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
-    """Several inputs go to functional models as one structure, to others as arguments."""
-    if isinstance(model, keras.Sequential | Functional):
-        whole = given[0] if isinstance(given, list) and len(given) == 1 else given
-        return model(whole, training=training)
+    """Call a model with its inputs.
+
+    Several inputs go to functional models as one structure. Others take them as arguments, or as one structure where
+    their `call` has no such arguments: Keras' own way, `call(self, inputs)`.
+
+    Args:
+        given: a list of inputs, or a dict of them by the names that the job gives them.
+    """
+    if isinstance(given, list) and len(given) == 1:
+        return model(given[0], training=training)
+    if isinstance(model, keras.Sequential | Functional) or not _takes(model.call, given):
+        return model(given, training=training)
     if isinstance(given, dict):
         return model(**given, training=training)
     return model(*given, training=training)
+
+
+def _takes(call: Any, given: Any) -> bool:
+    """Whether a model's `call` has an argument for each input: of its name, or in its place."""
+    parameters = [each for each in inspect.signature(call).parameters.values() if each.name != "training"]
+    open_kind = inspect.Parameter.VAR_KEYWORD if isinstance(given, dict) else inspect.Parameter.VAR_POSITIONAL
+    if any(each.kind is open_kind for each in parameters):
+        return True
+    if isinstance(given, dict):
+        return set(given) <= {each.name for each in parameters}
+    placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(given) <= sum(each.kind in placed for each in parameters)
 
 
 def _of_classes(targets: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:

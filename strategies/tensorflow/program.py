@@ -67,7 +67,8 @@ class Found(NamedTuple):
         carry: (8,) sums of weights, of weighted losses and of wishes over all replicas; parts, samples and shares of
             `core.noise.Scatter` where the step is sampled, else 0; the norm of the gradients where it is wanted, else
             0; and the scatter's whole.
-        state: new values of the model's state that is not trained, averaged over all replicas.
+        state: new values of the model's state that is not trained, averaged over all replicas; None where the step
+            leaves it as it is.
         losses: of this replica's micro-batches.
     """
 
@@ -183,7 +184,7 @@ class Program:
         kind, replica = self._kind, self._replica
         gradients: list[Any] = []
         weight, loss, told = tf.zeros((), kind), tf.zeros((), kind), tf.zeros(3, kind)
-        state = [tf.convert_to_tensor(variable.value) for variable in replica.state]
+        before = state = [tf.convert_to_tensor(variable.value) for variable in replica.state]
         losses = []
         for micro in share.micros:
             values, weights, own, state = self._one(micro, share.rows, state)
@@ -192,7 +193,8 @@ class Program:
             loss += tf.cast(tf.reduce_sum(values * weights), kind)
             losses.append(values)
             told += self._where_sampled(share, partial(self._told, own, micro, share.rows), 3)
-        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), told), 0), state, losses)
+        changed = [None if new is old else new for old, new in zip(before, state, strict=True)]
+        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), told), 0), changed, losses)
         whole = self._where_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
         return found._replace(carry=tf.concat((found.carry, whole), 0))
 
@@ -237,8 +239,7 @@ class Program:
         if context.num_replicas_in_sync > 1:
             total = tf.distribute.ReduceOp.SUM
             *gradients, carry = context.all_reduce(total, [*gradients, carry])
-            if kept:
-                kept = context.all_reduce(tf.distribute.ReduceOp.MEAN, kept)
+            kept = _averaged(context, kept)
         norm = tf.linalg.global_norm(gradients) if self._wants_norm else tf.zeros(())
         carry = tf.concat((carry, [tf.cast(norm, self._kind)]), 0)
         return Found(gradients=gradients, carry=carry, state=kept, losses=losses)
@@ -246,7 +247,8 @@ class Program:
     def _applied(self, gradients: list[Any], factor: Any, state: list[Any]) -> None:
         self._strategy.run(self._applied_here, args=(gradients, factor))
         for variable, value in zip(self._replica.state, state, strict=True):
-            self._strategy.extended.update(variable.value, lambda own, new: own.assign(new), args=(value,))
+            if value is not None:
+                self._strategy.extended.update(variable.value, lambda own, new: own.assign(new), args=(value,))
 
     def _applied_here(self, gradients: list[Any], factor: Any) -> None:
         """In one replica: the gradients are those of the whole batch already."""
@@ -287,6 +289,18 @@ class Program:
     def _own(self, value: Any) -> tuple[Any, ...]:
         """The values of this process's replicas, in order."""
         return tuple(self._strategy.experimental_local_results(value))
+
+
+def _averaged(context: Any, values: list[Any]) -> list[Any]:
+    """Means over all replicas of the values that are there; collectives take values of one type at a time."""
+    found = list(values)
+    for kind in dict.fromkeys(value.dtype for value in values if value is not None):
+        places = [place for place, value in enumerate(values) if value is not None and value.dtype == kind]
+        wide = [values[place] if kind.is_floating else tf.cast(values[place], tf.float64) for place in places]
+        means = context.all_reduce(tf.distribute.ReduceOp.MEAN, wide)
+        for place, mean in zip(places, means, strict=True):
+            found[place] = mean if kind.is_floating else tf.cast(tf.round(mean), kind)
+    return found
 
 
 def seeded(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:

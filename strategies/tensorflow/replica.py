@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import keras
@@ -154,21 +155,37 @@ def built(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[kera
 
 def built_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> keras.Model:
     """The job's model in the strategy's scope, with all its variables; see `Replica` for arguments and errors."""
-    if plan.precision == "bf16":
-        keras.mixed_precision.set_global_policy("mixed_bfloat16")
     keras.utils.set_random_seed(fold(spec.seed, -1) % 2**_SEED_BITS)
-    with strategy.scope(), user_code("model()", caller.where):
-        model = spec.model()
-    if not isinstance(model, keras.Model):
-        kind = type(model)
-        raise JobError([f"model() returned {kind.__module__}.{kind.__qualname__}: return a keras.Model"])
-    _check_norms(model, spec, plan, caller.where)
-    if not (model.built and model.trainable_variables) and spec.sample is not None:
-        with strategy.scope():
+    with strategy.scope(), _policy(plan):
+        with user_code("model()", caller.where):
+            model = spec.model()
+        if not isinstance(model, keras.Model):
+            kind = type(model)
+            raise JobError([f"model() returned {kind.__module__}.{kind.__qualname__}: return a keras.Model"])
+        _check_norms(model, spec, plan, caller.where)
+        if not (model.built and model.trainable_variables) and spec.sample is not None and has_call(model):
             _try(model, spec.sample(), caller)
     if not model.trainable_variables:
         raise JobError(["model() has no variables that can be trained"], where=caller.where)
     return model
+
+
+@contextmanager
+def _policy(plan: Plan) -> Iterator[None]:
+    """Keras' policy for a plan's precision; others that build models in this process keep theirs."""
+    before = keras.config.dtype_policy()
+    if plan.precision == "bf16":
+        keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        yield
+    finally:
+        if plan.precision == "bf16":
+            keras.config.set_dtype_policy(before)
+
+
+def has_call(model: keras.Model) -> bool:
+    """Whether a model can be called: one that has only a `train_step` of its own, as a GAN does, need not be."""
+    return type(model).call is not keras.Model.call
 
 
 def _try(model: keras.Model, sample: Batch, caller: Caller) -> None:
