@@ -68,6 +68,12 @@ def profiler_of(model: Any) -> Any:
     raise JobError([problem])
 
 
+def framework_of(model: Any) -> str:
+    """A model's framework: `torch`, `tensorflow` or `reference`. Raises JobError for what is no model."""
+    name: str = profiler_of(model).__name__
+    return name.split(".")[2]
+
+
 def _without_memory() -> contextlib.AbstractContextManager[Any]:
     """Torch's meta device where torch is in use."""
     torch = sys.modules.get("torch")

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.collation import Collation, Pad
@@ -21,6 +21,11 @@ from trainwright.core.plantext import lone
 
 Names = tuple[str, ...]
 PLACED_S, STARTED_S = 300.0, 1800.0  # for workers to start on nodes that run, on nodes that may have to be started
+
+
+def _split(given: Any) -> Any:
+    """Names in one text, as the command line gives them, as several; anything else as it is."""
+    return tuple(name.strip() for name in given.split(",") if name.strip()) if isinstance(given, str) else given
 
 
 class Job(Fields):
@@ -88,6 +93,10 @@ class Job(Fields):
             `nesterov(rate,momentum)`: Nesterov's method on the mean difference.
         probe: measure plans that are predicted to be about as good before the first step of a run that is long enough,
             and go on with the quickest; nothing of it is left in state, order or randomness.
+        preflight: try model, loss, optimizer, schedule and metrics on five rows before any worker starts, in a process
+            of its own on one CPU, so that what is wrong with them shows before the run begins. Callbacks are not
+            called. Left out where a transform of the data is slow to open, where teachers run in the loss, inside Ray
+            Train, and for a run that goes on; cut short for models of more than 1 GiB, or after 5 s of CPU time.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
         precision: `fp32` leaves the model's own types, `bf16` computes under autocast, and torch's `fp16` with losses
             scaled as by `torch.amp.GradScaler`: a step that overflows changes nothing and halves the scale.
@@ -113,7 +122,7 @@ class Job(Fields):
             node (on two, where every failure needs new processes). 0 for none; none where replicas live on two nodes.
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
-        inexact: what may differ between one device and many, such as `("batch_norm",)`.
+        inexact: what may differ between one device and many, such as `("batch_norm",)` or `"batch_norm"`.
         tensor_plan: how tensor-parallel ranks divide modules, by name or pattern such as `blocks.*.up`: `column`
             (linear layers by their outputs), `row` (by the inputs that columns give them), `gathered` (by outputs,
             which are then gathered) or `vocabulary` (tables). By default it is found.
@@ -173,6 +182,7 @@ class Job(Fields):
     local_steps: Annotated[int, Field(ge=1)] = 1
     outer: str | None = None
     probe: bool = True
+    preflight: bool = True
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
@@ -188,7 +198,7 @@ class Job(Fields):
     keeper_s: Annotated[float, Field(ge=0)] = 10.0
     keep: Annotated[int, Field(ge=1)] = 3
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
-    inexact: Names = ()
+    inexact: Annotated[Names, BeforeValidator(_split)] = ()
     tensor_plan: Mapping[str, Literal["column", "row", "gathered", "vocabulary"]] = Field(default_factory=dict)
     failures: Annotated[int, Field(ge=0)] = 3
     failures_an_hour: Annotated[int, Field(ge=0)] | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.models.functional import Functional as Functional
-from tensorflow.python.eager.context import Context
+from tensorflow.python.eager.context import Context, context_safe
 
 
 def before_first_use(call: Callable[[], None]) -> None:
@@ -24,6 +24,12 @@ def before_first_use(call: Callable[[], None]) -> None:
         start(self)
 
     Context.ensure_initialized = ensure_initialized
+
+
+def in_use() -> bool:
+    """Return whether TensorFlow has started its devices and threads in this process."""
+    context = context_safe()
+    return context is not None and bool(context._initialized)
 
 
 def to_graph_code(function: Any) -> Any:

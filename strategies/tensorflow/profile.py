@@ -20,7 +20,7 @@ from trainwright.strategies.tensorflow.files import export, take_weights
 from trainwright.strategies.tensorflow.replica import batch_norms
 from trainwright.strategies.tensorflow.tracing import Call, Trace, traced
 
-__all__ = ["export", "profile_model", "take_weights"]
+__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 REASON = 300  # letters of an error that is shown
@@ -72,6 +72,11 @@ def profile_model(
         _log.info("operations are estimated from weights: tracing raised %s", reason)
         return replace(known, layers=tuple(_cost(layer) for layer in _leaves(built) if layer.weights), untraced=reason)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
+
+
+def weight_bytes(model: keras.Model) -> int:
+    """Size of the weights that a model has so far."""
+    return sum(map(_bytes, model.weights))
 
 
 def _traced(model: keras.Model, sample: Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any) -> Trace:

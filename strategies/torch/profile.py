@@ -23,7 +23,7 @@ from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
 from trainwright.strategies.torch.values import Values
 
-__all__ = ["export", "profile_model", "take_weights"]
+__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 dynamo.postpone()
@@ -83,6 +83,12 @@ def profile_model(
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Size of a model's parameters and buffers, as they would be in memory."""
+    held = (*model.parameters(), *model.buffers())
+    return sum(each.numel() * each.element_size() for each in held if not nn.parameter.is_lazy(each))
 
 
 def _backend(model: nn.Module) -> str:
