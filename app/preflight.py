@@ -10,6 +10,7 @@ chosen, so that `fit` seldom waits for it. Rows are read here: the other process
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import math
 import os
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from trainwright.core.frameworks import load
 from trainwright.core.job import Job
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.core.secrets import without_secrets
-from trainwright.datasets.sources import Dataset, Index
+from trainwright.datasets.sources import Dataset, Index, table
 from trainwright.planner import Decision
 from trainwright.prepare import Prepared
 from trainwright.profiling import built, framework_of, profiler_of
@@ -50,7 +51,9 @@ CPU_S = 5  # of the process, at most; its imports come on top where it shares no
 IMPORTS_S = 12
 WAIT_S = 30  # for its answer, on a machine that does other things too
 MOST_BYTES = 1 << 30  # of the model's weights
-_DEVICE = re.compile(r"cuda|nvidia|\bgpu|\btpu|triton|kernel|driver|not implemented for|\bfork", re.IGNORECASE)
+_DEVICE = re.compile(r"cuda|nvidia|\bgpu|\btpu|triton|kernel|driver|not implemented for", re.IGNORECASE)
+Way = Literal["fork", "fresh", "later"]
+_FORKED = re.compile(r"fork-based multiprocessing|forked subprocess")
 _GROUP = re.compile(r"process.group|TF_CONFIG|\bRANK\b|get_rank|world_size|get_world", re.IGNORECASE)
 _MAIN = "from trainwright.preflight import main; main()"
 
@@ -99,13 +102,10 @@ class Preflight:
     def __init__(self, prepared: Prepared, *, resume: bool = False) -> None:
         self._why = _left_out(prepared, resume=resume)
         self._child: Child | None = None
-        self._rows = 0
+        self._task: Task | None = None
         if self._why is None:
-            job, other = prepared.job, prepared.evaluate
-            evaluate = None if other is None else first_rows(job, job.evaluate, other)
-            train = first_rows(job, job.train, prepared.train)
-            self._rows = train.rows
-            self._child = start(Task(job=job, train=train, evaluate=evaluate, total_steps=prepared.total_steps))
+            self._task = task_of(prepared)
+            self._start(self._task, way())
 
     def __enter__(self) -> Preflight:
         return self
@@ -113,6 +113,13 @@ class Preflight:
     def __exit__(self, *_: object) -> None:
         if self._child is not None:
             self._child.close()
+
+    def _start(self, task: Task, how: Way) -> None:
+        try:
+            if how != "later":
+                self._child = _forked(task) if how == "fork" else _fresh(task)
+        except OSError as error:  # no memory for a fork, no room for a process
+            self._why = f"a process for it could not be started: {error}"
 
     def settle(self, decision: Decision) -> tuple[str, ...]:
         """Wait for the answer; returns what the user should know.
@@ -123,12 +130,14 @@ class Preflight:
         Raises:
             TrainwrightError: what the job's functions raised.
         """
-        if self._child is None:
+        if self._task is not None and self._child is None and not self._why:
+            self._start(self._task, way(decision.profile.framework))
+        if self._task is None or self._child is None:
             return (f"the job's functions are not tried before the workers start: {self._why}",) if self._why else ()
         plan = decision.chosen
         answer = self._child.answer()
         _, rows = plan.micro_batches(plan.batch_size)
-        if answer.error is not None and rows != self._rows:
+        if answer.error is not None and rows != self._task.train.rows:
             answer = self._child.answer(rows)
         if answer.error is not None and not in_doubt(answer.error, plan):
             raise answer.error
@@ -146,8 +155,20 @@ def _left_out(prepared: Prepared, *, resume: bool) -> str | None:
     return None
 
 
+def task_of(prepared: Prepared) -> Task:
+    """What there is to try. Raises as `first_rows`."""
+    job, other = prepared.job, prepared.evaluate
+    evaluate = None if other is None else first_rows(job, job.evaluate, other)
+    return Task(
+        job=job, train=first_rows(job, job.train, prepared.train), evaluate=evaluate, total_steps=prepared.total_steps
+    )
+
+
 def first_rows(job: Job, data: Dataset, index: Index) -> Batch:
-    """The first rows of a data set as a batch; one row several times where they cannot be read, or take long."""
+    """The first rows of a data set as a batch; one row several times where they cannot be read, or take long.
+
+    Raises DataError, UserCodeError: no row can be read.
+    """
     rows = np.arange(min(ROWS, index.rows, job.batch_size))
     try:
         columns = None if data.heavy else data.read(index, rows, job.columns)
@@ -164,6 +185,8 @@ def in_doubt(error: TrainwrightError, plan: Plan) -> bool:
     if isinstance(error, JobError | DataError):
         return False
     text = f"{error.what}\n{error.detail}"
+    if _FORKED.search(text):  # autograd's, where CUDA's threads had been started before
+        return True
     on_device = plan.placement.accelerators > 0 and _DEVICE.search(text) is not None
     return on_device or (plan.processes > 1 and _GROUP.search(text) is not None)
 
@@ -214,19 +237,19 @@ def _ended(status: int) -> str:
     return f"the process that tried them {how}"
 
 
-def start(task: Task) -> Child:
-    """Start to try. Raises JobError where the job cannot be sent to a fresh process."""
-    return _forked(task) if forks() else _fresh(task)
+def way(framework: str = "") -> Way:
+    """How the process is started: a fork cannot use TensorFlow or CUDA once they have started threads in this process.
 
-
-def forks() -> bool:
-    """Whether a fork of this process can use the frameworks: not once TensorFlow or CUDA have started threads here."""
-    if not sys.platform.startswith("linux"):
-        return False
-    if "tensorflow" in sys.modules and load("trainwright.strategies.tensorflow.compat").in_use():
-        return False
+    Returns:
+        `later` where that depends on the model's framework, which is not given.
+    """
     torch = sys.modules.get("torch")
-    return torch is None or not torch.cuda.is_initialized()
+    if not sys.platform.startswith("linux") or (torch is not None and torch.cuda.is_initialized()):
+        return "fresh"
+    busy = "tensorflow" in sys.modules and load("trainwright.strategies.tensorflow.compat").in_use()
+    if not busy or framework not in ("", "tensorflow"):
+        return "fork"
+    return "later" if torch is not None and not framework else "fresh"
 
 
 def _forked(task: Task) -> Child:
@@ -252,7 +275,9 @@ def _status(pid: int) -> int:
 
 
 def _fresh(task: Task) -> Child:
-    packed = pickle.dumps((sys.path, pack(task.job), task.train, task.evaluate, task.total_steps))
+    one = table({"row": [0]})  # its rows are sent, and not all data
+    job = task.job.replace(train=one, evaluate=None if task.evaluate is None else one, trackers=())
+    packed = pickle.dumps((sys.path, pack(job), task.train, task.evaluate, task.total_steps))
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _MAIN, str(theirs.fileno())]
     process = subprocess.Popen(
@@ -296,6 +321,7 @@ def _limit(cpu_s: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
+    faulthandler.disable()  # the other side's writes to a terminal
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     silent = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for as long as the process lives
     for number in (1, 2):

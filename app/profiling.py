@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -53,8 +54,10 @@ def built(build: Callable[[], Any]) -> Any:
     try:
         return build()
     except Exception as error:
-        absent = missing(error, "model")
-        raise absent or UserCodeError(f"model() raised {type(error).__name__}: {error}", where="model") from error
+        absent, trace = missing(error, "model"), error.__traceback__
+        detail = "".join(traceback.format_exception(type(error), error, trace.tb_next if trace else None))
+        what = f"model() raised {type(error).__name__}: {error}"
+        raise absent or UserCodeError(what, where="model", detail=detail) from error
 
 
 def profiler_of(model: Any) -> Any:

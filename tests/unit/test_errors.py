@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import ray
+import ray.exceptions
 
-from trainwright.core.errors import JobError, RunConflict, UserCodeError
+import trainwright as tw
+from trainwright import discover, starting
+from trainwright.core.errors import JobError, ResourceError, RunConflict, UserCodeError
 from trainwright.options import as_options
 
 
@@ -52,3 +56,39 @@ def test_a_long_traceback_of_the_users_is_cut_at_its_beginning() -> None:
     assert lines[:2] == ["...", "line 30"] and lines[-2:] == ["line 49", "UserCodeError: loss= raised KeyError"]
     assert RunConflict("taken", remedy="fresh=True")._render_traceback_() == ["RunConflict: taken\n  -> fresh=True"]
     assert JobError(["a"])._render_traceback_() == ["JobError: the job has 1 problem\n  1. a"]
+
+
+def test_a_detached_driver_without_a_cluster_is_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(verbose: bool = False) -> bool:
+        raise AssertionError("Ray is not started")
+
+    monkeypatch.setattr(starting, "has_cluster", lambda: False)
+    monkeypatch.setattr(starting, "connect", connect)
+    data = tw.datasets.table({"x": [[1.0]]})
+    job = tw.Job(name="n", model=dict, optimizer=list, loss=max, inputs="x", batch_size=1, train=data)
+    with pytest.raises(ResourceError, match="outlives this process") as caught:
+        tw.start(job, detached=True)
+    assert "set RAY_ADDRESS" in caught.value.remedy and "RAY_AUTH_MODE=token" in caught.value.remedy
+    assert "leave --detach out" in as_options(caught.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (ray.exceptions.AuthenticationError("no token was found"), "the Ray cluster asks for a token"),
+        (ConnectionError("Failed to connect"), "the Ray cluster cannot be reached: Failed to connect"),
+    ],
+    ids=["no token", "wrong token"],
+)
+def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(
+    error: Exception, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**options: object) -> None:
+        raise error
+
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ResourceError, match=what) as caught:
+        discover.connect()
+    assert "RAY_AUTH_TOKEN" in caught.value.remedy and caught.value.where == "192.0.2.1:6379"

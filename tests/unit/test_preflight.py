@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from trainwright import preflight
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import DataError, JobError, TrainwrightError, UserCodeError
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.preflight import ROWS, Preflight, Task, first_rows, in_doubt, tried
+from trainwright.preflight import ROWS, Preflight, Task, first_rows, in_doubt, tried, way
 from trainwright.prepare import plan_for, prepare
 
 HERE = Cluster(nodes=(Node(name="here", cpus=2, memory_bytes=8 << 30),))
@@ -201,6 +203,8 @@ def test_errors_that_may_come_of_where_they_were_tried_are_left_to_the_workers()
     assert [in_doubt(half, plan) for plan in (alone, on_gpus, together)] == [False, True, False]
     assert [in_doubt(device, plan) for plan in (alone, on_gpus, together)] == [False, True, False]
     assert [in_doubt(group, plan) for plan in (alone, on_gpus, together)] == [False, False, True]
+    forked = UserCodeError("the backward pass raised RuntimeError: ... in combination with fork-based multiprocessing")
+    assert all(in_doubt(forked, plan) for plan in (alone, on_gpus, together))
     assert not in_doubt(UserCodeError("loss= raised KeyError: 'y'"), on_gpus)
     assert not in_doubt(JobError(["metric 'cuda' returned a single number"]), on_gpus)
 
@@ -217,9 +221,34 @@ def test_code_that_asks_for_its_rank_is_left_to_workers_that_have_one(tmp_path: 
 def test_a_fresh_process_does_the_same_where_a_fork_is_not_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "forks", lambda: False)
+    monkeypatch.setattr(preflight, "way", lambda framework="": "fresh" if framework else "later")
     with pytest.raises(UserCodeError, match="metric 'acc' raised KeyError: 'no such class'"):
         settled(job(tmp_path, metrics={"acc": torn}))
+
+
+def test_a_fork_is_made_where_it_can_use_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compat:
+        in_use = staticmethod(lambda: True)
+
+    monkeypatch.setattr(preflight, "load", lambda module: Compat)
+    monkeypatch.setitem(sys.modules, "tensorflow", Compat)  # type: ignore[arg-type]
+    assert (way(), way("torch"), way("tensorflow")) == ("later", "fork", "fresh")
+    monkeypatch.setattr(Compat, "in_use", staticmethod(lambda: False))
+    assert (way(), way("tensorflow")) == ("fork", "fork")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert (way(), way("torch")) == ("fresh", "fresh")
+
+
+def test_it_forks_in_any_thread_and_goes_on_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(settled, job(tmp_path, loss=torn)).exception()
+    assert isinstance(error, UserCodeError) and "no such class" in str(error)
+
+    def full() -> int:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", full)
+    assert "Cannot allocate memory" in settled(job(tmp_path, loss=torn))[0]
 
 
 def test_a_failed_start_ends_the_process(tmp_path: Path) -> None:
@@ -248,3 +277,12 @@ def test_keras_metrics_that_are_no_mean_are_refused(tmp_path: Path) -> None:
     assert isinstance(error, JobError) and "keras.metrics.AUC is no mean over samples" in str(error)
     one = {"metrics": {"accuracy": keras.metrics.SparseCategoricalAccuracy()}}
     assert tried(Task(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12)) == preflight.Answer()
+
+
+def test_a_model_that_cannot_be_built_shows_the_users_own_lines(tmp_path: Path) -> None:
+    def built() -> nn.Module:
+        return nn.Linear(8, CLASSES["two"])  # noqa: F821
+
+    with pytest.raises(UserCodeError, match=r"model\(\) raised NameError") as caught:
+        settled(job(tmp_path, model=built))
+    assert 'nn.Linear(8, CLASSES["two"])' in caught.value.detail and "trainwright/" not in caught.value.detail
