@@ -6,10 +6,10 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
+from trainwright.core import mistaken
 from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.collation import MASK
 from trainwright.core.errors import PlanError, nearest
-from trainwright.core.mistaken import data_problem, function_problem
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
@@ -32,8 +32,8 @@ def inconsistencies(job: Job) -> list[str]:
     if job.metrics and not job.inputs:
         problems.append("metrics= need inputs= and targets=")
     data = {"train": job.train} | ({} if job.evaluate is None else {"evaluate": job.evaluate})
-    problems += filter(None, (data_problem(name, value) for name, value in data.items()))
-    problems += filter(None, (function_problem(name, getattr(job, name)) for name in ("model", "schedule")))
+    problems += filter(None, (mistaken.data_problem(name, value) for name, value in data.items()))
+    problems += filter(None, (mistaken.function_problem(name, getattr(job, name)) for name in ("model", "schedule")))
     if job.on_crash_loop == "skip" and job.failures < LOOP:
         problems.append(f'on_crash_loop="skip" tells a loop by {LOOP} failures alike: set failures={LOOP} or more')
     for tracker in job.trackers:

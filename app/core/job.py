@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.collation import Collation, Pad
@@ -21,11 +21,6 @@ from trainwright.core.plantext import lone
 
 Names = tuple[str, ...]
 PLACED_S, STARTED_S = 300.0, 1800.0  # for workers to start on nodes that run, on nodes that may have to be started
-
-
-def _split(given: Any) -> Any:
-    """Names in one text, as the command line gives them, as several; anything else as it is."""
-    return tuple(name.strip() for name in given.split(",") if name.strip()) if isinstance(given, str) else given
 
 
 class Job(Fields):
@@ -122,7 +117,7 @@ class Job(Fields):
             node (on two, where every failure needs new processes). 0 for none; none where replicas live on two nodes.
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
-        inexact: what may differ between one device and many, such as `("batch_norm",)` or `"batch_norm"`.
+        inexact: what may differ between one device and many, such as `("batch_norm",)`.
         tensor_plan: how tensor-parallel ranks divide modules, by name or pattern such as `blocks.*.up`: `column`
             (linear layers by their outputs), `row` (by the inputs that columns give them), `gathered` (by outputs,
             which are then gathered) or `vocabulary` (tables). By default it is found.
@@ -198,7 +193,7 @@ class Job(Fields):
     keeper_s: Annotated[float, Field(ge=0)] = 10.0
     keep: Annotated[int, Field(ge=1)] = 3
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
-    inexact: Annotated[Names, BeforeValidator(_split)] = ()
+    inexact: Names = ()
     tensor_plan: Mapping[str, Literal["column", "row", "gathered", "vocabulary"]] = Field(default_factory=dict)
     failures: Annotated[int, Field(ge=0)] = 3
     failures_an_hour: Annotated[int, Field(ge=0)] | None = None
@@ -211,6 +206,12 @@ class Job(Fields):
     skip_limit: Annotated[int, Field(ge=0)] = 100
     hang_deadline_s: Annotated[float, Field(gt=0)] | None = None
     trackers: tuple[Any, ...] = ()
+
+    @field_validator("inexact", mode="before")
+    @classmethod
+    def _split(cls, given: Any) -> Any:
+        """Take names in one text, as the command line gives them, for several."""
+        return tuple(name.strip() for name in given.split(",") if name.strip()) if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.models.functional import Functional as Functional
-from tensorflow.python.eager.context import Context, context_safe
+from tensorflow.python.eager.context import Context
 
 
 def before_first_use(call: Callable[[], None]) -> None:
@@ -28,6 +28,8 @@ def before_first_use(call: Callable[[], None]) -> None:
 
 def in_use() -> bool:
     """Return whether TensorFlow has started its devices and threads in this process."""
+    from tensorflow.python.eager.context import context_safe
+
     context = context_safe()
     return context is not None and bool(context._initialized)
 

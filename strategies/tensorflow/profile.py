@@ -74,11 +74,6 @@ def profile_model(
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
 
 
-def weight_bytes(model: keras.Model) -> int:
-    """Size of the weights that a model has so far."""
-    return sum(map(_bytes, model.weights))
-
-
 def _traced(model: keras.Model, sample: Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any) -> Trace:
     """Forward and backward, as a training step has them."""
     names = inputs or tuple(sample)
@@ -168,3 +163,8 @@ def _output(layer: Any) -> tuple[int, ...]:
 
 def _plain(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
+
+
+def weight_bytes(model: keras.Model) -> int:
+    """Size of the weights that a model has so far."""
+    return sum(map(_bytes, model.weights))

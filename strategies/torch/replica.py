@@ -318,6 +318,9 @@ def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str)
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise JobError([f"optimizer() returned {kind}: return a torch.optim.Optimizer"], where=where)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter not in names for parameter in held):
+        raise JobError(["the optimizer holds a tensor that is no parameter of the model"], where=where)
     if _needs_closure(optimizer):
         kind = type(optimizer).__name__
         problem = (
@@ -325,9 +328,6 @@ def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str)
             "computes it once, over all workers: return an optimizer without one, such as Adam or SGD"
         )
         raise JobError([problem], where=where)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(parameter not in names for parameter in held):
-        raise JobError(["the optimizer holds a tensor that is no parameter of the model"], where=where)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
