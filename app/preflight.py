@@ -304,19 +304,20 @@ def _serve(connection: Connection, read: Callable[[], Task], imports_s: int = 0)
     """Try, and answer; then again on as many rows as the other side asks for, until it goes away."""
     gc.disable()  # what other threads held when this process was forked is not to be let go of here
     _limit(CPU_S + imports_s)
-    task = read()
-    answer = tried(task)
+    task, rows = read(), 0
     with contextlib.suppress(EOFError, OSError):
         while True:
+            signal.alarm(2 * WAIT_S)  # and none while the other side is busy, which may take minutes to start Ray
+            answer = tried(task, rows)
+            signal.alarm(0)
             connection.send(answer)
-            answer = tried(task, connection.recv())
+            rows = connection.recv()
 
 
 def _limit(cpu_s: int) -> None:
     """Bound this process: time, and who goes first where memory is short. It is silent, and has one thread and CPU."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other side, which ends this one
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(2 * WAIT_S)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:

@@ -123,6 +123,32 @@ def test_a_job_for_a_number_of_rows_is_tried_with_that_number(tmp_path: Path) ->
     assert caught.value.where == "tried on 16 rows before any worker started"
 
 
+def test_its_time_is_that_of_a_trial_and_not_of_the_start_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take minutes, between the first trial and the one with as many rows as a worker has."""
+    happened: list[Any] = []
+    asked = iter([16])
+
+    class Connection:
+        def send(self, answer: preflight.Answer) -> None:
+            assert answer.error is not None
+            happened.append(answer.error.where.partition(" rows")[0])
+
+        def recv(self) -> int:
+            try:
+                return next(asked)
+            except StopIteration:
+                raise EOFError from None
+
+    monkeypatch.setattr(preflight, "_limit", lambda cpu_s: None)
+    monkeypatch.setattr(preflight.gc, "disable", lambda: None)
+    monkeypatch.setattr(preflight.signal, "alarm", happened.append)
+    task = preflight.task_of(prepare(job(tmp_path, loss=torn)))
+    preflight._serve(Connection(), lambda: task)  # type: ignore[arg-type]
+    assert happened == [60, 0, "tried on 5", 60, 0, "tried on 16"]
+
+
 def test_what_takes_long_or_dies_is_left_to_the_workers_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
