@@ -31,6 +31,7 @@ from trainwright.core.secrets import without_secrets
 from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
 from trainwright.keeper import Fetch, Shelf
 from trainwright.notices import Notices
+from trainwright.prints import Prints
 from trainwright.strategies.hosts import be_at
 from trainwright.worker import Worker
 from trainwright.workorder import WorkOrder
@@ -91,6 +92,7 @@ class WorkerProcess:
         self._order = order
         self._worker: Worker | None = None
         self._broken: Failure | None = None
+        self._prints = Prints.installed()
 
     def hello(self, spare: bool = False) -> Hello:
         """Build the worker, framework imports included, and say who and where this process is; a spare rehearses first.
@@ -106,6 +108,7 @@ class WorkerProcess:
             self._worker = Worker(self._order, socket.gethostname(), fetch_from(self._berth.run))
             if spare:
                 self._worker.rehearse()
+                self._prints.take(0.0)  # which rank 0 has told, or will tell
         except Exception as error:
             self._broken = _failure(error, self._where)
         return Hello(
@@ -154,6 +157,11 @@ class WorkerProcess:
         generation = Generation(token=token, number=number)
         refusal = self._refusal(token)
         return refusal or (self._worker.interrupt(generation, explain) if self._worker is not None else "")
+
+    @ray.method(concurrency_group="life")
+    def printed(self, timeout_s: float, token: int) -> list[str] | Failure:
+        """Lines that the job printed since the last call; waits a while for the first one."""
+        return self._refusal(token) or self._prints.take(timeout_s)
 
     @ray.method(concurrency_group="life")
     def notice(self, token: int) -> float | Failure:

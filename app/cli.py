@@ -306,6 +306,9 @@ def main() -> None:
 
 
 def _die(error: TrainwrightError, code: int) -> None:
+    from trainwright.options import as_options
+
+    error.remedy = as_options(error.remedy)
     print(printable(without_secrets(f"error: {error}")), file=sys.stderr)
     sys.exit(code)
 

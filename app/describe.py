@@ -16,7 +16,7 @@ from trainwright.fingerprint import CODE, SCHEME, Fingerprints, decode_table, en
 _FREE = frozenset(
     {
         "storage", "workers", "min_workers", "max_workers", "shrink_s", "spares", "strategy", "plan", "probe",
-        "accelerator",        "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
+        "preflight", "accelerator", "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
         "replace_stragglers", "devices", "tf_config",
         "tpu", "trackers", "code",

@@ -280,7 +280,7 @@ def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
         raise RunConflict(
             f"the run {name!r} was started with another job:{listed}\n ",
             where=where,
-            remedy="--resume goes on from its last checkpoint, --fresh begins again, or give the job a new name",
+            remedy="resume=True goes on from its last checkpoint, fresh=True begins again, or give the job a new name",
         )
     done = max((item.step for item in head.checkpoints), default=0)
     ended_early = prepared.job.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
@@ -288,5 +288,5 @@ def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
         raise RunFinished(
             f"the run {name!r} is finished ({done} steps)",
             where=where,
-            remedy="--fresh trains again, --set epochs=... goes on for longer, or give a new name",
+            remedy="fresh=True trains again, a larger epochs= goes on for longer, or give a new name",
         )

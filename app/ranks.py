@@ -191,7 +191,7 @@ class Ranks:
         late = ResourceError(
             f"the cluster did not start {words.count(self._plan.workers, 'worker')} within {patience_s:g} s",
             where=self._job.name,
-            remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True (--here)",
+            remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True",
         )
         hellos = self._answers([actor.hello.remote() for actor in self._actors], patience_s, late)
         for slot, hello in enumerate(hellos):

@@ -120,6 +120,7 @@ def job(folder: str, marks: str, *, kills: tuple[jobs.Kill, ...] = (), fatal: in
             "storage": folder,
             "workers": 2,
             "hang_deadline_s": 120.0,
+            "preflight": False,  # faults are in the job's functions, and are for workers alone
             **fields,
         }
     )

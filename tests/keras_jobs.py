@@ -102,6 +102,7 @@ def job(
             "storage": str(folder),
             "workers": 2,
             "strategy": "tf_multi_worker_mirrored",
+            "preflight": False,  # faults are in the job's functions, and are for workers alone
             "spares": 0,
             "keeper_s": 0,
             "hang_deadline_s": 60.0,

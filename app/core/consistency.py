@@ -6,6 +6,7 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
+from trainwright.core import mistaken
 from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.collation import MASK
 from trainwright.core.errors import PlanError, nearest
@@ -31,10 +32,9 @@ def inconsistencies(job: Job) -> list[str]:
         problems.append("inputs= is missing: name the columns given to the model")
     if job.metrics and not job.inputs:
         problems.append("metrics= need inputs= and targets=")
-    if not hasattr(job.train, "map_batches"):
-        problems.append("train= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
-    if job.evaluate is not None and not hasattr(job.evaluate, "map_batches"):
-        problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+    data = {"train": job.train} | ({} if job.evaluate is None else {"evaluate": job.evaluate})
+    problems += filter(None, (mistaken.data_problem(name, value) for name, value in data.items()))
+    problems += filter(None, (mistaken.function_problem(name, getattr(job, name)) for name in ("model", "schedule")))
     if job.on_crash_loop == "skip" and job.failures < LOOP:
         problems.append(f'on_crash_loop="skip" tells a loop by {LOOP} failures alike: set failures={LOOP} or more')
     for tracker in job.trackers:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.collation import Collation, Pad
@@ -98,6 +98,10 @@ class Job(Fields):
             `nesterov(rate,momentum)`: Nesterov's method on the mean difference.
         probe: measure plans that are predicted to be about as good before the first step of a run that is long enough,
             and go on with the quickest; nothing of it is left in state, order or randomness.
+        preflight: try model, loss, optimizer, schedule and metrics on five rows before any worker starts, in a process
+            of its own on one CPU, so that what is wrong with them shows before the run begins. Callbacks are not
+            called. Left out where a transform of the data is slow to open, where teachers run in the loss, inside Ray
+            Train, and for a run that goes on; cut short for models of more than 1 GiB, or after 5 s of CPU time.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
         precision: `fp32` leaves the model's own types, `bf16` computes under autocast, and torch's `fp16` with losses
             scaled as by `torch.amp.GradScaler`: a step that overflows changes nothing and halves the scale.
@@ -195,6 +199,7 @@ class Job(Fields):
     local_steps: Annotated[int, Field(ge=1)] = 1
     outer: str | None = None
     probe: bool = True
+    preflight: bool = True
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
@@ -225,6 +230,12 @@ class Job(Fields):
     skip_limit: Annotated[int, Field(ge=0)] = 100
     hang_deadline_s: Annotated[float, Field(gt=0)] | None = None
     trackers: tuple[Any, ...] = ()
+
+    @field_validator("inexact", mode="before")
+    @classmethod
+    def _split(cls, given: Any) -> Any:
+        """Take names in one text, as the command line gives them, for several."""
+        return tuple(name.strip() for name in given.split(",") if name.strip()) if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:

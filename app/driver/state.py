@@ -174,6 +174,16 @@ class Loop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """An error of code, as its last failure raised it: at which highest step, when, and how often in a row."""
+
+    cause: str
+    high: int
+    failed_s: float
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class State:
     """All that the driver knows.
 
@@ -200,6 +210,7 @@ class State:
         failed_s: when each failure of the last hour came.
         suspect: the failure being recovered from, where a step may be the cause.
         loop: how often the last such failures were alike.
+        repeated: the last error of code that a failure came of.
         passing: steps whose batch is passed by.
         losses: step and loss of the last steps, where spikes are looked for.
         spiked: the step that the ranks are to be taken back before; 0 for none.
@@ -268,6 +279,7 @@ class State:
     blame: Blame | None = None
     suspect: Blame | None = None
     loop: Loop | None = None
+    repeated: Repeated | None = None
     passing: tuple[Passed, ...] = ()
     losses: tuple[tuple[int, float], ...] = ()
     spiked: int = 0

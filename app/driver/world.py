@@ -35,6 +35,7 @@ NEWS_EVERY_S = 0.2
 WATCH_S = 5.0
 REMOVE_S = 10.0
 OVERDUE_S = 120.0  # of a write that is not answered, before the user hears of it
+_SPOKEN = ("run", "evaluate")  # verbs whose answers follow what was printed meanwhile
 SILENT_S = 30.0  # without an answer to a beat: a process that does not run
 
 
@@ -80,6 +81,7 @@ class World:
         self._actors: dict[int, Any] = {}
         self._unwanted: set[int] = set()  # before they were placed
         self._watched: tuple[int, Generation] | None = None
+        self._speaker: tuple[int, int] | None = None  # the worker whose prints are told, and its rank
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -258,6 +260,8 @@ class World:
             return  # its death has been told
         if effect.verb == "heal" and effect.argument.source != "join":
             self._told, self._watched = min(self._told, effect.argument.step), None
+        if effect.verb == "form":
+            self._listen_to(effect)
         if effect.verb == "reserve":
             self._build_for(effect.argument.plan)
         if effect.verb == "run":
@@ -286,13 +290,61 @@ class World:
         about: dict[str, Any] = {"worker": call.worker, "generation": call.generation, "verb": call.verb}
         failed = isinstance(value, m.Failure)
         event = m.Raised(**about, failure=value) if failed else m.Returned(**about, value=value)
-        knows = failed and self._together  # then every rank knows every step
+        if self._speaker is not None and self._speaker[0] == call.worker and (failed or call.verb in _SPOKEN):
+            self._tell_prints(lambda: self._pass_on(call, event))
+        else:
+            self._pass_on(call, event)
+
+    def _pass_on(self, call: m.Call, event: m.Returned | m.Raised) -> None:
+        knows = isinstance(event, m.Raised) and self._together  # then every rank knows every step
         if call.verb == "run" and (knows or self._watched == (call.worker, call.generation)):
             self._tell_rest(event)
         else:
             self.put(event)
 
     # --- news ---------------------------------------------------------------------------------------------
+
+    def _listen_to(self, call: m.Call) -> None:
+        """Tell what the first rank that runs the job's functions prints, from when it is formed."""
+        group = call.argument
+        first = next((peer.rank for peer in group.peers if peer.role in ("worker", "chief")), 0)
+        known = self._speaker is not None and self._speaker[0] == call.worker
+        if group.rank == first and not known:
+            self._speaker = (call.worker, first)
+            self._ask_prints(self._speaker)
+        elif group.rank != first and known:
+            self._speaker = None
+
+    def _ask_prints(self, speaker: tuple[int, int]) -> None:
+        actor = self._actors.get(speaker[0])
+        if actor is not None and self._speaker == speaker:
+            self._then(actor.printed.remote(WATCH_S, self._lease.token), lambda done: self._spoke(speaker, done))
+
+    def _spoke(self, speaker: tuple[int, int], done: Future[Any]) -> None:
+        """Pass lines on, and ask again a little later; the end of `live` tells of a death."""
+        if done.exception() is None:
+            self._emit_prints(speaker[1], done.result())
+            self._queue.later(NEWS_EVERY_S, lambda: self._ask_prints(speaker))
+
+    def _tell_prints(self, then: Callable[[], None]) -> None:
+        """Tell the last lines before what a verb came to."""
+        assert self._speaker is not None, "somebody is listened to"
+        worker, rank = self._speaker
+        actor = self._actors.get(worker)
+
+        def told(done: Future[Any]) -> None:
+            if done.exception() is None:
+                self._emit_prints(rank, done.result())
+            then()
+
+        if actor is None:
+            then()
+        else:
+            self._then(actor.printed.remote(0.0, self._lease.token), told)
+
+    def _emit_prints(self, rank: int, lines: list[str]) -> None:
+        for line in lines:
+            self._emit(events.Printed(rank=rank, line=line))
 
     def _watch(self, call: m.Call) -> None:
         """Watch the oldest worker of a generation: it has been there longest and knows every step.

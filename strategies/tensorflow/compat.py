@@ -29,6 +29,14 @@ def before_first_use(call: Callable[[], None]) -> None:
     Context.ensure_initialized = ensure_initialized
 
 
+def in_use() -> bool:
+    """Return whether TensorFlow has started its devices and threads in this process."""
+    from tensorflow.python.eager.context import context_safe
+
+    context = context_safe()
+    return context is not None and bool(context._initialized)
+
+
 def to_graph_code(function: Any) -> Any:
     """Return a function as AutoGraph rewrites it in the function that is traced now."""
     autograph = tf.__internal__.autograph

@@ -145,10 +145,9 @@ class Caller:
 
     def _check(self, what: str, values: tf.Tensor, weights: tf.Tensor) -> None:
         if values.shape.rank == 0:
-            raise self._wrong(
-                f"{what} returned a single number: return one loss per sample: use reduction=None, or "
-                "Terms(values, weights)"
-            )
+            loss = "one loss per sample: use reduction=None"
+            wanted = "one value per sample, without a mean" if what.startswith("metric") else loss
+            raise self._wrong(f"{what} returned a single number: return {wanted}, or Terms(values, weights)")
         if not values.shape[:1].is_compatible_with(weights.shape[:1]):
             raise self._wrong(
                 f"{what} returned shape {tuple(values.shape)} for a batch of {weights.shape[0]} rows: the first "

@@ -21,7 +21,7 @@ from trainwright.strategies.tensorflow.objective import call_model
 from trainwright.strategies.tensorflow.replica import batch_norms, has_call
 from trainwright.strategies.tensorflow.tracing import Call, Trace, traced
 
-__all__ = ["export", "profile_model", "take_weights"]
+__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 REASON = 300  # letters of an error that is shown
@@ -180,3 +180,8 @@ def _output(layer: Any) -> tuple[int, ...]:
 
 def _plain(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
+
+
+def weight_bytes(model: keras.Model) -> int:
+    """Size of the weights that a model has so far."""
+    return sum(map(_bytes, model.weights))

@@ -216,10 +216,9 @@ class Caller:
         if not isinstance(values, Tensor):
             raise self._wrong(f"{what} returned {type(values).__name__}: return a tensor with one value per sample")
         if values.dim() == 0:
-            raise self._wrong(
-                f'{what} returned a single number: return one loss per sample: use reduction="none", '
-                "or Terms(values, weights)"
-            )
+            loss = 'one loss per sample: use reduction="none"'
+            wanted = "one value per sample, without mean()" if what.startswith("metric") else loss
+            raise self._wrong(f"{what} returned a single number: return {wanted}, or Terms(values, weights)")
         if values.shape[0] != rows:
             raise self._wrong(
                 f"{what} returned shape {tuple(values.shape)} for a batch of {rows} rows: the first dimension must be "

@@ -25,7 +25,7 @@ from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
 from trainwright.strategies.torch.values import Following, Values
 
-__all__ = ["export", "profile_model", "take_weights"]
+__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 dynamo.postpone()
@@ -106,6 +106,12 @@ def _uncut(model: nn.Module, tensors: batches.Tensors, call: Names) -> str:
     except JobError as error:
         return error.problems[0]
     return ""
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Size of a model's parameters and buffers, as they would be in memory."""
+    held = (*model.parameters(), *model.buffers())
+    return sum(each.numel() * each.element_size() for each in held if not nn.parameter.is_lazy(each))
 
 
 def _backend(model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -311,6 +312,12 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         problems.append(f"parameter {lazy[0]!r} has no shape yet: run one batch through lazy modules inside model()")
+    empty = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
+    if empty:
+        problems.append(
+            f"{empty[0]!r} of the model is on the meta device and holds no values: build the model on the CPU, without "
+            'torch.device("meta"); where it is too large for a device, plans shard it after that'
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         problems.append("the model has no parameter that requires a gradient: there is nothing to train")
     extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
@@ -372,3 +379,17 @@ def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter not in names for parameter in held):
         raise JobError(["the optimizer holds a tensor that is no parameter of the model"], where=where)
+    if _needs_closure(optimizer):
+        kind = type(optimizer).__name__
+        problem = (
+            f"optimizer() returned {kind}, whose step() takes a closure that computes the loss again, and a step here "
+            "computes it once, over all workers: return an optimizer without one, such as Adam or SGD"
+        )
+        raise JobError([problem], where=where)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() of an optimizer cannot be called without an argument."""
+    given = inspect.signature(optimizer.step).parameters.values()
+    named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    return any(each.default is each.empty for each in named)

@@ -175,7 +175,7 @@ def test_a_changed_job_is_shown_and_refused(stopped: Path, folder: Path) -> None
     shutil.copytree(stopped, folder)
     with pytest.raises(RunConflict) as caught:
         tw.fit(jobs.job(folder, batch_size=12))
-    assert "batch_size: 24 -> 12" in str(caught.value) and "--fresh" in str(caught.value)
+    assert "batch_size: 24 -> 12" in str(caught.value) and "fresh=True" in str(caught.value)
 
 
 def test_a_finished_job_is_not_trained_again_unless_asked(folder: Path, unbroken: Callable[[int], State]) -> None:

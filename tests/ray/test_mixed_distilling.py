@@ -87,6 +87,7 @@ def distillation(
     job = tw.Job(
         name=f"student-{way}", model=LINEAR[student](np.zeros((WIDTH, CLASSES), np.float32)), inputs="x", targets="y",
         train=tw.datasets.table(data()), batch_size=ROWS, epochs=STEPS, workers=1, storage=str(folder), spares=0,
+        preflight=False,  # of Keras it takes seconds in a process that has used TensorFlow
         **OWN[student],
     )  # fmt: skip
     big = tw.Teacher(name="big", **{"model": LINEAR[teacher](kernel(classes)), "inputs": "x", **about})
