@@ -231,7 +231,7 @@ def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     answers.set()
     board.close()
     data = (tmp_path / "demo" / "tensorboard" / "events.out.tfevents.0000000001.000000").read_bytes()
-    assert len(scalars(data)[0]["train/loss"]) == 10
+    assert len(scalars(data)[0]["train/loss"]) == 12
 
 
 def test_tensorboard_in_an_object_store_adds_a_file_at_each_checkpoint_and_the_end() -> None:
