@@ -170,7 +170,7 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._turn = threading.Condition()  # guards what follows
         self._beaten_s = self._tried_s = clock()  # when the last heartbeat that was stored, or tried, began
-        self._hung_behind_s: float | None = None  # of the last one that was tried, where the next was waited for in vain
+        self._hung_behind_s: float | None = None  # of the last one that was tried, if the next was waited for in vain
         self._fenced: FencedError | None = None
         self._thread = threading.Thread(target=self._beat_on, name="trainwright-heartbeat", daemon=True)
 

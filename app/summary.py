@@ -145,7 +145,7 @@ class Compactor:
                 first, parts, size_bytes = file.last + 1, [], 0
 
     def _trusted(self, files: Sequence[EventFile]) -> list[EventFile]:
-        """The same without damaged files whose batches others may still have: a power cut tears what was written last."""
+        """The same without damaged files whose batches others may still have: a power cut tears the last ones."""
         return [file for file in files if not (file.packed and self._is_doubtful(file, files))]
 
     def _is_doubtful(self, file: EventFile, files: Sequence[EventFile]) -> bool:

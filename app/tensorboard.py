@@ -88,7 +88,7 @@ class TensorBoard:
     def _write(self) -> None:
         """Have the buffer written behind what is being written. Raises what an earlier write did."""
         while self._writes and self._writes[0].done():
-            self._waiting_bytes -= self._writes.popleft().result()  # an error goes to the journal: it drops this listener
+            self._waiting_bytes -= self._writes.popleft().result()  # an error goes to the journal, which drops this
         if self._waiting_bytes > _MOST_BYTES:
             raise StorageError("the store does not answer, and too many records wait for it", where=self._prefix)
         if not self._buffer:

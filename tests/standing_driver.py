@@ -28,7 +28,7 @@ def main(order: Path, pipe: int) -> int:
         first = order.with_suffix(".first")
         tell(RunStarted())
         if first.exists():
-            assert f"State:\tT" in Path(f"/proc/{first.read_text()}/status").read_text(), "it does not stand still"
+            assert "State:\tT" in Path(f"/proc/{first.read_text()}/status").read_text(), "it does not stand still"
             tell(Formed(step=5))
             tell(RunEnded(outcome="done", step=5))
             return 0

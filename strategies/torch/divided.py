@@ -18,12 +18,12 @@ from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.group import Group, Move, StateTag
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch import digests, state
+from trainwright.strategies.torch.batch_norm import batch_norms
 from trainwright.strategies.torch.group import compared, same_start
 from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.mesh import Place
 from trainwright.strategies.torch.objective import Caller
 from trainwright.strategies.torch.parts import WHOLE, Box, Part
-from trainwright.strategies.torch.batch_norm import batch_norms
 from trainwright.strategies.torch.replica import AUTOCAST, Replica
 from trainwright.strategies.torch.state import HostState
 from trainwright.strategies.torch.tensors import Ring, Split, divide

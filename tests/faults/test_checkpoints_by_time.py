@@ -1,4 +1,4 @@
-"""`checkpoint_steps="auto"`: checkpoints come by time, and a run whose workers all died goes on from the last of them."""
+"""`checkpoint_steps="auto"`: checkpoints come by time, and a run whose workers all died goes on from the last."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_run_goes_on_from_a_checkpoint_whose_time_had_come(
     quick.touch()
     assert run.wait(100) and final_state(folder, "faulty") == unbroken(2)
     *saved, last = told(folder, "faulty", events.Checkpointed)
-    first, again = told(folder, "faulty", events.Formed)
+    _, again = told(folder, "faulty", events.Formed)
     before: Any = [event for event in saved if event.time_s < again.time_s]
     assert (again.source, again.step) == ("checkpoint", before[-1].step) and len(before) >= 2
     assert last.step == 27 and any(event.step % 9 for event in before), "not at the ends of epochs"

@@ -125,7 +125,8 @@ def test_the_scene_follows_processes_through_promotion_loss_and_a_new_driver() -
 def test_faults_that_do_not_fit_are_refused_all_at_once_with_the_remedy() -> None:
     alone = Stage(workers=1, spares=0, storage="it is a cloud")
     assert set(FAULTS) == {fault.name for fault in chosen((), STAGE)}
-    assert {fault.name for fault in chosen((), alone)} == {"start", "kill", "kill-all", "stop", "again", "driver", "stall"}
+    here = {"start", "kill", "kill-all", "stop", "again", "driver", "stall"}
+    assert {fault.name for fault in chosen((), alone)} == here
     with pytest.raises(JobError) as caught:
         chosen(("kil", "kill-two", "spare", "storage"), alone)
     text = str(caught.value)

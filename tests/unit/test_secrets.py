@@ -28,8 +28,12 @@ SECRET = (
     "AZURE_STORAGE_SAS_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_APIKEY", "MLFLOW_TRACKING_PASSWORD",
     "RAY_AUTH_TOKEN", "github_token", "PGPASSWORD", "MYSQL_PWD", "MYSQL_ROOT_PASSWORD", "SMTP_PASS", "SSHPASS",
     "GITHUB_PAT", "AZURE_STORAGE_CONNECTION_STRING", "SENTRY_DSN", "SLACK_WEBHOOK_URL", "NPM_CONFIG__AUTH",
-    "CLIENTSECRET", "API_KEYS", "DJANGO_SECRET_KEY", "DB_PASSWORD2", "LDAP_BIND_PW", "VENDOR_CREDS", "DOCKER_AUTH_CONFIG",
-    "CI_JOB_JWT_V2", "API_BEARER",
+    "CLIENTSECRET", "API_KEYS", "DJANGO_SECRET_KEY", "DB_PASSWORD2", "LDAP_BIND_PW", "VENDOR_CREDS",
+    "DOCKER_AUTH_CONFIG", "CI_JOB_JWT_V2", "API_BEARER",
+)  # fmt: skip
+WITHOUT_PASSWORD = (
+    "abfss://container@account.dfs.core.windows.net/x", "ssh://git@host/x", "http://host:80/a@b", "s3://b/a:b@c",
+    "http://host/x?token_count=7&tokens=9", "s3://bucket/sig=1/x", "the password=secret;token=1",
 )  # fmt: skip
 PLAIN = (
     "TOKENIZERS_PARALLELISM", "KEYBOARD", "PATH", "MONKEYS", "RAY_AUTH_TOKEN_PATH", "SSH_AUTH_SOCK", "HOME",
@@ -91,13 +95,7 @@ def test_a_password_in_an_address_is_hidden_wherever_it_comes_from() -> None:
     assert json.loads(json_without_secrets('{"a": ["https://me:abc@host/x"]}', {})) == {"a": ["https://me:***@host/x"]}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "abfss://container@account.dfs.core.windows.net/x", "ssh://git@host/x", "http://host:80/a@b", "s3://b/a:b@c",
-        "http://host/x?token_count=7&tokens=9", "s3://bucket/sig=1/x", "the password=secret;token=1",
-    ],  # fmt: skip
-)
+@pytest.mark.parametrize("text", WITHOUT_PASSWORD)
 def test_an_address_without_a_password_stays(text: str) -> None:
     assert without_secrets(text, {}) == text and json_without_secrets(json.dumps(text), {}) == json.dumps(text)
 
