@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 from torch import nn
 from torch.nn import functional
@@ -119,6 +121,19 @@ def held(run: tw.Run, framework: str) -> Loop:
         return model.weight.detach().numpy().T, model.bias.detach().numpy()
     weights, bias = model.get_weights()
     return weights, bias
+
+
+def test_a_worker_that_holds_both_frameworks_loads_torchs_compiler() -> None:
+    """Workers of the tests' cluster have imported the torch engines, then TensorFlow; triton comes last."""
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def load() -> bool:
+        import tensorflow  # noqa: F401
+        import torch._dynamo.utils  # noqa: F401
+
+        return "triton._C.libtriton" in sys.modules
+
+    assert ray.get(load.remote()), "triton was not loaded, and so could not crash"
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own, of its variables
