@@ -18,7 +18,7 @@ pytest_plugins = ["tests.s3"]
 
 
 # The longest come first and the short ones last, so that all processes end together.
-ORDER = ("faults", "conformance/test_conformance", "ray", "hosts", "e2e", "conformance", "unit")
+ORDER = ("faults", "conformance/test_conformance", "ray", "hosts", "e2e", "programs", "conformance", "unit")
 # Run by one process each, since their files share a Ray cluster; the faults would be longer than all others together.
 GROUPS = (r"tests/faults/test_[l-z]", r"tests/faults/test_[a-k]", r"tests/ray/")
 LEAST, MOST = 3, 8  # processes

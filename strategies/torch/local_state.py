@@ -32,11 +32,6 @@ class Seat:
         return f"local-{self.rank}"
 
     @property
-    def every(self) -> frozenset[str]:
-        """The local state of all data ranks."""
-        return frozenset(f"local-{rank}" for rank in range(self.ranks))
-
-    @property
     def file(self) -> str:
         """The file of a checkpoint that holds it."""
         return f"local-{self.rank}-of-{self.ranks}.safetensors"
