@@ -197,7 +197,7 @@ class TorchEngine:
         return StateTag(
             step=replica.step,
             pieces=frozenset({"state", seat.piece}),
-            total=len(seat.every | {"state"}),
+            total=seat.ranks + 1,
             sound=replica.sound and (replica.step is None or replica.seat == seat),
         )
 
