@@ -1,4 +1,4 @@
-"""Symbols of Ray without a public equivalent, and differences between the Ray versions that are supported.
+"""Symbols of Ray without a public equivalent.
 
 Every private symbol of Ray that trainwright names is imported here and nowhere else, so that a new version of Ray is
 checked in one place (`tests/unit/test_compat.py`). The imports stay inside the functions: `import trainwright` imports
@@ -8,14 +8,6 @@ no Ray.
 from __future__ import annotations
 
 from typing import Any
-
-
-def authentication_errors() -> tuple[type[Exception], ...]:
-    """Return what Ray raises where a token is missing or wrong; none before it knew tokens."""
-    import ray.exceptions
-
-    known = getattr(ray.exceptions, "AuthenticationError", None)
-    return () if known is None else (known,)
 
 
 def session_folder() -> str:

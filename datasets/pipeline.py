@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import ray
-from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, read_datasource
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, TaskPoolStrategy, read_datasource
 from ray.data.block import BlockMetadata
 
 from trainwright.core.byvalue import loads
 from trainwright.core.errors import TrainwrightError
 from trainwright.datasets.columns import Arrays, select
-from trainwright.datasets.compat import TaskPoolStrategy
+from trainwright.datasets.compat import disable_reservation
 from trainwright.datasets.index import Index, Rowwise
 from trainwright.datasets.order import Rows
 from trainwright.datasets.schedule import Schedule, by_pass
@@ -202,7 +202,7 @@ def run(
     stages, waiting = _recipe(recipe), iter(pieces)
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
-    context.op_resource_reservation_enabled = False
+    disable_reservation(context)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     while part := list(itertools.islice(waiting, _TASKS)):
         data = read_datasource(
@@ -222,7 +222,7 @@ def run(
                 compute=TaskPoolStrategy(size=at_once(step, free) + _QUEUED),
             )
         for bundle in data.iter_internal_ref_bundles():
-            yield from (entry.ref for entry in bundle.blocks)
+            yield from bundle.block_refs
 
 
 def at_once(step: BatchMap, free: Mapping[str, float]) -> int:

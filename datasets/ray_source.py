@@ -149,7 +149,7 @@ def _kept(dataset: Any) -> RaySource:
 
     with _in_order(dataset):
         bundles = list(dataset.materialize().iter_internal_ref_bundles())
-    references = [entry.ref for bundle in bundles for entry in bundle.blocks]
+    references = [reference for bundle in bundles for reference in bundle.block_refs]
     look = ray.remote(num_cpus=0)(_look)
     try:
         blocks = ray.get([look.remote(reference, number) for number, reference in enumerate(references)])

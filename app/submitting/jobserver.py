@@ -12,9 +12,9 @@ from typing import Any
 
 import aiohttp
 import requests
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
-from trainwright.compat import authentication_errors
 from trainwright.core.errors import ResourceError, TrainwrightError
 
 CONNECT_S, ANSWER_S, SILENCE_S = 10.0, 60.0, 30.0
@@ -203,7 +203,7 @@ class JobServer:
             yield
         except TrainwrightError:
             raise
-        except authentication_errors() as error:
+        except AuthenticationError as error:
             raise self._refused() from error
         except (requests.exceptions.RequestException, ConnectionError) as error:
             raise self._unreachable(error) from error
