@@ -286,7 +286,7 @@ class World:
         about: dict[str, Any] = {"worker": call.worker, "generation": call.generation, "verb": call.verb}
         failed = isinstance(value, m.Failure)
         event = m.Raised(**about, failure=value) if failed else m.Returned(**about, value=value)
-        knows = failed and self._together  # then every rank knows every step
+        knows = failed and self._together and not 0 <= value.step <= self._told  # then every rank knows every step
         if call.verb == "run" and (knows or self._watched == (call.worker, call.generation)):
             self._tell_rest(event)
         else:
