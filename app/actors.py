@@ -232,6 +232,8 @@ class WorkerProcess:
             return method() if argument is None else method(argument)
         except Exception as error:
             failure = _failure(error, self._where)
+        if verb == "run":
+            failure = replace(failure, step=self._worker.newest)
         if verb not in ("upload", "keep"):
             self._let_go(self._worker, failure)
         return failure

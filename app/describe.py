@@ -48,6 +48,17 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
     return {name: without_secrets(text) for name, text in words.items()}
 
 
+def imported(job: Job) -> dict[str, str]:
+    """Files of the user's modules that the job's functions import when they are called, by name."""
+    codes = _Codes()
+    for name in type(job).model_fields:
+        codes.text(name, getattr(job, name))
+    for name, dataset in (("train", job.train), ("evaluate", job.evaluate)):
+        if dataset is not None:
+            codes.contents(name, dataset.functions, None)
+    return codes.imported
+
+
 def narrowed(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Some fields of a description, with the definitions that these reach."""
     kept = {name: description[name] for name in names}
@@ -126,6 +137,11 @@ class _Codes:
     def __init__(self) -> None:
         self._prints = Fingerprints()
         self._fields: dict[str, dict[str, str]] = {}
+
+    @property
+    def imported(self) -> dict[str, str]:
+        """Of all fields so far; see `Fingerprints`."""
+        return self._prints.imported
 
     def table(self) -> str:
         """Of all fields so far; see `encode_table`."""

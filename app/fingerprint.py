@@ -81,9 +81,14 @@ class Part:
 
 
 class Fingerprints:
-    """Digests of several values that may share definitions."""
+    """Digests of several values that may share definitions.
+
+    Attributes:
+        imported: files of the user's modules, and of their packages, that functions import when called, by name.
+    """
 
     def __init__(self) -> None:
+        self.imported: dict[str, str] = {}
         self._parts: dict[tuple[Any, ...], Part] = {}
         self._labels: Counter[str] = Counter()
         self._pending: list[tuple[Part, Callable[[_Refs], str]]] = []
@@ -407,6 +412,8 @@ class Fingerprints:
             file = _module_file(candidate)
             if file and is_users_file(file) and not _ours(candidate):
                 self._source(file, candidate, refs)
+                above = (candidate.rsplit(".", count)[0] for count in range(candidate.count(".") + 1))
+                self.imported |= {each: found for each in above if (found := _module_file(each))}
         self._installed(full, refs)
         return full
 

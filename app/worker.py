@@ -376,6 +376,11 @@ class Worker:
         self._engine.leave()
         return StateTag(step=self._step)
 
+    @property
+    def newest(self) -> int:
+        """The newest completed step that `watch` can tell of."""
+        return self._records.newest
+
     def watch(self, after: int, timeout_s: float) -> Steps:
         """Steps completed after step `after`, at most `timeout_s` later; empty when there is no news."""
         return self._records.since(after, timeout_s)

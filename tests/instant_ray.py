@@ -38,7 +38,6 @@ from trainwright.workorder import WorkOrder
 
 NODE = 8  # workers of a node
 REFERENCE_BYTES, NUMBER_BYTES = 28, 9
-_LOST = pickle.dumps(m.Failure(kind="peer", error=PeerLost("connection closed by peer")))
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,12 @@ class Actor:
 
     def _called(self, method: str, *given: Any) -> Answer:
         verb = given[0] if method == "call" else method
-        self.fleet.sent[verb] += sum(map(_size, given))
+        self.fleet.note(verb, given)
         if verb in ("live", "notice"):
             return self.life[verb == "notice"]
         if verb == "watch":
             if not given[1]:
-                return Answer(pickle.dumps(events.Steps()))
+                return Answer(self.fleet.steps_after(given[0]))
             self.fleet.news = Answer()
             return self.fleet.news
         if verb == "run":
@@ -98,7 +97,8 @@ class Actor:
         self.called[verb] = given
         if verb == "interrupt" and self.steps is not None:
             steps, self.steps = self.steps, None
-            steps.give(_LOST)
+            error = PeerLost("connection closed by peer")
+            steps.give(pickle.dumps(m.Failure(kind="peer", error=error, step=self.fleet.step)))
         return Answer(self._answer(verb))
 
     def _answer(self, verb: str) -> bytes:
@@ -132,17 +132,36 @@ class Fleet:
 
     Attributes:
         step: at which all stand.
-        sent: bytes of all arguments, by method or verb.
+        sent: bytes of all arguments, by method or verb; but for beats, which come by time.
         stored: bytes of each object that was put into the store.
+        calls: of actors, by method or verb; `place` for their creation.
     """
 
     def __init__(self, size: int, parts: int = 1) -> None:
         self.size, self.parts, self.step = size, parts, 0
         self.sent: Counter[str] = Counter()
         self.stored: list[int] = []
+        self.calls: Counter[str] = Counter()
         self.actors: dict[int, Actor] = {}
         self.news = Answer()  # of the worker that was asked for them last
         self.ray = SimpleNamespace(put=self._put, kill=self._kill, wait=self._wait)
+
+    def forget(self) -> None:
+        """Count anew."""
+        self.sent.clear()
+        self.stored.clear()
+        self.calls.clear()
+
+    @property
+    def total_bytes(self) -> int:
+        """That were sent and stored."""
+        return sum(self.sent.values()) + sum(self.stored)
+
+    def note(self, verb: str, given: Sequence[Any]) -> None:
+        """Count a call."""
+        if verb != "beat":
+            self.sent[verb] += sum(map(_size, given))
+            self.calls[verb] += 1
 
     def tag(self, rank: int, step: int | None) -> StateTag:
         """What a rank holds."""
@@ -156,16 +175,23 @@ class Fleet:
 
     def reach(self, step: int) -> None:
         """All have completed a step, and the driver hears of it."""
-        self.step = step
-        steps = events.Steps(step=[step], loss=[1.0], learning_rate=[0.1], gradient_norm=[None], samples=[8])
-        self.news.give(pickle.dumps(steps))
+        before, self.step = self.step, step
+        self.news.give(self.steps_after(before))
+
+    def steps_after(self, step: int) -> bytes:
+        """News of the completed steps after that one, which is an event of the run."""
+        steps = [*range(step + 1, self.step + 1)]
+        ones = [1.0] * len(steps)
+        return pickle.dumps(
+            events.Steps(step=steps, loss=ones, learning_rate=ones, gradient_norm=[*ones], samples=steps)
+        )
 
     def options(self, **_: Any) -> SimpleNamespace:
         """Of the actor class."""
         return SimpleNamespace(remote=self._made)
 
     def _made(self, order: Stored, berth: Berth, token: int) -> Actor:
-        self.sent["place"] += _size(order) + _size(berth) + _size(token)
+        self.note("place", (order, berth, token))
         self.actors[berth.worker] = Actor(self, berth)
         return self.actors[berth.worker]
 

@@ -47,7 +47,7 @@ def skip_if_busy(turn: Turn) -> None:
 def snapshot(turn: Turn, *verbs: Literal["upload", "keep"]) -> None:
     """Have the writers, the keepers or both copy their pieces."""
     state = turn.state
-    ranks = {"upload": state.writers, "keep": state.keepers}
+    ranks = {"upload": frozenset(state.writers), "keep": frozenset(state.keepers)}
     copying = sorted({rank for verb in verbs for rank in ranks[verb]})
     workers = [state.members[rank].worker for rank in copying]
     turn.enter(Phase.SNAPSHOTTING, awaiting=PersistentSet(workers), copying=verbs)

@@ -171,7 +171,8 @@ def _writers(state: State) -> tuple[int, ...]:
     holders: dict[str, int] = {}
     for rank, member in enumerate(state.members):
         if member.worker not in going:
-            holders = dict.fromkeys(member.pieces, rank) | holders
+            for piece in member.pieces:
+                holders.setdefault(piece, rank)
     return tuple(sorted(set(holders.values())))
 
 

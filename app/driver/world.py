@@ -296,7 +296,8 @@ class World:
             self._pass_on(call, event)
 
     def _pass_on(self, call: m.Call, event: m.Returned | m.Raised) -> None:
-        knows = isinstance(event, m.Raised) and self._together  # then every rank knows every step
+        raised = event if isinstance(event, m.Raised) and self._together else None  # then every rank knows every step
+        knows = raised is not None and not 0 <= raised.failure.step <= self._told
         if call.verb == "run" and (knows or self._watched == (call.worker, call.generation)):
             self._tell_rest(event)
         else:

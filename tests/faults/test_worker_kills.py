@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,9 +36,25 @@ def check_samples(state: State) -> None:
     assert np.isclose(shares.sum(), TOTAL)
 
 
-def test_a_killed_worker_costs_nothing(folder: Path, unbroken: Callable[[int], State]) -> None:
+def test_a_killed_worker_costs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
+) -> None:
+    """Its successor runs the code that the run began with, though a module was changed that steps import themselves."""
     kill = jobs.Kill(rank=1, step=12, point="synchronisation", folder=str(folder.parent))
-    run = tw.fit(jobs.job(folder, (kill,)))
+    file = folder.parent / "late.py"
+    file.write_text("FACTOR = 1.0")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    made = jobs.make_step((kill,))
+
+    def step(model: Any, batch: Any) -> Any:
+        import late
+
+        if jobs.rank() == 1 and int(getattr(model, "module", model).steps) == 12:
+            file.write_text("FACTOR = 2.0")
+        return made(model, batch) * late.FACTOR
+
+    run = tw.fit(jobs.job(folder, (kill,), step=step))
+    sys.modules.pop("late", None)
     assert run.state == "done"
     pid = int(kill.mark.read_text())
     failed: Any = told(folder, "faulty", events.Failed)

@@ -41,12 +41,14 @@ def recoveries(size: int, folder: Path, times: int = 2) -> Found:
     """One rank after the other is lost, of two replicas that are divided over all ranks."""
     with driving(size, size // 2, folder) as driver:
         driver.start()
-        gc.collect()
         seconds = []
-        for rank in range(times):
-            driver.fleet.sent.clear()
-            driver.fleet.stored.clear()
-            seconds.append(driver.recover(rank))
+        gc.disable()  # how often it looks through what all tests before have left does not count
+        try:
+            for rank in range(times):
+                driver.fleet.forget()
+                seconds.append(driver.recover(rank))
+        finally:
+            gc.enable()
         formed = [event for event in driver.told if isinstance(event, events.Formed)]
         assert [(event.source, event.survivors) for event in formed[1:]] == [("replica", size - 1)] * times
         forms = [driver.fleet.actors[member.worker].called["form"] for member in driver.state.members]
@@ -63,6 +65,20 @@ def test_a_recovery_costs_in_proportion_to_the_number_of_ranks(tmp_path: Path) -
     for verb in ("interrupt", "reserve", "form", "heal", "run"):
         assert many.sent[verb] / SIZES[1] < 1.05 * few.sent[verb] / SIZES[0], f"bytes of {verb} for each rank"
     assert len(many.stored) == len(few.stored) == 1, "the peers are stored once for all ranks"
+
+
+def test_only_ranks_that_know_more_than_was_told_are_asked_for_it(tmp_path: Path) -> None:
+    with driving(8, 4, tmp_path, failures=9) as driver:
+        driver.start()
+        driver.fleet.forget()
+        driver.recover(0)
+        known = driver.fleet.calls["watch"]
+        driver.fleet.step += 1  # the driver has not heard of this one
+        driver.fleet.forget()
+        driver.recover(1)
+        steps = [step for event in driver.told if isinstance(event, events.Steps) for step in event.step]
+        assert steps == [1, 2, 3, 4] and driver.state.progress == 4
+        assert known < 3 and driver.fleet.calls["watch"] > 3, "calls of those who step again are among them"
 
 
 def sharded(size: int) -> dict[int, StateTag]:
