@@ -34,8 +34,7 @@ def connect(verbose: bool = False) -> bool:
     if not verbose:
         logging.getLogger("ray.widgets.util").setLevel(logging.ERROR)  # speaks up while Ray is imported
     import ray
-
-    from trainwright.compat import authentication_errors
+    from ray.exceptions import AuthenticationError
 
     if ray.is_initialized():
         return False
@@ -46,7 +45,7 @@ def connect(verbose: bool = False) -> bool:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it ends with this process; others ask for their token
     try:
         ray.init(address=address, **quiet)
-    except authentication_errors() as error:
+    except AuthenticationError as error:
         raise ResourceError(f"the Ray cluster asks for a token: {error}", where=address, remedy=TOKEN) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ResourceError(

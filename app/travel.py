@@ -43,7 +43,7 @@ def unpack(data: bytes) -> Job:
     return job
 
 
-class Modules(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+class Modules(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):  # type: ignore[misc]  # as typeshed has both
     """Sources of modules, by name: a process that unpickles them imports these modules from there, and not from disk.
 
     Args:
