@@ -18,6 +18,7 @@ from trainwright.datasets.sources import Index
 from trainwright.describe import changes, comparable, describe
 from trainwright.discover import discover
 from trainwright.feeding import without_data
+from trainwright.fingerprint import Fingerprints
 from trainwright.growing import expansions, told
 from trainwright.layouts import pays
 from trainwright.log import Entry, RunLog
@@ -93,7 +94,8 @@ def prepare(
     """
     store = open_store(job.storage)
     store.check()
-    with indexing(Indexing(find=partial(_kept, store, job.name), connect=connect)) as used:
+    find = partial(_kept, store, job.name) if not fresh else lambda name: None
+    with indexing(Indexing(find=find, connect=connect, fingerprint=Fingerprints().digest)) as used:
         train = job.train.index()
         evaluate = job.evaluate.index() if job.evaluate is not None else None
     unused = _check_columns(job, train, evaluate)

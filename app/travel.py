@@ -43,7 +43,7 @@ def unpack(data: bytes) -> Job:
     return job
 
 
-class Modules(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):  # type: ignore[misc]  # as typeshed has both
+class Modules(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
     """Sources of modules, by name: a process that unpickles them imports these modules from there, and not from disk.
 
     Args:
@@ -71,12 +71,9 @@ class Modules(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):  # type
         """Where the source was, which need not be a file of this machine."""
         return self._sources[fullname][0]
 
-    def get_data(self, path: str | bytes) -> bytes:
-        """The source of a file. Raises OSError for any other file, such as one of bytecode."""
-        found = [data for file, data in self._sources.values() if file == path]
-        if not found:
-            raise OSError(f"{path!r} did not come along")
-        return found[0]
+    def get_source(self, fullname: str) -> str:
+        """The source that came along."""
+        return importlib.util.decode_source(self._sources[fullname][1])
 
 
 def _arrived(origin: str, sources: Mapping[str, tuple[str, bytes]]) -> Modules:

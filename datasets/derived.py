@@ -1,9 +1,9 @@
 """Data sets whose rows are made of another's: filtered, one-to-many, packed.
 
-How many rows come of a row group is counted once, by a first pass, before the run begins; where that takes long, it
-runs as tasks on the Ray cluster. From then on such a data set is like any other: its length is known, every epoch is
-exact, and any batch is computed directly, by each rank for itself. So nothing but the cursor needs to be saved, and no
-failure or resize has anything to replay.
+How many rows come of a row group is counted once, by a first pass, before the run begins, and kept beside the run; where
+that takes long, it runs as tasks on the Ray cluster. From then on such a data set is like any other: its length is
+known, every epoch is exact, and any batch is computed directly, by each rank for itself. So nothing but the cursor needs
+to be saved, and no failure or resize has anything to replay.
 
 The price is that what comes of a row may not change with the epoch: random functions before a filter, a `flat_map` or
 a `pack` are counted by the sample alone. Augmentation belongs after them.
@@ -20,6 +20,7 @@ import numpy as np
 
 from trainwright.core.errors import DataError
 from trainwright.datasets.columns import Arrays, Field, select
+from trainwright.datasets.file_metadata import current, with_run
 from trainwright.datasets.first_pass import first_pass
 from trainwright.datasets.index import Group, Index, Loader, digest
 from trainwright.datasets.order import Rows
@@ -68,7 +69,7 @@ class DerivedSource:
     def index(self) -> Index:
         """Derive every row group once and count. Raises DataError where no row is left."""
         base = self.base.index()
-        counted = first_pass(_Counting(source=self, base=base), range(len(base.groups)))
+        counted = self._counted(base)
         groups: list[Group] = []
         schema: Mapping[str, Field] = {}
         first = size_bytes = 0
@@ -94,6 +95,17 @@ class DerivedSource:
             hash=digest([base.hash, self.derivation.word, *((group.number, group.rows) for group in groups)]),
             base=base,
         )
+
+    def _counted(self, base: Index) -> list[_Counted]:
+        """What comes of each row group: as it was counted when the run was started, by the same code, or now."""
+
+        def count() -> list[_Counted]:
+            return first_pass(_Counting(source=self, base=base), range(len(base.groups)))
+
+        fingerprint = current().fingerprint
+        if fingerprint is None:
+            return count()
+        return with_run((fingerprint(self), base.hash), count, pack=_packed, unpack=_unpacked)
 
     def open(self, index: Index) -> Loader:
         """A loader for one process."""
@@ -124,6 +136,26 @@ class _Counted(NamedTuple):
     rows: int
     schema: Mapping[str, Field]
     size_bytes: int
+
+
+def _packed(counted: Sequence[_Counted]) -> Any:
+    """Counts as JSON, each schema once."""
+    schemas: list[Any] = []
+    groups = []
+    for found in counted:
+        schema = [[name, field.dtype.str, list(field.shape)] for name, field in found.schema.items()]
+        if schema not in schemas:
+            schemas.append(schema)
+        groups.append([found.rows, schemas.index(schema), found.size_bytes])
+    return [schemas, groups]
+
+
+def _unpacked(stored: Any) -> list[_Counted]:
+    schemas = [
+        {str(name): Field(np.dtype(kind), tuple(map(int, shape))) for name, kind, shape in schema}
+        for schema in stored[0]
+    ]
+    return [_Counted(int(rows), schemas[schema], int(size_bytes)) for rows, schema, size_bytes in stored[1]]
 
 
 @dataclass(frozen=True, kw_only=True)

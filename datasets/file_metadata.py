@@ -43,11 +43,13 @@ class Indexing:
     Attributes:
         find: reads a cache file that is kept with a run, by name; None where there is none.
         connect: connects this process to a Ray cluster, which large data sets are read on; None for no such cluster.
+        fingerprint: digest of a value that is another where the code of its functions is; None where nobody can tell.
         kept: cache files to keep with the run, by name.
     """
 
     find: Callable[[str], bytes | None] = lambda name: None
     connect: Callable[[], object] | None = None
+    fingerprint: Callable[[Any], str] | None = None
     kept: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -102,10 +104,32 @@ def metadata_of(
         entries = {
             info.path: [state, pack(found[info.path])] for info, state in zip(files, states, strict=True) if state
         }
-        content = zlib.compress(json.dumps({"identity": identity, "files": entries}).encode(), level=1)
+        content = _content(identity, entries)
         _write(name, content)
     current().kept[name] = content
     return [found[info.path] for info in files]
+
+
+def with_run(
+    reads: Sequence[object], make: Callable[[], Value], *, pack: Callable[[Value], Any], unpack: Callable[[Any], Value]
+) -> Value:
+    """What a run keeps of its beginning, else what is made now; unlike metadata of files it is in no local cache.
+
+    Args:
+        reads: what it depends on.
+        pack: it as JSON.
+        unpack: it from JSON. Raises ValueError, TypeError, KeyError or IndexError for JSON that is none.
+    """
+    identity = _identity(reads)
+    name = f"{digest([identity])[:32]}.json.z"
+    content = current().find(name)
+    try:
+        value = unpack(_entries(content, identity)[""])
+    except _MALFORMED:
+        value = make()
+        content = _content(identity, {"": pack(value)})
+    current().kept[name] = content or b""
+    return value
 
 
 def folder() -> Path:
@@ -133,6 +157,10 @@ def _state(info: pafs.FileInfo, local: bool, looked_s: float) -> list[Any]:
     else:
         changed_ns, state, settled = info.mtime_ns or 0, [info.size, info.mtime_ns], bool(info.mtime_ns)
     return state if settled and changed_ns / 1e9 < looked_s - _SETTLED_S[local] else []
+
+
+def _content(identity: str, entries: Mapping[str, Any]) -> bytes:
+    return zlib.compress(json.dumps({"identity": identity, "files": entries}).encode(), level=1)
 
 
 def _entries(content: bytes | None, identity: str) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from trainwright.core import events
 from trainwright.core.errors import WorkerLost
 
 TOTAL = 27
-LONG_STEP_S = 1.8
+LONG_STEP_S = 1.2
 
 
 def check_samples(state: State) -> None:
@@ -95,7 +95,7 @@ def test_a_worker_that_waits_for_ever_is_replaced_and_the_report_shows_where_it_
 ) -> None:
     """How long it may wait is learnt from the steps before: 3 times the longest wait here, and not 30 times."""
     monkeypatch.setattr("trainwright.driver.milestones._PATIENCE", 3.0)
-    monkeypatch.setattr("trainwright.driver.milestones._LEAST_S", 3.0)
+    monkeypatch.setattr("trainwright.driver.milestones._LEAST_S", 2.0)
     mark = folder.parent / "stuck"
     step = jobs.make_step(())
 

@@ -14,7 +14,7 @@ import pytest
 import trainwright as tw
 from tests.jobs import ROWS, job
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets import file_metadata, files, first_pass, json_lines, parquet
+from trainwright.datasets import derived, file_metadata, files, first_pass, json_lines, parquet
 from trainwright.prepare import prepare
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -69,7 +69,7 @@ def test_what_ends_a_task_ends_the_pass(how: str, kind: type[Exception], message
 
 
 def test_a_run_keeps_what_is_known_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume on a machine without a cache reads no footer."""
+    """A resume on a machine without a cache reads no footer, and filters nothing again."""
     monkeypatch.setattr(file_metadata, "_SETTLED_S", {True: -60.0, False: -60.0})
     made = job(tmp_path / "runs", epochs=1, workers=1)
     folder = tmp_path / "data"
@@ -77,13 +77,18 @@ def test_a_run_keeps_what_is_known_of_its_files(tmp_path: Path, monkeypatch: pyt
     arrays = made.train.read(made.train.index(), range(ROWS))
     columns = {name: list(array) if array.ndim > 1 else array for name, array in arrays.items()}
     pq.write_table(pa.table(columns), folder / "all.parquet")
-    data = parquet(folder).map_batches(dense)
+    data = parquet(folder).map_batches(dense).filter_batches(kept_all)
     assert tw.fit(made.replace(train=data)).state == "done"
-    (kept,) = (tmp_path / "runs" / made.name / "metadata").iterdir()
-    assert kept.suffixes == [".json", ".z"]
+    kept = sorted((tmp_path / "runs" / made.name / "metadata").iterdir())
+    assert [file.suffixes for file in kept] == [[".json", ".z"]] * 2, "footers, and what the filter left"
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "another machine"))
     monkeypatch.setattr(files, "_footer", None)
+    monkeypatch.setattr(derived, "first_pass", None)
     assert prepare(made.replace(train=data), resume=True).train.rows == ROWS
+
+
+def kept_all(columns: dict[str, np.ndarray]) -> np.ndarray:
+    return np.ones(len(next(iter(columns.values()))), dtype=bool)
 
 
 def dense(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

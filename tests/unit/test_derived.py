@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
 from trainwright.datasets.derivations import Pack
+from trainwright.datasets.file_metadata import Indexing, indexing
 from trainwright.datasets.stream import Stream
+from trainwright.fingerprint import Fingerprints
 
 ROWS = 500
 
@@ -174,6 +177,39 @@ def test_what_the_function_raises_is_told_with_its_sample(folder: Path) -> None:
     with pytest.raises(UserCodeError, match="ZeroDivisionError") as caught:
         parquet(folder).filter(lambda row: 1 // (int(row["id"]) - 7) > 0).index()
     assert "sample 7" in str(caught.value)
+
+
+def test_what_was_counted_when_a_run_was_started_is_not_counted_again(folder: Path) -> None:
+    """By the same code, of the same files; a part of it that is torn is counted anew."""
+    seen, kept = queue.SimpleQueue[int](), dict[str, bytes]()  # what a queue holds is no part of the code
+
+    def made(factor: int, length: int = 7) -> Dataset:
+        def keep(row: dict[str, Any]) -> bool:
+            seen.put(int(row["id"]))
+            return int(row["id"]) * factor % 3 == 0
+
+        def tokens(row: dict[str, Any], _: Any) -> dict[str, Any]:
+            return {"tokens": np.full(2, row["id"])}
+
+        return parquet(folder).filter(keep).map(tokens).pack(length, column="tokens")
+
+    def index(data: Dataset) -> tuple[int, Any]:
+        """Rows looked at, and the index."""
+        before = seen.qsize()
+        used = Indexing(find=kept.get, fingerprint=lambda value: Fingerprints().digest(value))
+        with indexing(used):
+            found = data.index()
+        kept.update(used.kept)
+        return seen.qsize() - before, found
+
+    first, whole = index(made(1))
+    assert first >= ROWS and index(made(1)) == (0, whole)
+    assert index(made(2))[0] >= ROWS and index(made(1, 9))[0] > 0, "another function, another length"
+    for name in kept:
+        kept[name] = kept[name][: len(kept[name]) // 2]
+    assert index(made(1)) == (first, whole) and index(made(1)) == (0, whole)
+    before = seen.qsize()
+    assert made(1).index() == whole and seen.qsize() > before, "outside of a run nothing is kept"
 
 
 def test_a_function_that_changes_its_mind_is_found_out(folder: Path) -> None:
