@@ -17,11 +17,15 @@ from types import SimpleNamespace
 import pytest
 
 from tests.instant_ray import Stored, driving
+from tests.unit.story import Story
 from trainwright import arguments
 from trainwright.core import events
+from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer, StateTag
+from trainwright.driver import messages as m
 from trainwright.driver.agree import agree
 from trainwright.driver.keeping import keepers_of
+from trainwright.driver.state import Phase
 
 SIZES = (256, 1024)
 RATIO = 8.0  # of the seconds for the larger world and the smaller one: 4 where they grow alike, 16 with the square
@@ -79,6 +83,26 @@ def test_only_ranks_that_know_more_than_was_told_are_asked_for_it(tmp_path: Path
         steps = [step for event in driver.told if isinstance(event, events.Steps) for step in event.step]
         assert steps == [1, 2, 3, 4] and driver.state.progress == 4
         assert known < 3 and driver.fleet.calls["watch"] > 3, "calls of those who step again are among them"
+
+
+def test_an_event_costs_the_same_in_a_world_of_any_size() -> None:
+    few, many = min(event_s(1000) for _ in range(3)), event_s(12_000)
+    assert many < 1.8 * few, "3 where each event copies what is known of all workers"
+
+
+def event_s(size: int) -> float:
+    """CPU seconds of a decision, the mean of a recovery: of the news that a peer is lost, and of three answers."""
+    story = Story(workers=size).running()
+    lost, generation = PeerLost("connection closed by peer"), story.state.generation
+    failure = m.Failure(kind="peer", error=lost)
+    story.tell(m.Died(worker=0, cause="killed")).start()
+    begun = time.thread_time()
+    story.tell(*(m.Raised(worker=w, generation=generation, verb="run", failure=failure) for w in range(1, size)))
+    story.returns("reserve", Address(host="h", port=1))
+    story.returns("form", StateTag(step=None), *[StateTag(step=3)] * (size - 1)).returns("heal", StateTag(step=3))
+    seconds = time.thread_time() - begun
+    assert story.state.phase is Phase.RUNNING and story.emitted(events.Formed)[0].source == "replica"
+    return seconds / (4 * size)
 
 
 def sharded(size: int) -> dict[int, StateTag]:
