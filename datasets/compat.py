@@ -6,6 +6,8 @@ from ray.data import DataContext
 from ray.data._internal.execution.backpressure_policy import (
     ENABLED_BACKPRESSURE_POLICIES,
     ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
+)
+from ray.data._internal.execution.backpressure_policy.resource_budget_backpressure_policy import (
     ResourceBudgetBackpressurePolicy,
 )
 
