@@ -7,8 +7,8 @@ PYTHON ?=
 ARGS ?=
 MINUTES ?= 30
 BIN := $(VENV)/bin
-# There are more processes than cores, since tests often wait; tests/conftest.py says which process runs what.
-PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder
+# tests/conftest.py says how many processes there are, and which runs what.
+PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder -n auto
 CODE := app clusters strategies datasets examples benchmarks tests .ci
 
 .DEFAULT_GOAL := help
@@ -31,16 +31,16 @@ lm: setup ## train a language model on the King James text, in a pipeline of two
 	@echo; $(BIN)/python examples/generate.py "In the beginning"
 
 .PHONY: test
-test: setup ## test all units and every engine, without Ray; ARGS="-k word" picks some
-	@$(PYTEST) -n 3 tests/unit tests/conformance $(ARGS)
+test: setup ## test all units, every engine and users' programs, without Ray; ARGS="-k word" picks some
+	@$(PYTEST) tests/unit tests/conformance tests/programs $(ARGS)
 
 .PHONY: test-all
 test-all: setup ## run all tests, also those on Ray clusters and with faults; ARGS="tests/ray -k word" picks some
-	@$(PYTEST) -n 3 $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 .PHONY: hosts
 hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
-	@$(PYTEST) -n 3 -m hosts $(ARGS)
+	@$(PYTEST) -m hosts $(ARGS)
 
 .PHONY: nodes
 nodes: setup ## run the tests of several nodes on this machine: lost and coming ones, links that are cut (as root)
@@ -76,7 +76,8 @@ format: setup ## let ruff mend what it can
 	@$(BIN)/ruff format $(CODE)
 
 .PHONY: soak
-soak: setup ## half an hour under random faults; MINUTES=5 for less
+soak: setup ## the longest tests, then half an hour under random faults; MINUTES=5 for less
+	@$(PYTEST) -m soak
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 .PHONY: matrix

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainwright.core.collation import Pad as Pad
     from trainwright.core.data import Terms as Terms
     from trainwright.core.errors import TrainwrightError as TrainwrightError
+    from trainwright.core.gathering import gather as gather
     from trainwright.core.job import Job as Job
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
@@ -81,6 +82,7 @@ _HOMES = {
     "evaluate": "trainwright.api",
     "export": "trainwright.api",
     "fit": "trainwright.api",
+    "gather": "trainwright.core.gathering",
     "generate": "trainwright.api",
     "load_model": "trainwright.api",
     "plan": "trainwright.api",
@@ -121,6 +123,7 @@ __all__ = [
     "evaluate",
     "export",
     "fit",
+    "gather",
     "generate",
     "load_model",
     "plan",

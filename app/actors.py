@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from trainwright.adoption import NAMESPACE, Adopted, Orphanage, keeper_name
+from trainwright.arguments import joined
 from trainwright.core.errors import (
     DataError,
     FencedError,
@@ -30,6 +31,7 @@ from trainwright.core.secrets import without_secrets
 from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
 from trainwright.keeper import Fetch, Shelf
 from trainwright.notices import Notices
+from trainwright.prints import Prints
 from trainwright.strategies.hosts import be_at
 from trainwright.worker import Worker
 from trainwright.workorder import WorkOrder
@@ -90,6 +92,7 @@ class WorkerProcess:
         self._order = order
         self._worker: Worker | None = None
         self._broken: Failure | None = None
+        self._prints = Prints.installed()
 
     def hello(self, spare: bool = False) -> Hello:
         """Build the worker, framework imports included, and say who and where this process is; a spare rehearses first.
@@ -105,6 +108,7 @@ class WorkerProcess:
             self._worker = Worker(self._order, socket.gethostname(), fetch_from(self._berth.run))
             if spare:
                 self._worker.rehearse()
+                self._prints.take(0.0)  # which rank 0 has told, or will tell
         except Exception as error:
             self._broken = _failure(error, self._where)
         return Hello(
@@ -115,21 +119,22 @@ class WorkerProcess:
             trouble=self._broken.error.summary if spare and self._broken else "",
         )
 
-    def call(self, verb: str, argument: Any, token: int) -> Any:
-        """A verb of the stepping thread."""
+    def call(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
+        """A verb of the stepping thread. Its argument comes in two parts (see `arguments`), as in the next two."""
+        argument = joined(own, common)
         if verb == "form":
             self._rank, self._berth = argument.rank, replace(self._berth, slot=argument.slot)
         return self._answer(verb, argument, token)
 
     @ray.method(concurrency_group="upload")
-    def upload(self, verb: str, argument: Any, token: int) -> Any:
+    def upload(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
         """A verb of the upload thread."""
-        return self._answer(verb, argument, token)
+        return self._answer(verb, joined(own, common), token)
 
     @ray.method(concurrency_group="keep")
-    def keep(self, verb: str, argument: Any, token: int) -> Any:
+    def keep(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
         """A verb of the thread that writes into memory."""
-        return self._answer(verb, argument, token)
+        return self._answer(verb, joined(own, common), token)
 
     @ray.method(concurrency_group="watch")
     def watch(self, after: int, timeout_s: float, token: int) -> Steps | Failure:
@@ -147,10 +152,16 @@ class WorkerProcess:
         return refusal
 
     @ray.method(concurrency_group="watch")
-    def interrupt(self, generation: Generation, explain: bool) -> str | Failure:
+    def interrupt(self, number: int, explain: bool, token: int) -> str | Failure:
         """Free the stepping thread from a collective of that generation; says where the threads stood, on request."""
-        refusal = self._refusal(generation.token)
+        generation = Generation(token=token, number=number)
+        refusal = self._refusal(token)
         return refusal or (self._worker.interrupt(generation, explain) if self._worker is not None else "")
+
+    @ray.method(concurrency_group="life")
+    def printed(self, timeout_s: float, token: int) -> list[str] | Failure:
+        """Lines that the job printed since the last call; waits a while for the first one."""
+        return self._refusal(token) or self._prints.take(timeout_s)
 
     @ray.method(concurrency_group="life")
     def notice(self, token: int) -> float | Failure:
@@ -221,6 +232,8 @@ class WorkerProcess:
             return method() if argument is None else method(argument)
         except Exception as error:
             failure = _failure(error, self._where)
+        if verb == "run":
+            failure = replace(failure, step=self._worker.newest)
         if verb not in ("upload", "keep"):
             self._let_go(self._worker, failure)
         return failure
@@ -273,11 +286,11 @@ class KeeperProcess:
             self._orphanage.end()
         return refusal
 
-    def seal(self, kept: KeptState | None, token: int) -> Failure | None:
-        """This state is whole: remember it for a driver to come; None: forget the one before."""
+    def seal(self, kept: bytes, token: int) -> Failure | None:
+        """This state, as `arguments` send it, is whole: remember it for a driver to come. None: forget the last one."""
         refusal = self._refusal(token)
         if refusal is None:
-            self._sealed = kept
+            self._sealed = joined(None, kept)
         return refusal
 
     def adopt(self, token: int) -> KeptState | Failure | None:

@@ -7,6 +7,7 @@ killed driver costs no step where its cluster lives on: the next one interrupts 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from trainwright.driver.messages import Failure, KeptState, Living
 NAMESPACE = "trainwright"
 BEAT_S, ORPHAN_S = 10.0, 60.0
 ADOPT_S = 15.0
+_log = logging.getLogger(__name__)
 
 
 def run_name(uri: str) -> str:
@@ -118,11 +120,16 @@ def kept_alive(run: str) -> Iterator[None]:
     over = threading.Event()
 
     def call() -> None:
+        told = False
         while not over.is_set():
-            for name in _names(run):
-                actor = _actor(name)
-                if actor is not None and not name.endswith("/driver"):
-                    actor.keep_alive.remote()
+            try:
+                _keep_alive(run)
+                told = False
+            except Exception as error:  # the thread goes on: without it they would end by themselves
+                cause = f"{type(error).__name__}: {error}"
+                if not told:
+                    _log.warning("workers of the driver before cannot be kept from ending: %s", cause)
+                told = True
             over.wait(BEAT_S)
 
     thread = threading.Thread(target=call, name="trainwright-keep-alive", daemon=True)
@@ -132,6 +139,13 @@ def kept_alive(run: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join(BEAT_S)
+
+
+def _keep_alive(run: str) -> None:
+    for name in _names(run):
+        actor = _actor(name)
+        if actor is not None and not name.endswith("/driver"):
+            actor.keep_alive.remote()
 
 
 def take_over(

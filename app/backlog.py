@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainwright.core.events import CheckpointSkipped, Event, Measured, Prefetched, Stacks, Steps, Waiting
+from trainwright.core.events import CheckpointSkipped, Event, Measured, Prefetched, Printed, Stacks, Steps, Waiting
 
 MOST_STEPS, MOST_LESSER = 100_000, 10_000
-_LESSER = (CheckpointSkipped, Measured, Prefetched, Stacks, Waiting)  # a later one, or the log, says as much
+_LESSER = (CheckpointSkipped, Measured, Prefetched, Printed, Stacks, Waiting)  # a later one, or a log, says as much
 _BLOCK = 1_000  # records of one event
 
 

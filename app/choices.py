@@ -74,7 +74,7 @@ class Wishes:
             raise PlanError(
                 "batch sizes are compared by the steps that they take to the target, which the critical batch tells",
                 where="batch_sizes",
-                remedy="give it in samples: --critical-batch 2000 (the gradient noise scale; see README)",
+                remedy="give it in samples: critical_batch=2000 (the gradient noise scale; see README)",
             )
 
     def steps_with(self, batch_size: int) -> int:
@@ -159,9 +159,9 @@ def compare(profile: ModelProfile, cluster: Cluster, wishes: Wishes) -> Comparis
         PlanError: the model fits nowhere, or its batch leaves no plan; names what comes nearest.
     """
     if not cluster.accelerators:
-        raise ResourceError("a cluster of CPUs has no data sheet", where="cluster", remedy="leave --cluster out")
+        raise ResourceError("a cluster of CPUs has no data sheet", where="cluster", remedy="leave cluster= out")
     if wishes.aim == "cheapest" and _dollars(cluster, wishes.price) is None:
-        remedy = "give dollars an hour of one accelerator: --price 2.50"
+        remedy = "give dollars an hour of one accelerator: price=2.50"
         raise ResourceError(f"no {wishes.price} price is known of {' or '.join(cluster.kinds)}", remedy=remedy)
     sizes = every_size(cluster)
     batch_sizes = dict.fromkeys((wishes.batch_size, *wishes.batch_sizes))

@@ -13,6 +13,7 @@ import typer
 
 from trainwright.chaoscommand import chaos
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, nearest
+from trainwright.core.printable import printable
 from trainwright.core.secrets import without_secrets
 from trainwright.datacommands import data as data_commands
 from trainwright.doctorcommand import doctor
@@ -305,7 +306,10 @@ def main() -> None:
 
 
 def _die(error: TrainwrightError, code: int) -> None:
-    print(without_secrets(f"error: {error}"), file=sys.stderr)
+    from trainwright.options import as_options
+
+    error.remedy = as_options(error.remedy)
+    print(printable(without_secrets(f"error: {error}")), file=sys.stderr)
     sys.exit(code)
 
 

@@ -16,7 +16,7 @@ from trainwright.fingerprint import CODE, SCHEME, Fingerprints, decode_table, en
 _FREE = frozenset(
     {
         "storage", "workers", "min_workers", "max_workers", "shrink_s", "spares", "strategy", "plan", "probe",
-        "accelerator",        "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
+        "preflight", "accelerator", "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
         "replace_stragglers", "devices", "tf_config",
         "tpu", "trackers", "code",
@@ -46,6 +46,17 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
     words[CODE] = codes.table()
     return {name: without_secrets(text) for name, text in words.items()}
+
+
+def imported(job: Job) -> dict[str, str]:
+    """Files of the user's modules that the job's functions import when they are called, by name."""
+    codes = _Codes()
+    for name in type(job).model_fields:
+        codes.text(name, getattr(job, name))
+    for name, dataset in (("train", job.train), ("evaluate", job.evaluate)):
+        if dataset is not None:
+            codes.contents(name, dataset.functions, None)
+    return codes.imported
 
 
 def narrowed(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
@@ -126,6 +137,11 @@ class _Codes:
     def __init__(self) -> None:
         self._prints = Fingerprints()
         self._fields: dict[str, dict[str, str]] = {}
+
+    @property
+    def imported(self) -> dict[str, str]:
+        """Of all fields so far; see `Fingerprints`."""
+        return self._prints.imported
 
     def table(self) -> str:
         """Of all fields so far; see `encode_table`."""

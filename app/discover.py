@@ -11,6 +11,11 @@ from trainwright.autoscaling import NodeType, limits
 from trainwright.core.cluster import ACCELERATORS, Cluster, Node
 from trainwright.core.errors import ResourceError
 
+TOKEN = (
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or RAY_AUTH_TOKEN_PATH to a file with it; by "
+    "default it is read from ~/.ray/auth_token"
+)
+
 
 def has_cluster() -> bool:
     """Whether `connect` finds a cluster that is there, instead of starting one."""
@@ -29,6 +34,7 @@ def connect(verbose: bool = False) -> bool:
     if not verbose:
         logging.getLogger("ray.widgets.util").setLevel(logging.ERROR)  # speaks up while Ray is imported
     import ray
+    from ray.exceptions import AuthenticationError
 
     if ray.is_initialized():
         return False
@@ -39,11 +45,14 @@ def connect(verbose: bool = False) -> bool:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it ends with this process; others ask for their token
     try:
         ray.init(address=address, **quiet)
+    except AuthenticationError as error:
+        raise ResourceError(f"the Ray cluster asks for a token: {error}", where=address, remedy=TOKEN) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ResourceError(
             f"the Ray cluster cannot be reached: {error}",
             where=address,
-            remedy="start it, or unset RAY_ADDRESS to use this machine; http:// addresses are for ray job submit only",
+            remedy="start it, or unset RAY_ADDRESS to use this machine; http:// addresses are for ray job submit only. "
+            f"If it asks for a token (InvalidAuthToken), {TOKEN}",
         ) from error
     return address == "local"
 

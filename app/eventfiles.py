@@ -15,7 +15,7 @@ import gzip
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -157,29 +157,50 @@ class EventReader:
             yield from parse(batch)
 
     def batches(self) -> Iterator[Batch]:
-        """The same as bytes."""
+        """The same as bytes. What a damaged packed file has lost is read from other files that have it still."""
+        damaged: dict[EventFile, str] = {}
         for again in range(_TRIES):
-            files = needed(find_files(self._store, self._run), self.covered)
             try:
-                for file, data in _fetched(self._store, files):
-                    yield from self._new(file, data)
+                while (yield from self._pass(damaged)):
+                    continue
                 return
             except MissingFile:
                 if again == _TRIES - 1:
                     raise
 
+    def _pass(self, damaged: dict[EventFile, str]) -> Generator[Batch, None, bool]:
+        """New batches from files that are not known to be damaged; True where one more of them is, and is known now."""
+        sound = [file for file in find_files(self._store, self._run) if file not in damaged]
+        for file, data in _fetched(self._store, needed(sound, self.covered)):
+            yield from self._lost(damaged, file.token, file.first)
+            try:
+                yield from self._new(file, data)
+            except ValueError as error:
+                damaged[file] = str(error)
+                return True
+        yield from self._lost(damaged)
+        return False
+
     def _new(self, file: EventFile, data: bytes) -> Iterator[Batch]:
-        """Batches of one file that are not covered; they are from then on."""
-        number, parts = file.first, iter([data]) if not file.packed else unpack(data)
-        try:
-            for part in parts:
-                if number >= self.covered.get(file.token, 0):
-                    self.covered[file.token] = number + 1
-                    yield Batch(file.path, file.token, number, part)
-                number += 1
-        except ValueError as error:
-            self.covered[file.token] = file.last + 1
-            yield Batch(file.path, file.token, number, b"", str(error))
+        """Batches of one file that are not covered; they are from then on. Raises ValueError where it is damaged."""
+        number = file.first
+        for part in unpack(data) if file.packed else (data,):
+            if number >= self.covered.get(file.token, 0):
+                self.covered[file.token] = number + 1
+                yield Batch(file.path, file.token, number, part)
+            number += 1
+        if number <= file.last:
+            raise ValueError("the file is torn")
+
+    def _lost(self, damaged: Mapping[EventFile, str], *upto: int) -> Iterator[Batch]:
+        """What damaged files alone had, before a batch given as (token, number), or all of it."""
+        for file, error in sorted(damaged.items(), key=lambda item: (item[0].token, item[0].first)):
+            ahead = not upto or file.token < upto[0]
+            stop = file.last + 1 if ahead else min(file.last + 1, upto[1] if file.token == upto[0] else 0)
+            number = max(self.covered.get(file.token, 0), file.first)
+            if number < stop:
+                self.covered[file.token] = stop
+                yield Batch(file.path, file.token, number, b"", error)
 
 
 def _fetched(store: Reads, files: list[EventFile]) -> Iterator[tuple[EventFile, bytes]]:

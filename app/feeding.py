@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from trainwright import words
-from trainwright.core.byvalue import by_value
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Steps
@@ -90,10 +89,7 @@ class Feeding:
 
             recipes = [recipe_of(data, index, columns=job.columns, **order) for data, index, order in heavy.values()]
             hang_s = job.hang_deadline_s or DEADLINE_S
-            with by_value():
-                fetchers = start_feeders(
-                    recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s
-                )
+            fetchers = start_feeders(recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s)
             self._fetchers = dict(zip(heavy, fetchers, strict=True))
 
     @property

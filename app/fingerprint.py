@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -59,6 +59,7 @@ _BY_TYPE = {
     "threading", "weakref",
 }  # fmt: skip
 _RANDOM = ("numpy.random", "torch._C.Generator", "jax.random")
+_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile keeps of a function, beside much that is a process's own
 _KERAS = {"keras", "tensorflow", "tf_keras"}
 
 
@@ -80,9 +81,14 @@ class Part:
 
 
 class Fingerprints:
-    """Digests of several values that may share definitions."""
+    """Digests of several values that may share definitions.
+
+    Attributes:
+        imported: files of the user's modules, and of their packages, that functions import when called, by name.
+    """
 
     def __init__(self) -> None:
+        self.imported: dict[str, str] = {}
         self._parts: dict[tuple[Any, ...], Part] = {}
         self._labels: Counter[str] = Counter()
         self._pending: list[tuple[Part, Callable[[_Refs], str]]] = []
@@ -189,8 +195,10 @@ class Fingerprints:
             if isinstance(value, dict | MappingProxyType):
                 found += [self._encode([value[item] for item in sorted(items, key=repr)], refs, above)]
         elif isinstance(value, dict | MappingProxyType):
-            pairs = [(item, value[item]) for item in sorted(items, key=_order)]
-            found = [f"{self._encode(key, refs, above)}: {self._encode(item, refs, above)}" for key, item in pairs]
+            keys = items if isinstance(value, OrderedDict) else sorted(items, key=_order)
+            found = [f"{self._encode(key, refs, above)}: {self._encode(value[key], refs, above)}" for key in keys]
+            if isinstance(value, defaultdict):
+                found.append(self._encode(value.default_factory, refs, above))
         elif isinstance(value, set | frozenset):
             found = sorted(self._encode(item, refs, above) for item in sorted(items, key=_order))
         else:
@@ -203,6 +211,9 @@ class Fingerprints:
         root = kind.__module__.partition(".")[0]
         bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
         name = self._encode(kind, refs, above)
+        wrapped = _wrapped(value)
+        if wrapped is not None and not is_users_class(kind):
+            return f"{name} of {self._encode(wrapped, refs, above)}"
         if root in _BY_TYPE or place.startswith(_RANDOM) or bases & {"_io", "_thread", "_random"}:
             return name
         if hasattr(kind, "__array__"):
@@ -210,6 +221,8 @@ class Fingerprints:
         if bases & _KERAS:
             return f"{name} {self._encode(_keras_config(value), refs, above)}"
         state = dict(_state(value))
+        if isinstance(state.get("_modules"), dict):  # of a torch module, which calls them in this order
+            state["_modules"] = list(state["_modules"].items())
         if state:
             held = self._encode(state, refs, above)
             return f"{name} {held}"
@@ -236,6 +249,9 @@ class Fingerprints:
         code = function.__code__
         name = code.co_qualname.replace("<locals>.", "")  # wraps() gives a wrapper the name of what it wraps
         if not _is_users_function(function):
+            wrapped = vars(function).get(_COMPILED)
+            if wrapped is not None:
+                return f"{self._foreign(function, refs)} of {self._encode(wrapped, refs, above)}"
             held = [cell for cell in map(_contents, function.__closure__ or ()) if cell is not function]
             more = [held, {key: item for key, item in vars(function).items() if not key.startswith("__torch")}]
             inner = self._encode(more, refs, above) if held or vars(function) else ""
@@ -396,6 +412,8 @@ class Fingerprints:
             file = _module_file(candidate)
             if file and is_users_file(file) and not _ours(candidate):
                 self._source(file, candidate, refs)
+                above = (candidate.rsplit(".", count)[0] for count in range(candidate.count(".") + 1))
+                self.imported |= {each: found for each in above if (found := _module_file(each))}
         self._installed(full, refs)
         return full
 
@@ -476,6 +494,14 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                     yield name, object.__getattribute__(value, name)
                 except AttributeError:  # not assigned
                     continue
+
+
+def _wrapped(value: Any) -> Any:
+    """What an object of a library calls, as of `tf.function` or `torch.compile`; None where that is not known."""
+    held = getattr(value, "__dict__", None) or {}
+    if _COMPILED in held and isinstance(held.get("_modules"), dict):
+        return held["_modules"].get("_orig_mod")
+    return held.get("__wrapped__") if isinstance(held.get("__wrapped__"), FunctionType) else None
 
 
 def _keras_config(value: Any) -> Any:

@@ -32,6 +32,7 @@ from trainwright.core.events import (
     Waiting,
     from_json,
 )
+from trainwright.core.printable import printable
 from trainwright.parts import Recovery, Session, Totals, staleness_of
 from trainwright.steptable import MOST_ROWS, StepTable
 
@@ -285,8 +286,8 @@ class Folding:
         found.steps = StepTable.of(facts["steps"])
         found.evaluations = {event.step: event for event in _events(facts["evaluations"], Evaluated)}
         found.processes = {event.worker: event for event in _events(facts["processes"], Placed)}
-        found.sessions = [Session(**session) for session in facts["sessions"]]
-        found.nodes = dict(facts["nodes"])
+        found.sessions = [Session(**printable(session)) for session in facts["sessions"]]
+        found.nodes = printable(dict(facts["nodes"]))
         for formed, failure in facts["recoveries"]:
             cause = _events([failure], Failed)[0] if failure else None
             found.recoveries.append(Recovery(formed=_events([formed], Formed)[0], failure=cause))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from ray.exceptions import RayError
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.errors import FencedError, TrainwrightError
 from trainwright.driver import messages as m
-from trainwright.owner import LEASE_S
+from trainwright.owner import LEASE_S, boot_s
 
 ASK_S = 1.0
 
@@ -73,7 +72,7 @@ class Lease:
         self.lost = error
 
     def _ask(self) -> None:
-        now_s = time.monotonic()
+        now_s = boot_s()
         if now_s - self._asked_s < LEASE_S:
             return
         refs = [actor.beat.remote(self.token) for actor in self._processes()]

@@ -87,7 +87,7 @@ class RunLedger:
             raise CheckpointError(
                 "no checkpoint of the run is whole: " + "; ".join(notes),
                 where=self._store.uri_of(f"{self._run}/checkpoints"),
-                remedy="restore the files from a copy, or begin again with --fresh",
+                remedy="restore the files from a copy, or begin again with fresh=True",
             )
         for text in notes:
             self._note(text)

@@ -23,6 +23,7 @@ from trainwright.core.events import (
     Noted,
     Placed,
     Prefetched,
+    Printed,
     Probed,
     Promoted,
     Replanned,
@@ -156,6 +157,8 @@ class Narrator:
                 return [Line(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")]
             case Failed():
                 return self._tell_failure(event)
+            case Printed():
+                return [] if self._verbose else [Line(text=event.text)]  # Ray shows it then
             case Noted():
                 return [Line(text=f"note: {event.text}", tone="warning")]
             case RunEnded():
@@ -366,6 +369,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
             return Line(text=failure_text(event), tone="bad", detail=event.detail)
         case Stacks():
             return Line(text=f"rank {event.rank} ({event.node}) stood at:", detail=event.text)
+        case Printed():
+            return Line(text=event.text)
         case Noted():
             return Line(text=f"note: {event.text}", tone="warning")
         case Judged():

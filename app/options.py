@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,14 @@ from typing import Any
 from trainwright.choices import Price
 from trainwright.core.errors import PlanError
 
+_OPTIONS = (
+    (r"\b(resume|fresh|here|verbose)=True", r"--\1"),
+    (r"\bcritical_batch=(?=\d)", "--critical-batch "),
+    (r"\b(step|price)=(?=\d)", r"--\1 "),
+    (r"\bleave detached out", "leave --detach out"),
+    (r"\bleave cluster= out", "leave --cluster out"),
+    (r"\bpredictions workers=", "predictions --workers"),
+)
 _HOURS = {"h": 1.0, "d": 24.0, "y": 24.0 * 365}
 
 
@@ -36,6 +45,13 @@ def wishes_of(cluster: str | None, given: Mapping[str, Any], out: str | None = N
         return {}
     readers = {"price": price_of, "mtbf_hours": hours_of, "batch_sizes": batch_sizes_of}
     return {"cluster": cluster} | {name: readers.get(name, _same)(value) for name, value in named.items()}
+
+
+def as_options(remedy: str) -> str:
+    """Return what to do in the words of the command line: errors name arguments of Python's functions."""
+    for pattern, option in _OPTIONS:
+        remedy = re.sub(pattern, option, remedy)
+    return remedy
 
 
 def write_page(answer: Any, path: str) -> None:

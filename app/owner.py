@@ -23,6 +23,11 @@ LEASE_S = 5.0  # after a heartbeat nobody takes the run over for at least this l
 CONFIRM_S = 15.0  # a heartbeat that may be under way, and one more
 
 
+def boot_s() -> float:
+    """Seconds from any origin, which also count while the process or the machine is stopped."""
+    return time.clock_gettime(_CLOCK)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Owner:
     """Facts about a driver's process. Empty or 0 where the platform does not tell.
@@ -156,7 +161,7 @@ class Heartbeat:
         every_s: float = HEARTBEAT_S,
         note: Callable[[str], object] = lambda text: None,
         confirm: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = lambda: time.clock_gettime(_CLOCK),
+        clock: Callable[[], float] = boot_s,
     ) -> None:
         self.error: StorageError | None = None
         self._store, self._path, self._every_s = store, heartbeat_path(run, token), every_s
@@ -165,6 +170,7 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._turn = threading.Condition()  # guards what follows
         self._beaten_s = self._tried_s = clock()  # when the last heartbeat that was stored, or tried, began
+        self._hung_behind_s: float | None = None  # `_tried_s`, where the heartbeat after it was waited for in vain
         self._fenced: FencedError | None = None
         self._thread = threading.Thread(target=self._beat_on, name="trainwright-heartbeat", daemon=True)
 
@@ -187,18 +193,28 @@ class Heartbeat:
         """Return whether the run is known to be still this driver's.
 
         Returns at once while heartbeats arrive. After a stall of this process it waits for the next heartbeat, which
-        asks the log first. False means that the store cannot tell: it is not reached.
+        asks the log first. False means that the store cannot tell: it is not reached, or it hangs, which is waited for
+        and reported once.
 
         Raises:
             FencedError: another driver has taken the run over.
         """
-        now_s = self._clock()
+        now_s, hung = self._clock(), False
         with self._turn:
-            if now_s - self._beaten_s >= LEASE_S and self.error is None and self._thread.is_alive():
-                self._turn.wait_for(lambda: self._fenced or self._tried_s > now_s - LEASE_S, CONFIRM_S)
+            late = now_s - self._beaten_s >= LEASE_S and self.error is None and self._thread.is_alive()
+            if late and self._hung_behind_s != self._tried_s:
+                answered = self._turn.wait_for(lambda: self._fenced or self._tried_s > now_s - LEASE_S, CONFIRM_S)
+                hung = not answered and self.error is None
+                self._hung_behind_s = self._tried_s if hung else None
             if self._fenced is not None:
                 raise self._fenced
-            return now_s - self._beaten_s < LEASE_S
+            sure = now_s - self._beaten_s < LEASE_S
+        if hung:
+            self._note(
+                f"a heartbeat has not been answered for {words.duration(self._clock() - self._tried_s)}: the store "
+                "hangs. Training goes on from memory; no checkpoint is written before it answers"
+            )
+        return sure
 
     def _beat_on(self) -> None:
         down_s = 0.0
@@ -206,6 +222,7 @@ class Heartbeat:
             began_s, before = self._clock(), self.error
             error = self._try(began_s)
             with self._turn:
+                hung, self._hung_behind_s = self._hung_behind_s == self._tried_s, None
                 self.error, self._tried_s = error, began_s
                 self._beaten_s = began_s if error is None else self._beaten_s
                 self._turn.notify_all()
@@ -214,8 +231,8 @@ class Heartbeat:
             if error is not None and before is None:
                 down_s = began_s
                 self._say_down(error, began_s)
-            elif error is None and before is not None:
-                self._say_back(down_s)
+            elif error is None and (before is not None or hung):
+                self._say_back(began_s if before is None else down_s)
             self._stopped.wait(self._every_s)
 
     def _try(self, now_s: float) -> StorageError | None:

@@ -216,7 +216,7 @@ class Pool:
             raise WorkerLost(
                 f"{self._stillborn} processes were lost before they could begin, the last because {error.what}",
                 where=member.node,
-                remedy="look at the memory of the nodes; --verbose shows what the processes wrote",
+                remedy="look at the memory of the nodes; verbose=True shows what the processes wrote",
             )
 
     def _give_back(self, member: _Member, error: TrainwrightError) -> None:

@@ -95,7 +95,7 @@ def missing(ranges: Sequence[Range], names: Iterable[str], folder: str) -> tuple
         raise RunConflict(
             f"the folder holds files that are no parts of these predictions, such as {strange[0]}",
             where=folder,
-            remedy="give another folder" + ("" if any(not is_part(name) for name in strange) else ", or --fresh"),
+            remedy="give another folder" + ("" if any(not is_part(name) for name in strange) else ", or fresh=True"),
         )
     return tuple(part for part in ranges if part.name not in found)
 
@@ -158,7 +158,7 @@ class Manifest:
             return cls(**{**fields, "columns": tuple(fields["columns"]), "keep": tuple(fields["keep"])})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StorageError(
-                f"the manifest cannot be read: {error}", where=where, remedy="give another folder, or --fresh"
+                f"the manifest cannot be read: {error}", where=where, remedy="give another folder, or fresh=True"
             ) from error
 
     def differences(self, asked: Manifest) -> list[str]:
@@ -174,12 +174,12 @@ class Manifest:
         lines = self.differences(asked)
         if not lines:
             return
-        again = f", or --step {self.step} to go on with the same checkpoint" if asked.step != self.step else ""
+        again = f", or step={self.step} to go on with the same checkpoint" if asked.step != self.step else ""
         listed = "".join(f"\n    {line}" for line in lines)
         raise RunConflict(
             f"the folder holds predictions of something else:{listed}\n ",
             where=folder,
-            remedy=f"give another folder, or --fresh to compute them anew{again}",
+            remedy=f"give another folder, or fresh=True to compute them anew{again}",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,7 +13,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Plan, Rejected
 from trainwright.core.profile import ModelProfile
 from trainwright.datasets.file_metadata import Indexing, indexing
-from trainwright.datasets.schedule import steps_per_epoch, steps_per_pass
+from trainwright.datasets.schedule import steps_per_epoch
 from trainwright.datasets.sources import Index
 from trainwright.describe import changes, comparable, describe
 from trainwright.discover import discover
@@ -28,6 +28,8 @@ from trainwright.store import Store, open_store
 from trainwright.summary import read_folding
 
 _REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
+
+_LISTED = 6  # columns of a note
 
 _IN_ORDER = (
     "train= is a tf.data pipeline: rows come in its own order, every worker iterates all of it, and each row counts "
@@ -54,6 +56,7 @@ class Prepared:
         begun: a checkpoint is there to go on from.
         metadata: of the data's files, as cache files by name, which the run keeps.
         notes: about the run's past, for people.
+        unused: columns of the training set that nothing of the job uses.
     """
 
     job: Job
@@ -66,6 +69,7 @@ class Prepared:
     begun: bool = False
     metadata: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     def total_steps(self) -> int:
@@ -92,13 +96,14 @@ def prepare(
     with indexing(Indexing(find=partial(_kept, store, job.name), connect=connect)) as used:
         train = job.train.index()
         evaluate = job.evaluate.index() if job.evaluate is not None else None
-    _check_columns(job, train, evaluate)
+    unused = _check_columns(job, train, evaluate)
     steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last, job.epoch_samples)
-    if not steps_per_pass(train.rows, job.batch_size, job.drop_last):
-        raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {train.rows} rows"])
+    if not steps:
+        rows = job.epoch_samples or train.rows
+        raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {rows} rows"])
     prepared = Prepared(
         job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
-        description=describe(job, train=train, evaluate=evaluate), metadata=used.kept,
+        description=describe(job, train=train, evaluate=evaluate), metadata=used.kept, unused=unused,
     )  # fmt: skip
     if not fresh:
         head = RunLog(store, job.name).head()
@@ -162,12 +167,22 @@ def _plan_on(prepared: Prepared, profile: ModelProfile, cluster: Cluster) -> Dec
     room, kept = without_data(cluster, prepared.job)
     decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
+    _check_weights(job, profile)
     notes = [*prepared.notes, *told(cluster, prepared.job), *decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:
         notes.append(_IN_ORDER)
+    if prepared.unused:
+        notes.append(_unused(prepared.unused))
     return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))
+
+
+def _unused(names: Sequence[str]) -> str:
+    """A note about columns that nothing uses."""
+    more = len(names) - _LISTED
+    listed = ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return f"columns of train that nothing uses: {listed}; inputs=, targets= and sample_weight= name what is used"
 
 
 def _settled(decision: Decision, prepared: Prepared) -> Decision:
@@ -200,33 +215,58 @@ def _without(decision: Decision, measured: Plan) -> tuple[Rejected, ...]:
 
 
 def _check_fit(prepared: Prepared, plan: Plan) -> None:
-    """Refuse a last batch that Keras' fit would weigh unevenly. Raises JobError."""
+    """Refuse a last training batch that Keras' fit would weigh unevenly. Raises JobError."""
     job, devices = prepared.job, plan.mesh.data_ranks
-    for name, index in (("train", prepared.train), ("evaluate", prepared.evaluate)):
-        last = index.rows % job.batch_size if index is not None else 0
-        if job.run == "fit" and last % devices and not (job.drop_last and name == "train"):
+    last = prepared.train.rows % job.batch_size
+    if job.run == "fit" and last % devices and not job.drop_last:
+        raise JobError(
+            [
+                f"the last batch of train has {last} rows, which Keras' fit would weigh differently on each of "
+                f"{devices} devices: use a batch_size that leaves none, drop_last=True, or devices=1"
+            ]
+        )
+
+
+def _check_weights(job: Job, profile: ModelProfile) -> None:
+    """Refuse Keras' weights of samples for models of other engines. Raises JobError."""
+    for name in ("sample_weight", "class_weight"):
+        if getattr(job, name) and profile.framework != "tensorflow":
             raise JobError(
                 [
-                    f"the last batch of {name} has {last} rows, which Keras' fit would weigh differently on each of "
-                    f"{devices} devices: use a batch_size that leaves none, drop_last=True for train, or devices=1"
+                    f"{name}= is for Keras models on TensorFlow: name the weights in targets= and return losses times "
+                    "weights, or Terms(losses, weights), which divides by the sum of the weights"
                 ]
             )
 
 
-def _check_columns(job: Job, train: Index, evaluate: Index | None) -> None:
-    problems = list(_missing(job, "train", job.train.fields(train)))
+def _check_columns(job: Job, train: Index, evaluate: Index | None) -> tuple[str, ...]:
+    """Columns of the training set that nothing uses. Raises JobError for those that are missing, or must be used."""
+    names = list(job.train.fields(train))
+    problems = [*_missing(job, "train", names), *_unweighted(job, "train", train, names)]
     if evaluate is not None:
-        problems += _missing(job, "evaluate", job.evaluate.fields(evaluate))
+        judged = list(job.evaluate.fields(evaluate))
+        problems += [*_missing(job, "evaluate", judged), *_unweighted(job, "evaluate", evaluate, judged)]
     if problems:
         raise JobError(problems)
+    return tuple(name for name in names if job.columns is not None and name not in job.columns)
 
 
-def _missing(job: Job, where: str, schema: Iterable[str]) -> Iterable[str]:
-    names = list(schema)
-    for option, columns in (("inputs", job.input_columns), ("targets", job.target_columns)):
+def _missing(job: Job, where: str, names: Sequence[str]) -> Iterable[str]:
+    options = ("inputs", job.input_columns), ("targets", job.target_columns), ("sample_weight", job.weight_columns)
+    for option, columns in options:
         for column in columns:
             if column not in names:
                 yield f"{option}={column!r} is no column of {where}: {nearest(column, names)}"
+
+
+def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Iterable[str]:
+    """Say where a pipeline gives (x, y, weight), as Keras takes it, and nothing uses the weight."""
+    weight = index.weight
+    if weight in names and job.columns is not None and weight not in job.columns:
+        yield (
+            f"{where}= gives (x, y, weight), and nothing uses the weight: set sample_weight={weight!r}, or leave it "
+            "out with .map(lambda x, y, weight: (x, y))"
+        )
 
 
 def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
@@ -240,7 +280,7 @@ def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
         raise RunConflict(
             f"the run {name!r} was started with another job:{listed}\n ",
             where=where,
-            remedy="--resume goes on from its last checkpoint, --fresh begins again, or give the job a new name",
+            remedy="resume=True goes on from its last checkpoint, fresh=True begins again, or give the job a new name",
         )
     done = max((item.step for item in head.checkpoints), default=0)
     ended_early = prepared.job.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
@@ -248,5 +288,5 @@ def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
         raise RunFinished(
             f"the run {name!r} is finished ({done} steps)",
             where=where,
-            remedy="--fresh trains again, --set epochs=... goes on for longer, or give a new name",
+            remedy="fresh=True trains again, a larger epochs= goes on for longer, or give a new name",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -53,8 +54,10 @@ def built(build: Callable[[], Any]) -> Any:
     try:
         return build()
     except Exception as error:
-        absent = missing(error, "model")
-        raise absent or UserCodeError(f"model() raised {type(error).__name__}: {error}", where="model") from error
+        absent, trace = missing(error, "model"), error.__traceback__
+        detail = "".join(traceback.format_exception(type(error), error, trace.tb_next if trace else None))
+        what = f"model() raised {type(error).__name__}: {error}"
+        raise absent or UserCodeError(what, where="model", detail=detail) from error
 
 
 def profiler_of(model: Any) -> Any:
@@ -66,6 +69,12 @@ def profiler_of(model: Any) -> Any:
     named = f"{type(model).__module__}.{type(model).__qualname__}"
     problem = f"model() returned {named}: return a torch.nn.Module, or a keras.Model on TensorFlow or torch"
     raise JobError([problem])
+
+
+def framework_of(model: Any) -> str:
+    """A model's framework: `torch`, `tensorflow` or `reference`. Raises JobError for what is no model."""
+    name: str = profiler_of(model).__name__
+    return name.split(".")[2]
 
 
 def _without_memory() -> contextlib.AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from trainwright import words
 from trainwright.actors import WORKER, Berth
 from trainwright.adoption import BEAT_S, run_name
+from trainwright.arguments import Arguments
 from trainwright.causes import cause_of
 from trainwright.core.arranging import seats
 from trainwright.core.checkpoint import CheckpointRef
@@ -170,10 +171,11 @@ class Ranks:
             for rank, (address, node) in enumerate(zip(addresses, self._nodes, strict=True))
         )
         about: dict[str, Any] = {
-            "generation": generation, "peers": peers, "key": secrets.token_bytes(), "devices": devices(self._plan),
+            "generation": generation, "peers": (), "key": secrets.token_bytes(), "devices": devices(self._plan),
             "threads": self._plan.placement.threads, "deadline_s": max(CALL_DEADLINE_S, self._hang_s),
         }  # fmt: skip
-        self._ask("form", [Group(rank=rank, slot=rank, **about) for rank in range(size)])
+        common = Arguments().common(peers)
+        self._ask("form", [Group(rank=rank, slot=rank, **about) for rank in range(size)], common=common)
         if self._checkpoint is not None:
             self._ask("load", [self._checkpoint] * size)
 
@@ -189,7 +191,7 @@ class Ranks:
         late = ResourceError(
             f"the cluster did not start {words.count(self._plan.workers, 'worker')} within {patience_s:g} s",
             where=self._job.name,
-            remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True (--here)",
+            remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True",
         )
         hellos = self._answers([actor.hello.remote() for actor in self._actors], patience_s, late)
         for slot, hello in enumerate(hellos):
@@ -198,10 +200,13 @@ class Ranks:
         self._actors = [self._actors[place] for place in order]
         self._nodes = [hellos[place].node for place in order]
 
-    def _ask(self, verb: str, arguments: Sequence[Any], limit_s: float | None = None) -> list[Any]:
+    def _ask(
+        self, verb: str, arguments: Sequence[Any], limit_s: float | None = None, *, common: Any = b""
+    ) -> list[Any]:
         limit_s = limit_s or max(CALL_DEADLINE_S, self._hang_s)
         asked = [
-            actor.call.remote(verb, argument, TOKEN) for actor, argument in zip(self._actors, arguments, strict=True)
+            actor.call.remote(verb, argument, TOKEN, common)
+            for actor, argument in zip(self._actors, arguments, strict=True)
         ]
         late = HangError(
             f"the workers did not {verb.replace('_', ' ')} within {limit_s:g} s", remedy="raise hang_deadline_s"
@@ -232,7 +237,7 @@ class Ranks:
         """With who is late, and of those who hang where they stand, as far as they tell."""
         if isinstance(late, HangError):
             late.where = "; ".join(f"rank {rank}, {self._nodes[rank]}" for rank in silent)
-            told = {rank: self._actors[rank].interrupt.remote(self._number, True) for rank in silent}
+            told = {rank: self._actors[rank].interrupt.remote(self._number, True, TOKEN) for rank in silent}
             ready, _ = ray.wait(list(told.values()), num_returns=len(told), timeout=EXPLAIN_S)
             answers = {rank: _answer(ref, late.where) for rank, ref in told.items() if ref in ready}
             late.detail = "\n".join(
@@ -250,7 +255,7 @@ class Ranks:
         """Tell the workers that somebody wants them, however long a call or the caller takes."""
         while not self._closed.wait(BEAT_S):
             for actor in [*self._actors]:
-                actor.beat.remote()
+                actor.beat.remote(TOKEN)
 
 
 def _answer(ready: Any, where: str) -> Any:

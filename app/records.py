@@ -49,6 +49,12 @@ class StepRecords:
             self._own_s.append(wait_s + report.own_s)
 
     @property
+    def newest(self) -> int:
+        """The last completed step that is recorded; 0 before there is one."""
+        with self._news:
+            return self._records[-1].report.step if self._records else 0
+
+    @property
     def own_s(self) -> float | None:
         """Median seconds of this rank's own part of its last steps; None before there are enough, or none is known."""
         return median(self._own_s) if len(self._own_s) == RECENT else None

@@ -10,9 +10,10 @@ from trainwright.adoption import kept_alive, run_name
 from trainwright.core.errors import ResourceError
 from trainwright.core.job import Job
 from trainwright.detached import RemoteSession
-from trainwright.discover import connect, has_cluster
+from trainwright.discover import TOKEN, connect, has_cluster
 from trainwright.driver.rooms import Room
 from trainwright.planner import Decision
+from trainwright.preflight import Preflight
 from trainwright.prepare import Prepared, decide_plan, opens, prepare
 from trainwright.progress import Progress
 from trainwright.raytrain import inside, refuse
@@ -39,6 +40,12 @@ def ready(
     check(job.trackers)
     if inside():
         return _ready_inside(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
+    if detached and not has_cluster():
+        raise ResourceError(
+            "a detached driver needs a cluster that outlives this process",
+            remedy="set RAY_ADDRESS to that of a running cluster, or leave detached out; if the cluster asks for a "
+            f"token, {TOKEN}",
+        )
     started: list[bool] = []  # whether each call did
 
     def connected() -> None:
@@ -48,12 +55,14 @@ def ready(
         connected()
     with kept_alive(run_name(open_store(job.storage).uri_of(job.name))) if started else nullcontext():
         prepared = prepare(job, resume=resume, fresh=fresh, connect=connected)
-        connected()
-        decision = decide_plan(prepared)
-    own = any(started)
-    if detached:
-        return _detached(job, prepared, own, resume=resume, fresh=fresh), decision
-    return heard(prepared, decision, Progress(decision, verbose=verbose), fresh=fresh, notes=notes), decision
+        with Preflight(prepared, resume=resume) as trial:
+            connected()
+            decision = decide_plan(prepared)
+            notes = [*notes, *trial.settle(decision)]
+        if detached:
+            return _detached(job, prepared, resume=resume, fresh=fresh), decision
+        progress = Progress(decision, verbose=verbose)  # a look at a row may open a model, which takes long
+        return heard(prepared, decision, progress, fresh=fresh, notes=notes), decision
 
 
 def _ready_inside(job: Job, detached: bool, **options: Any) -> tuple[Drives, Decision]:
@@ -85,12 +94,7 @@ def heard(
     return session
 
 
-def _detached(job: Job, prepared: Prepared, own: bool, **options: bool) -> Drives:
-    if own:
-        raise ResourceError(
-            "a detached driver needs a cluster that outlives this process",
-            remedy="set RAY_ADDRESS to that of a running cluster, or leave detached out",
-        )
+def _detached(job: Job, prepared: Prepared, **options: bool) -> Drives:
     session = RemoteSession(prepared, job, **options)
     session.begin()
     return session

@@ -113,10 +113,11 @@ class Compactor:
     def __init__(self, store: Writes, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._run, self._clock = store, run, clock
         self._doomed: dict[str, float] = {}  # covered files, and when they were seen to be
+        self._sound: set[str] = set()  # packed files that this process has written or read to the end
 
     def compact(self) -> None:
         """Do all of it. Raises StorageError, after which everything is still there to be read."""
-        files = needed(find_files(self._store, self._run), {})
+        files = needed(self._trusted(find_files(self._store, self._run)), {})
         for loose in _runs([file for file in files if not file.packed]):
             self._pack(loose, [file for file in files if file.packed and file.token == loose[0].token])
         folding, covered = read_summary(self._store, self._run)
@@ -138,23 +139,50 @@ class Compactor:
                         break
                     parts.insert(0, data)
                     first, size_bytes = older.first, size_bytes + len(data)
-                self._store.put(packed_path(self._run, token, first, file.last), b"".join(parts))
+                path = packed_path(self._run, token, first, file.last)
+                self._store.put(path, b"".join(parts))
+                self._sound.add(path)
                 first, parts, size_bytes = file.last + 1, [], 0
+
+    def _trusted(self, files: Sequence[EventFile]) -> list[EventFile]:
+        """The same without damaged files whose batches others may have still: a power cut tears the last write."""
+        return [file for file in files if not (file.packed and self._is_doubtful(file, files))]
+
+    def _is_doubtful(self, file: EventFile, files: Sequence[EventFile]) -> bool:
+        shared = any(_overlap(file, other) for other in files if other is not file)
+        return shared and file.path not in self._sound and self._whole(file) is None
 
     def _whole(self, file: EventFile) -> bytes | None:
         """A packed file's bytes; None where they are damaged, so that the damage is not carried on."""
         data = self._store.get(file.path)
         try:
-            return data if sum(1 for _ in unpack(data)) == file.last - file.first + 1 else None
+            if sum(1 for _ in unpack(data)) != file.last - file.first + 1:
+                return None
         except ValueError:
             return None
+        self._sound.add(file.path)
+        return data
 
     def _delete(self) -> None:
         files, now_s = find_files(self._store, self._run), self._clock()
-        kept = {file.path for file in needed(files, {})}
-        covered = [file.path for file in files if file.path not in kept]
+        trusted = self._trusted(files)
+        kept = needed(trusted, {})
+        spared = {file.path for file in kept} | {
+            file.path for file in {*files} - {*trusted} if not any(_holds(other, file) for other in kept)
+        }
+        covered = [file.path for file in files if file.path not in spared]
         self._doomed = {path: self._doomed.get(path, now_s) for path in covered}
         self._store.delete([path for path, seen_s in self._doomed.items() if now_s - seen_s >= _GRACE_S])
+
+
+def _overlap(file: EventFile, other: EventFile) -> bool:
+    """Whether two files have a batch in common."""
+    return other.token == file.token and other.first <= file.last and other.last >= file.first
+
+
+def _holds(file: EventFile, other: EventFile) -> bool:
+    """Whether a file has all batches of another."""
+    return other.token == file.token and file.first <= other.first and file.last >= other.last
 
 
 def _runs(files: Iterable[EventFile]) -> list[list[EventFile]]:

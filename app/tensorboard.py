@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+from trainwright.core.errors import StorageError
 from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, Measured, RunEnded, RunStarted, Steps
+
+_MOST_BYTES = 64 << 20  # that wait for the store
 
 
 class Target(Protocol):
@@ -48,11 +52,12 @@ class TensorBoard:
         self._token = self._part = 0
         self._last_s = 0.0
         self._buffer = bytearray()
-        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="trainwright-tensorboard")
-        self._upload: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainwright-tensorboard")
+        self._writes: deque[Future[int]] = deque()
+        self._waiting_bytes = 0
 
     def on(self, event: Event) -> None:
-        """Take one event; uploads go on in a thread of their own."""
+        """Take one event; files are written by a thread of their own: a network folder may never answer."""
         self._last_s = event.time_s
         match event:
             case RunStarted():
@@ -72,27 +77,34 @@ class TensorBoard:
 
     def close(self) -> None:
         """Write the rest and wait for it."""
+        wait(self._writes)
         self._write()
-        self._uploads.shutdown()
-        if self._upload is not None:
-            self._upload.result()
+        self._thread.shutdown()
+        self._write()
 
     def _add(self, message: bytes) -> None:
         self._buffer += record(message)
 
     def _write(self) -> None:
+        """Have the buffer written behind what is being written. Raises what an earlier write did."""
+        while self._writes and self._writes[0].done():
+            self._waiting_bytes -= self._writes.popleft().result()  # an error has the journal drop this listener
+        if self._waiting_bytes > _MOST_BYTES:
+            raise StorageError("the store does not answer, and too many records wait for it", where=self._prefix)
         if not self._buffer:
             return
         data, name = bytes(self._buffer), f"events.out.tfevents.{self._token:010d}.{self._part:06d}"
         self._buffer.clear()
+        self._waiting_bytes += len(data)
         if self._folder is not None:
-            _append(self._folder / name, data, self._last_s)
-            return
-        if self._upload is not None and self._upload.done():
-            self._upload.result()  # an upload that failed is told to the journal, which takes this listener off
-        path = f"{self._prefix}/{name}"
-        self._upload = self._uploads.submit(self._store.put, path, record(version_event(self._last_s)) + data)
-        self._part += 1
+            self._writes.append(self._thread.submit(_append, self._folder / name, data, self._last_s))
+        else:
+            self._writes.append(self._thread.submit(self._put, f"{self._prefix}/{name}", data, self._last_s))
+            self._part += 1
+
+    def _put(self, path: str, data: bytes, time_s: float) -> int:
+        self._store.put(path, record(version_event(time_s)) + data)
+        return len(data)
 
 
 def _folder(uri: str) -> Path | None:
@@ -101,10 +113,11 @@ def _folder(uri: str) -> Path | None:
     return None if "://" in path else Path(path)
 
 
-def _append(path: Path, data: bytes, time_s: float) -> None:
+def _append(path: Path, data: bytes, time_s: float) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write((record(version_event(time_s)) if file.tell() == 0 else b"") + data)
+    return len(data)
 
 
 def scalars_of(event: Steps) -> list[tuple[int, dict[str, float]]]:

@@ -73,8 +73,8 @@ def plan_on(cluster: Cluster, plan: Plan, job: Job) -> Plan:
         f"the run was trained as {plan.name}, which needs {replica_of(plan).workers} workers; the cluster has room for "
         f"{most}",
         where=f"{job.name}: {cluster}",
-        remedy="connect to a cluster that has more, or use one device of this machine: here=True (--here), or for "
-        "predictions workers= (--workers)",
+        remedy="connect to a cluster that has more, or use one device of this machine: here=True, or for "
+        "predictions workers=",
     )
 
 

@@ -1,30 +1,99 @@
-"""Functions of a job file, a script or a notebook travel by value."""
+"""Functions of a job file, a script or a notebook travel by value, and with them modules that they import when called.
+
+A worker that starts later, on whatever machine, runs the code that the run began with, though files were changed since.
+"""
 
 from __future__ import annotations
 
-import cloudpickle
+import importlib.abc
+import importlib.util
+import os
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 
-from trainwright.core.byvalue import by_value
+from trainwright.core.byvalue import dumps, loads
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
+from trainwright.describe import imported
+
+_HERE = uuid.uuid4().hex  # a forked process has the same, and another process id
 
 
 def pack(job: Job) -> bytes:
-    """Pickle a job, with every module of the user's own by value.
+    """Pickle a job, with every module of the user's own by value and the settings of the frameworks in this process.
 
     Raises:
         JobError: something in the job cannot travel, such as an open file or a lock.
     """
-    with by_value():
-        try:
-            return bytes(cloudpickle.dumps(job))
-        except Exception as error:
-            problem = f"the job cannot be sent to the workers: {error}; make such objects inside model= or step="
-            raise JobError([problem]) from error
+    try:
+        return dumps((Modules(_origin(), _sources(job)), job))
+    except Exception as error:
+        problem = f"the job cannot be sent to the workers: {error}; make such objects inside model= or step="
+        raise JobError([problem]) from error
 
 
 def unpack(data: bytes) -> Job:
-    """The job again, in a worker."""
-    job = cloudpickle.loads(data)
+    """The job again, in a worker, which takes the settings first."""
+    _, job = loads(data)
     assert isinstance(job, Job)
     return job
+
+
+class Modules(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):  # type: ignore[misc]  # as typeshed has both
+    """Sources of modules, by name: a process that unpickles them imports these modules from there, and not from disk.
+
+    Args:
+        origin: the process that read the sources; it goes on importing from disk.
+        sources: file and source of each module.
+    """
+
+    def __init__(self, origin: str, sources: Mapping[str, tuple[str, bytes]]) -> None:
+        self._origin, self._sources = origin, dict(sources)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrived, (self._origin, self._sources)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module whose source came along."""
+        if fullname not in self._sources:
+            return None
+        file = self._sources[fullname][0]
+        inside = [os.path.dirname(file)] if os.path.basename(file) == "__init__.py" else None
+        return importlib.util.spec_from_file_location(fullname, file, loader=self, submodule_search_locations=inside)
+
+    def get_filename(self, fullname: str) -> str:
+        """Where the source was, which need not be a file of this machine."""
+        return self._sources[fullname][0]
+
+    def get_data(self, path: str | bytes) -> bytes:
+        """The source of a file. Raises OSError for any other file, such as one of bytecode."""
+        found = [data for file, data in self._sources.values() if file == path]
+        if not found:
+            raise OSError(f"{path!r} did not come along")
+        return found[0]
+
+
+def _arrived(origin: str, sources: Mapping[str, tuple[str, bytes]]) -> Modules:
+    made = Modules(origin, sources)
+    if sources and origin != _origin():
+        sys.meta_path.insert(0, made)
+    return made
+
+
+def _origin() -> str:
+    return f"{_HERE}-{os.getpid()}"
+
+
+def _sources(job: Job) -> dict[str, tuple[str, bytes]]:
+    """Modules of the user's own, written in Python, that the job's functions import when they are called."""
+    return {
+        name: (os.path.abspath(file), Path(file).read_bytes())
+        for name, file in imported(job).items()
+        if file.endswith(".py")
+    }

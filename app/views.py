@@ -257,7 +257,7 @@ def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
         sizes[folder] = sizes.get(folder, 0) + size_bytes
         whole |= {folder} if file == "MANIFEST.json" else set()
     return [
-        {"step": int(folder.split("-")[0]), "path": f"checkpoints/{folder}", "size_bytes": sizes[folder]}
+        {"step": int(folder.split("-")[0]), "path": f"checkpoints/{printable(folder)}", "size_bytes": sizes[folder]}
         for folder in sorted(whole)
         if folder.split("-")[0].isdigit()
     ]

@@ -236,6 +236,7 @@ class Worker:
             cast(Coordinated, self._engine).follow()
         else:
             stopped, finished = self._step_together(steps.stop)
+            self._engine.verify()  # whatever follows, a checkpoint or an evaluation, is of one state
         self._wish.clear()
         reached = steps.stop if working else self._step  # others may have done the last ones
         over = stopped or finished or reached >= self._stream.total_steps
@@ -374,6 +375,11 @@ class Worker:
         """End the group; the process and its state live on."""
         self._engine.leave()
         return StateTag(step=self._step)
+
+    @property
+    def newest(self) -> int:
+        """The newest completed step that `watch` can tell of."""
+        return self._records.newest
 
     def watch(self, after: int, timeout_s: float) -> Steps:
         """Steps completed after step `after`, at most `timeout_s` later; empty when there is no news."""

@@ -68,6 +68,7 @@ BENCHMARKS = {
     "tf_recovery": Benchmark(deadline_s=900, ray=True),
     "recovery_4": Benchmark(deadline_s=900, peer="torchft", ray=True),
     "recovery_large": Benchmark(deadline_s=420, ray=True),
+    "driver_scale": Benchmark(deadline_s=420, ray=True),
     "parameter_server": Benchmark(deadline_s=900, ray=True),
     "data_light": Benchmark(deadline_s=420, peer="litdata", ray=True),
     "data_heavy": Benchmark(deadline_s=420, ray=True),

@@ -33,7 +33,7 @@ def stamping(
 ) -> OptimizerOf:
     """A builder of an AdamW that stamps its steps into `folder` and then pauses, so that a fast job can be watched.
 
-    The rank is that of the process group, where none is given.
+    The rank is that of the process group, where none is given; a trial without a group leaves no stamps.
     """
 
     def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -42,6 +42,8 @@ def stamping(
         path = os.path.join(folder, f"{pid}.stamps")
 
         def stamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if rank is None and not distributed.is_initialized():
+                return
             now = time.time()
             first = optimizer.param_groups[0]["params"][0]
             own = distributed.get_rank() if rank is None else rank

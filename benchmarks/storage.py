@@ -12,7 +12,7 @@ from statistics import median
 from figures import Figure
 
 from trainwright import views
-from trainwright.checkpoints import CheckpointWriter, verify, write_manifest
+from trainwright.checkpoints import CheckpointWriter, newest_good, verify, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.events import Evaluated, Event, Formed, RunEnded, RunStarted, Steps
@@ -28,14 +28,17 @@ NOTE = (
     "over that after the imports; medians of 3. `history` is what a resume, `show` and a report read of a run of 10^6 "
     "steps in batches of 500, compacted each 100 batches; the peer folds all of its events, as was done before there "
     "were summaries. `runs` lists 1,000 runs of 5,000 steps that are done; the peer folds all events of each, one "
-    "after the other. `verify` is of one file of 1 GiB; the peer reads the file whole and hashes it."
+    "after the other. `verify` is of one file of 1 GiB; the peer reads the file whole and hashes it. `resume` is all "
+    "that a driver reads and writes of a run of 10^7 steps with 1,000 checkpoints before it asks for workers, beside "
+    "what it may take: 2 s and 200 MiB."
 )
+MOST_S, MOST_MIB = 2.0, 200.0
 BATCH = 500
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """Compare with reading everything."""
-    steps, count, size_bytes = (5_000, 5, 1 << 20) if smoke else (1_000_000, 1_000, 1 << 30)
+    steps, count, size_bytes, longest = (5_000, 5, 1 << 20, 10_000) if smoke else (10**6, 1_000, 1 << 30, 10**7)
     store = open_store(str(folder / "runs"))
     _run(store, "long", steps, every=100)
     for number in range(count):
@@ -55,7 +58,22 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
             found.append(
                 Figure(benchmark="storage", what=name, unit=unit, ours=ours, peer=peer, pairs=pairs, count=True)
             )
+    _run(store, "longest", longest, every=20, commits=longest // 10_000)
+    resumed = [_alone("resume_ours", str(folder / "runs"), "longest") for _ in range(pairs)]
+    for column, (unit, most) in enumerate((("s", MOST_S), ("MiB", MOST_MIB))):
+        name = f"resume of {longest:,} steps, {'time' if unit == 's' else 'memory'}, beside what it may take"
+        ours = median(row[column] for row in resumed)
+        found.append(Figure(benchmark="storage", what=name, unit=unit, ours=ours, peer=most, pairs=pairs, count=True))
     return found
+
+
+def resume_ours(uri: str, run: str) -> None:
+    """As `prepare`, then `RunLedger.acquire`, `chain` and `told`."""
+    store = open_store(uri)
+    assert RunLog(store, run).head() is not None and read_folding(store, run).probed is None
+    entry = RunLog(store, run, dead=lambda _: True).acquire(Owner.here(), {"name": run})
+    newest_good(store, run, entry.checkpoints, checksums=False)
+    assert read_folding(store, run).told == entry.checkpoints[-1].step
 
 
 def history_ours(uri: str, run: str) -> None:
@@ -107,8 +125,12 @@ def _alone(way: str, uri: str, where: str) -> tuple[float, float]:
     return float(seconds), float(mib)
 
 
-def _run(store: Store, name: str, steps: int, *, every: int) -> None:
-    """A run that is done, as its driver would have written it, compacted each so many batches and at the end."""
+def _run(store: Store, name: str, steps: int, *, every: int, commits: int = 0) -> None:
+    """A run that is done, as its driver would have written it, compacted each so many batches and at the end.
+
+    Args:
+        commits: checkpoints, of no more than their names but for the last one.
+    """
     log = RunLog(store, name)
     token = log.acquire(Owner.here(), {"name": name}).token
     compactor = Compactor(store, name, clock=_Minutes())
@@ -121,6 +143,9 @@ def _run(store: Store, name: str, steps: int, *, every: int) -> None:
         _put(store, batch_path(name, token, number), told)
         if number % every == 0 or first + BATCH > steps:
             compactor.compact()
+    for number in range(commits):
+        last = steps * (number + 1) // commits
+        log.commit(token, _checkpoint(store, 1 << 10, name, last), 3)
     log.release(token, "done")
 
 
@@ -151,9 +176,9 @@ def _put(store: Store, path: str, happened: list[RunStarted | Formed] | list[Eve
     store.put(path, "".join(f"{event.to_json()}\n" for event in happened).encode(), sync=False)
 
 
-def _checkpoint(store: Store, size_bytes: int) -> CheckpointRef:
-    path = checkpoint_path(1, 1)
-    writer = CheckpointWriter(store, "long", path)
+def _checkpoint(store: Store, size_bytes: int, run: str = "long", step: int = 1) -> CheckpointRef:
+    path = checkpoint_path(step, 1)
+    writer = CheckpointWriter(store, run, path)
     writer.write("model", bytes(size_bytes))
-    digest = write_manifest(store, "long", path, Manifest(step=1, cursor=Cursor(), files=writer.entries))
-    return CheckpointRef(step=1, path=path, manifest_sha256=digest)
+    digest = write_manifest(store, run, path, Manifest(step=step, cursor=Cursor(), files=writer.entries))
+    return CheckpointRef(step=step, path=path, manifest_sha256=digest)

@@ -145,6 +145,17 @@ class BesideLoader:
         if hasattr(base, "fill"):
             self.fill = self._fill
 
+    @property
+    def varying(self) -> bool:
+        """Whether rows of one of the two were random."""
+        return self._others.varying or bool(getattr(self._base, "varying", False))
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """What is loaded from now on belongs to an epoch of a run with this seed."""
+        self._others.seed, self._others.epoch = seed, epoch
+        if hasattr(self._base, "begin"):
+            self._base.begin(seed, epoch)
+
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number`; raises what the two raise."""
         schema = self._index.sides[0].schema
@@ -176,17 +187,23 @@ class _Others:
     def __init__(self, source: BesideSource, index: BesideIndex) -> None:
         self._source, self._index = source, index
         self._readers: dict[tuple[str, ...], Reader] = {}
+        self.seed, self.epoch = 0, 0
+
+    @property
+    def varying(self) -> bool:
+        return any(reader.varying for reader in self._readers.values())
 
     def rows_of(self, rows: Rows, names: tuple[str, ...]) -> Arrays:
         prefix, places = self._source.prefix, rows if self._index.places is None else self._index.places[rows]
-        found = self._reader(tuple(name.removeprefix(prefix) for name in names)).gather(places)
+        found = self._reader(tuple(name.removeprefix(prefix) for name in names)).gather(places, self.epoch)
         return {prefix + name: array for name, array in found.items()}
 
     def _reader(self, names: tuple[str, ...]) -> Reader:
         if names not in self._readers:
             other = self._index.sides[1]
             loader = self._source.other.open(other)
-            self._readers.setdefault(names, Reader(loader, other, names, memory_bytes=MEMORY_BYTES // _SHARE))
+            reader = Reader(loader, other, names, memory_bytes=MEMORY_BYTES // _SHARE, seed=self.seed)
+            self._readers.setdefault(names, reader)
         return self._readers[names]
 
 

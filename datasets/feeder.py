@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import ray
 from ray.exceptions import ObjectLostError
 
+from trainwright.core.byvalue import loads
 from trainwright.core.errors import DataError, HangError, TrainwrightError
 from trainwright.core.silence import Pace
 from trainwright.datasets import pipeline
@@ -121,7 +121,7 @@ class Feeders:
     """
 
     def __init__(self, recipes: Sequence[bytes], free: Mapping[str, float], piece_s: float = math.inf) -> None:
-        made: list[Recipe] = [cloudpickle.loads(recipe) for recipe in recipes]
+        made: list[Recipe] = [loads(recipe) for recipe in recipes]
         stored = [ray.put(recipe) for recipe in recipes]
         sizes, left = deal(made, free)
         steps, self._pools = pooled(made), list[Pool]()

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import cloudpickle
-
-from trainwright.core.byvalue import by_value
+from trainwright.core.byvalue import dumps, loads
 from trainwright.core.errors import DataError, TrainwrightError
 from trainwright.datasets.file_metadata import current
 
@@ -69,8 +67,7 @@ def _on_ray(work: Callable[[Item], Value], items: Sequence[Item]) -> list[Value]
     """
     import ray
 
-    with by_value():
-        stored = ray.put(cloudpickle.dumps(work))
+    stored = ray.put(dumps(work))
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     cpus = max(int(resources.get("CPU", 1)), 1)
     size = min(max(len(items) // (_PARTS * cpus), 1), _PART_ITEMS)
@@ -105,7 +102,7 @@ def _result(ended: Any) -> list[Any]:
 
 def _part(packed: bytes, items: Sequence[Any]) -> list[Any] | TrainwrightError:
     """Runs as a task of Ray."""
-    work = cloudpickle.loads(packed)
+    work = loads(packed)
     try:
         return [work(item) for item in items]
     except TrainwrightError as error:

@@ -48,6 +48,7 @@ class Index:
         base: of derived rows, the index of those that they come from.
         traits: by column, what a first pass found out and the source's own loader needs; the schema follows from it.
         sizes: by file, its bytes at the time; empty where they are not compared.
+        weight: column that the source gives as the samples' weights; empty for none.
         in_order: whether rows come one after the other only, in an order of their own.
     """
 
@@ -60,6 +61,7 @@ class Index:
     traits: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     in_order: bool = False
+    weight: str = ""
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:

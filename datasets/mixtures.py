@@ -30,6 +30,7 @@ from trainwright.datasets.transforms import Counters
 TAG = "source"
 _PERIOD = 1 << 14  # at most; weights that need a longer one are rounded to it
 _GROUP_BYTES, _GROUP_ROWS = 16 << 20, 1024
+_TURNS = 1 << 20  # passes over a part within an epoch of the mixture, of which each has random rows of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,16 @@ class MixedLoader:
     def __init__(self, source: MixedSource, index: MixedIndex) -> None:
         self._source, self._index = source, index
         self._readers: dict[tuple[int, tuple[str, ...]], Rowwise] = {}
+        self._epoch = 0
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows of a part were random, so that they are others in another epoch."""
+        return any(getattr(reader, "varying", False) for reader in self._readers.values())
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """What is loaded from now on belongs to an epoch of a run; the mixture has a seed of its own."""
+        self._epoch = epoch
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the mixture; raises what the parts raise."""
@@ -231,7 +242,7 @@ class MixedLoader:
         for turn in np.unique(passes).tolist():
             samples = rows[passes == turn]
             counters = Counters(seed=self._source.seed, epoch=turn)
-            gathered = self._reader(part, columns).gather(samples)
+            gathered = self._reader(part, columns).gather(samples, self._epoch * _TURNS + turn)
             found.append(dataset.transform(gathered, samples, counters, columns))
         return {name: np.concatenate([arrays[name] for arrays in found]) for name in columns}
 
@@ -239,7 +250,9 @@ class MixedLoader:
         if (part, columns) not in self._readers:
             dataset, index = self._source.parts[part][1], self._index.parts[part]
             memory_bytes = MEMORY_BYTES // (4 * len(self._source.parts))
-            self._readers[part, columns] = dataset.reader(index, columns, memory_bytes=memory_bytes)
+            self._readers[part, columns] = dataset.reader(
+                index, columns, memory_bytes=memory_bytes, seed=self._source.seed
+            )
         return self._readers[part, columns]
 
     def _fitting(self, part: int, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -20,6 +20,7 @@ import pyarrow as pa
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.columns import Arrays, Field, select, to_array
 from trainwright.datasets.index import Group, Index, digest
+from trainwright.datasets.row_randomness import RowRandomness
 from trainwright.datasets.sources import Dataset
 
 Values = Mapping[str, Sequence[Any] | npt.NDArray[Any]]
@@ -35,7 +36,7 @@ class Access(Protocol):
     def __len__(self) -> int:
         """Rows."""
 
-    def fetch(self, rows: range) -> Values:
+    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
         """Consecutive rows as one value for each row, by column name."""
 
 
@@ -47,7 +48,7 @@ class ObjectSource:
         access: to the object.
         name: of the object's type, for messages.
         call: name of the function that made the source.
-        replayable: whether the object gives the same values each time it is asked for a row.
+        replayable: whether the object gives the same values each time it is asked for a row of an epoch.
     """
 
     access: Access
@@ -65,15 +66,14 @@ class ObjectSource:
         if not rows:
             raise DataError("the data set has no rows", where=self.describe(), remedy="give one with at least one row")
         picks = sorted({rows * turn // _SAMPLE_ROWS for turn in range(_SAMPLE_ROWS)} | {rows - 1})
-        samples = [self.access.fetch(range(row, row + 1)) for row in picks]
-        if self.replayable and values_digest(samples) != values_digest(
-            self.access.fetch(range(row, row + 1)) for row in picks
-        ):
+        samples, again = ([self.access.fetch(range(row, row + 1), RowRandomness()) for row in picks] for _ in range(2))
+        if self.replayable and values_digest(samples) != values_digest(again):
             raise DataError(
                 "the data set gives other values each time it is asked for the same row",
                 where=self.describe(),
-                remedy="move what is random into .map(f), where f(row, rng) draws from rng, or pass replayable=False: "
-                "then a recovered run repeats the rows and not their values",
+                remedy="draw random numbers from the global generators of torch, NumPy or Python, which are seeded for "
+                "each row, or in .map(f), where f(row, rng) draws from rng; with replayable=False a recovered run "
+                "repeats the rows and not their values",
             )
         fields = {name: self._field(name, samples) for name in samples[0]}
         row_bytes = max(sum(_size(values[0]) for row in samples for values in row.values()) // len(samples), 1)
@@ -89,7 +89,7 @@ class ObjectSource:
 
     def open(self, index: Index) -> ObjectLoader:
         """A loader for one process."""
-        return ObjectLoader(self.access, index)
+        return ObjectLoader(self.access, index, drawn=not self.replayable)
 
     def _field(self, name: str, samples: list[Values]) -> Field:
         """One dtype and shape where all sampled rows have them; objects where only the lengths differ."""
@@ -106,10 +106,27 @@ class ObjectSource:
 
 
 class ObjectLoader:
-    """Asks for the rows of a row group."""
+    """Asks for the rows of a row group.
 
-    def __init__(self, access: Access, index: Index) -> None:
+    Args:
+        access: to the object.
+        index: of it.
+        drawn: its rows are known to differ from epoch to epoch.
+    """
+
+    def __init__(self, access: Access, index: Index, drawn: bool = False) -> None:
         self._access, self._index = access, index
+        self._randomness = RowRandomness()
+        self._randomness.drawn = drawn
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows were random, so that they are others in another epoch."""
+        return self._randomness.drawn
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """What is loaded from now on belongs to an epoch of a run with this seed."""
+        self._randomness.seed, self._randomness.epoch = seed, epoch
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; DataError where a row has another type or shape."""
@@ -121,7 +138,7 @@ class ObjectLoader:
                 where=group.file,
                 remedy="give the job a data set that does not change",
             )
-        values = self._access.fetch(range(group.first, group.first + group.rows))
+        values = self._access.fetch(range(group.first, group.first + group.rows), self._randomness)
         select(values, columns, where)
         return {name: _column(name, values[name], self._index.schema[name], group) for name in columns}
 
@@ -141,21 +158,28 @@ class SampleAccess:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, rows: range) -> Values:
+    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
         """Lists of values. Raises UserCodeError where the object raises, DataError where rows are named differently."""
+        samples = randomness.ask(rows, self._sample, self._samples if self._many is not None else None)
         named = [
             {name: _plain(value, f"row {row}, column {name!r}") for name, value in self._named(sample, row).items()}
-            for row, sample in zip(rows, self._samples(rows), strict=True)
+            for row, sample in zip(rows, samples, strict=True)
         ]
         _same_names(named, f"rows {rows.start} to {rows.stop - 1} of {type(self.dataset).__name__}")
         return {name: [sample[name] for sample in named] for name in named[0]}
 
-    def _samples(self, rows: range) -> list[Any]:
-        many = getattr(self.dataset, "__getitems__", None)
-        if many is None:
-            return [self._called(partial(self.dataset.__getitem__, row), f"row {row}") for row in rows]
-        where = f"rows {rows.start} to {rows.stop - 1}"
-        samples = list(self._called(partial(many, list(rows)), where))
+    @property
+    def _many(self) -> Any:
+        return getattr(self.dataset, "__getitems__", None)
+
+    def _sample(self, row: int) -> Any:
+        if self._many is not None:
+            return self._samples([row])[0]
+        return self._called(partial(self.dataset.__getitem__, row), f"row {row}")
+
+    def _samples(self, rows: Sequence[int]) -> list[Any]:
+        where = f"rows {rows[0]} to {rows[-1]}"
+        samples = list(self._called(partial(self._many, list(rows)), where))
         if len(samples) != len(rows):
             raise DataError(
                 f"__getitems__ gave {len(samples)} samples for {len(rows)} rows",
@@ -204,8 +228,8 @@ class ArrowAccess:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, rows: range) -> Values:
-        """Arrays. Raises DataError for nulls and for what Arrow cannot read."""
+    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
+        """Arrays; nothing of them is random. Raises DataError for nulls and for what Arrow cannot read."""
         where = f"rows {rows.start} to {rows.stop - 1}"
         try:
             table = self.dataset[rows.start : rows.stop]
@@ -222,13 +246,18 @@ def from_torch(dataset: Any, columns: Iterable[str] | None = None, *, replayable
     The object travels with the job by pickle and is asked in every worker. It is recognised by its type's name, its
     length and the content of a few rows spread over it, not by all rows: a change elsewhere goes unnoticed.
 
+    Random transforms inside it, such as torchvision's, are right and replayable: the global generators of torch, NumPy
+    and Python are seeded by (seed, epoch, row) for each row. A row that draws from them is computed again in each
+    epoch, while no step runs; rows that draw nothing are kept in memory where they fit. `.map(f)` has random numbers of
+    its own, and runs beside steps.
+
     Args:
         dataset: its samples may be dicts, tuples or single values, of tensors, arrays, images, numbers, text or bytes.
             Arrays whose lengths differ between the sampled rows make a column of objects.
         columns: names for the values of a sample, by default "0", "1" and so on; of dicts, the keys to keep.
-        replayable: whether a row has the same values each time. False allows random transforms inside the object: a
-            recovered run then sees the same rows, though not the same values, and rows kept in memory keep theirs
-            over epochs. Better put randomness into `.map(f)`, where it is counted.
+        replayable: whether a row of an epoch has the same values each time. False allows an object that draws from a
+            generator of its own: its rows are computed again in each epoch too, but a recovered run sees the same rows
+            with other values.
 
     Raises:
         DataError: the object is not map-style; when it is read: no rows, rows that do not fit, or other values each

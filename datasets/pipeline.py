@@ -19,17 +19,20 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import cloudpickle
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, TaskPoolStrategy, read_datasource
 from ray.data.block import BlockMetadata
 
+from trainwright.core.byvalue import loads
 from trainwright.core.errors import TrainwrightError
 from trainwright.datasets.columns import Arrays, select
 from trainwright.datasets.compat import disable_reservation
 from trainwright.datasets.index import Index, Rowwise
 from trainwright.datasets.order import Rows
-from trainwright.datasets.schedule import Schedule
+from trainwright.datasets.schedule import Schedule, by_pass
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.stateful import Stateful
 from trainwright.datasets.stream import reader_of
@@ -56,7 +59,7 @@ class Content(NamedTuple):
 
     columns: Arrays
     samples: Rows
-    epoch: int
+    passes: Rows
     error: TrainwrightError | None = None
 
 
@@ -115,20 +118,26 @@ class Recipe:
     def read(self, piece: Piece) -> Content:
         """Read a piece's rows, in order, and apply the transforms before the first heavy one."""
         share = self.schedule.share(self.schedule.chunk(piece.step, self.length), piece.rank, piece.total)
-        samples = share.samples[piece.part * PIECE_ROWS : (piece.part + 1) * PIECE_ROWS]
+        part = slice(piece.part * PIECE_ROWS, (piece.part + 1) * PIECE_ROWS)
+        samples, passes = share.samples[part], share.passes[part]
         try:
-            columns = self.reader.gather(samples)
+            columns = by_pass(passes, lambda which, number: self.reader.gather(samples[which], number))
         except TrainwrightError as error:
-            return Content({}, samples, share.epoch, error)
-        return self.transform(Content(columns, samples, share.epoch), 0)
+            return Content({}, samples, passes, error)
+        return self.transform(Content(columns, samples, passes), 0)
 
     def transform(self, content: Content, stage: int) -> Content:
         """Apply the transforms of a stage; the last one keeps the columns asked for."""
         first, last = self.stages[stage]
-        counters = Counters(seed=self.schedule.order.seed, epoch=content.epoch)
+        transforms = self.dataset.transforms[first:last]
+
+        def transformed(which: npt.NDArray[np.bool_], number: int) -> Arrays:
+            counters = Counters(seed=self.schedule.order.seed, epoch=number)
+            given = {name: array[which] for name, array in content.columns.items()}
+            return apply(transforms, given, content.samples[which], counters, first)
+
         try:
-            transforms = self.dataset.transforms[first:last]
-            columns = apply(transforms, content.columns, content.samples, counters, first)
+            columns = by_pass(content.passes, transformed)
             if stage == len(self.stages) - 1:
                 columns = {name: columns[name] for name in select(columns, self.columns, repr(self.dataset))}
         except TrainwrightError as error:
@@ -262,7 +271,7 @@ def opened(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
 
 @lru_cache(maxsize=4)
 def _recipe(recipe: ray.ObjectRef[bytes]) -> Recipe:
-    made: Recipe = cloudpickle.loads(ray.get(recipe))
+    made: Recipe = loads(ray.get(recipe))
     return made
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 import ray
 from ray.exceptions import (
@@ -21,7 +20,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from trainwright.core.byvalue import by_value
+from trainwright.core.byvalue import dumps, loads
 from trainwright.core.errors import DataError, HangError, TrainwrightError
 from trainwright.datasets.columns import Arrays, select
 from trainwright.datasets.index import Index
@@ -208,7 +207,7 @@ def start_feeders(
     deal(recipes, free)
     kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Feeders)
     piece_s = _OF_DEADLINE * min(deadline_s, hang_s)
-    feeder = kind.remote([cloudpickle.dumps(recipe) for recipe in recipes], free, piece_s)
+    feeder = kind.remote([dumps(recipe) for recipe in recipes], free, piece_s)
     feeder.open.remote()
     return [
         RayFetcher(feeder, number, recipe.schedule, recipe.length, deadline_s) for number, recipe in enumerate(recipes)
@@ -247,8 +246,7 @@ def sample_of(dataset: Dataset, index: Index, columns: Iterable[str] | None) -> 
 def _sampled(dataset: Dataset, index: Index) -> Arrays:
     needs = dataset.needs
     task: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_calls=1)(_sample)
-    with by_value():
-        packed = cloudpickle.dumps((dataset, index))
+    packed = dumps((dataset, index))
     try:
         found: Arrays | TrainwrightError = ray.get(task.remote(packed), timeout=_SAMPLE_S)
     except GetTimeoutError as error:
@@ -269,7 +267,7 @@ def _sampled(dataset: Dataset, index: Index) -> Arrays:
 
 
 def _sample(packed: bytes) -> Arrays | TrainwrightError:
-    dataset, index = cloudpickle.loads(packed)
+    dataset, index = loads(packed)
     try:
         found: Arrays = dataset.sample_here(index)
     except TrainwrightError as error:

@@ -27,11 +27,13 @@ class Reader:
     Args:
         loader: an opened source. Where it can open itself once more (`twin() -> Loader`), blocks are read by several
             threads; where it can `fill(number, rows, into) -> names left over`, it reads only the rows of a block.
+            Where its rows may be random, `begin(seed, epoch)` says whose they are, and `varying` whether they were.
         index: of the source.
         columns: to read.
         blocks: (blocks + 1,) int64, first rows of the ranges that are decoded and kept together, and the number of
             rows; by default the row groups.
         memory_bytes: decoded blocks kept, the least recently used going first; the one in use is always kept.
+        seed: of the run, for random rows.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Reader:
         *,
         blocks: Rows | None = None,
         memory_bytes: int = MEMORY_BYTES,
+        seed: int = 0,
     ) -> None:
+        self._seed, self._epoch = seed, -1
         self._schema = {name: index.schema[name] for name in columns}
         groups = np.array([*index.firsts, index.rows], dtype=np.int64)
         self._blocks = groups if blocks is None else blocks
@@ -64,13 +68,16 @@ class Reader:
         self._whole = len(groups) == len(self._blocks) == 2 and not index.groups[0].file
 
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """Columns of the rows, in the order asked for: fresh arrays (rows, *shape); alike in each epoch.
+        """Columns of the rows, in the order asked for: fresh arrays (rows, *shape). Raises DataError.
 
-        Raises DataError.
+        Args:
+            epoch: whose random rows these are; others are alike in each.
         """
         if not self._schema:
             return {}
         with self._lock:
+            if epoch != self._epoch:
+                self._begin(epoch)
             if self._whole or (self._fits and len(self._kept) == self._slots):
                 return self._take(rows)
             blocks = np.searchsorted(self._blocks, rows, "right") - 1
@@ -79,6 +86,25 @@ class Reader:
                 self._keep(wanted.tolist())
                 return self._take(rows + self._shifts[blocks])
             return self._in_parts(rows, blocks, wanted)
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows were random, so that they are others in another epoch."""
+        return bool(getattr(self._loader.source, "varying", False))
+
+    def _begin(self, epoch: int) -> None:
+        """What is kept of random rows belongs to another epoch, and is dropped."""
+        self._epoch = epoch
+        begin: Callable[[int, int], None] | None = getattr(self._loader.source, "begin", None)
+        if begin is None:
+            return
+        if self.varying:
+            self._loader.forget()
+            while self._kept:
+                self._drop(*self._kept.popitem())
+            if self._whole:
+                self.__dict__.pop("_memory", None)
+        begin(self._seed, epoch)
 
     def _take(self, places: Rows) -> Arrays:
         return {name: array.take(places, axis=0) for name, array in self._memory.items()}
@@ -185,8 +211,12 @@ class _BlockLoader:
             part = slice(done - first, done - first + len(rows))
             self._load(number, rows, {name: array[part] for name, array in into.items()})
             if stop >= end:
-                self._last = (-1, [], {})
+                self.forget()
             number, done = number + 1, end
+
+    def forget(self) -> None:
+        """Keep no row group."""
+        self._last = (-1, [], {})
 
     def _load(self, number: int, rows: range, into: Arrays) -> None:
         names = list(into) if self._fill is None else self._fill(number, rows, into)

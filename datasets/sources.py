@@ -244,14 +244,19 @@ class Dataset:
         return tuple(index.schema) if self.transforms else select(index.schema, columns, repr(self))
 
     def reader(
-        self, index: Index, columns: Iterable[str] | None, blocks: Rows | None = None, memory_bytes: int = MEMORY_BYTES
+        self,
+        index: Index,
+        columns: Iterable[str] | None,
+        blocks: Rows | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        seed: int = 0,
     ) -> Rowwise:
-        """The source's rows by number, before any transform."""
+        """The source's rows by number, before any transform; `seed` is of rows that are random themselves."""
         names = self.source_columns(index, columns)
         if index.in_order:
             passes: Rowwise = self.source.passes(index, names)  # type: ignore[attr-defined]
             return passes
-        return Reader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes)
+        return Reader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes, seed=seed)
 
     def transform(self, arrays: Arrays, samples: Rows, counters: Counters, columns: Iterable[str] | None) -> Arrays:
         """Apply all transforms and keep `columns`."""
@@ -273,7 +278,7 @@ class Dataset:
         if len(samples) and not (samples.min() >= 0 and samples.max() < index.rows):
             raise DataError(f"rows go from 0 to {index.rows - 1}", where=repr(self), remedy="ask for such rows")
         counters = Counters(seed=seed, epoch=epoch)
-        return self.transform(self.reader(index, names).gather(samples, epoch), samples, counters, names)
+        return self.transform(self.reader(index, names, seed=seed).gather(samples, epoch), samples, counters, names)
 
 
 def parquet(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:

@@ -208,6 +208,13 @@ class SplitLoader:
         self._source, self._index, self._loader = source, index, loader
         if hasattr(loader, "twin"):
             self.twin = lambda: SplitLoader(source, index, loader.twin())
+        if hasattr(loader, "begin"):
+            self.begin = loader.begin
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows of the whole are random."""
+        return bool(getattr(self._loader, "varying", False))
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the split; raises what the whole raises."""

@@ -18,7 +18,7 @@ from trainwright.datasets.feeds import Assembly, Shares, weightless
 from trainwright.datasets.index import Index, Rowwise
 from trainwright.datasets.order import MEMORY_BYTES, Order, Rows, choose_lanes
 from trainwright.datasets.salvage import Salvage
-from trainwright.datasets.schedule import Schedule, Share
+from trainwright.datasets.schedule import Schedule, Share, by_pass
 from trainwright.datasets.sources import Dataset
 from trainwright.datasets.transforms import Counters
 
@@ -88,7 +88,7 @@ class Stream:
         epochs: of the run; each is a pass over the data, unless `epoch_samples` says otherwise.
         seed: of the order and of the transforms.
         shuffle: whether the order changes with each epoch; otherwise rows come as they are stored.
-        drop_last: leave out the short last batch of each pass.
+        drop_last: leave out the short last batch of each epoch.
         epoch_samples: samples of a virtual epoch.
         feeding: data ranks of this actor; it may have none.
         accumulation: micro-batches of each data rank in one step.
@@ -133,7 +133,7 @@ class Stream:
             index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
             epoch_samples=epoch_samples, window=window,
         )  # fmt: skip
-        largest = self._schedule.order.largest_share(feeding.total, min(batch_size, index.rows))
+        largest = self._schedule.largest_share(feeding.total)
         self._assembly = Assembly(
             schedule=self._schedule,
             feeding=feeding,
@@ -173,8 +173,7 @@ class Stream:
 
     def samples(self, step: int) -> Rows:
         """Row numbers of the global batch of a step, in the order of their positions."""
-        start = self._schedule.cursor(step)
-        return self.order.rows_of(start.epoch, start.position, start.position + self.size(step))
+        return self._schedule.samples(step)
 
     def feed(self, step: int, share: int) -> Feed:
         """The feed of one step for any one data rank, read now."""
@@ -198,7 +197,7 @@ class Stream:
             avoid: steps whose samples are not to be used.
         """
         full = self._schedule.size(step) == self._schedule.batch_size
-        start = step if full else step - step % self._schedule.steps_per_pass
+        start = step if full else step - step % self._schedule.steps_per_epoch
         if start in avoid:
             others = itertools.chain(range(start + 1, self.total_steps), range(start))
             alike = (other for other in others if self._schedule.size(other) == self._schedule.size(start))
@@ -213,7 +212,7 @@ class Stream:
                 continue
             few = np.minimum(np.arange(len(share.samples)), _WARM_ROWS - 1 if self._fetcher else len(share.samples))
             distinct, back = np.unique(few, return_inverse=True)
-            columns, _ = self._read(share.samples[distinct], share.epoch)
+            columns, _ = self._read(share.samples[distinct], share.passes[distinct])
             shares[rank] = share, {name: array[back] for name, array in columns.items()}
         return self._assembly.feed(start, shares)
 
@@ -240,7 +239,9 @@ class Stream:
         shares = [self._schedule.share(steps, rank, self._feeding.total) for rank in ranks]
         if not shares:
             return steps, {}
-        columns, good = self._read(np.concatenate([share.samples for share in shares]), shares[0].epoch)
+        samples = np.concatenate([share.samples for share in shares])
+        passes = np.concatenate([share.passes for share in shares])
+        columns, good = self._read(samples, passes)
         ends = np.cumsum([len(share.samples) for share in shares])
         parts = [slice(int(end) - len(share.samples), int(end)) for share, end in zip(shares, ends, strict=True)]
         return steps, {
@@ -262,14 +263,22 @@ class Stream:
             chunk = self._schedule.chunk(step, self._chunk_steps)
         return range(step, chunk.stop), shares
 
-    def _read(self, samples: Rows, epoch: int) -> tuple[Arrays, npt.NDArray[np.bool_] | None]:
-        """Transformed rows, and which of them are good; None where all are."""
-        counters = Counters(seed=self._schedule.order.seed, epoch=epoch)
+    def _read(self, samples: Rows, passes: Rows) -> tuple[Arrays, npt.NDArray[np.bool_] | None]:
+        """Transformed rows, each of its pass, and which of them are good; None where all are."""
+        good = np.ones(len(samples), dtype=np.bool_)
 
-        def read(wanted: Rows) -> Arrays:
-            return self._dataset.transform(self._reader.gather(wanted, epoch), wanted, counters, self._columns)
+        def compute(which: npt.NDArray[np.bool_], number: int) -> Arrays:
+            counters = Counters(seed=self._schedule.order.seed, epoch=number)
 
-        return (read(samples), None) if self._salvage is None else self._salvage.read(read, samples)
+            def read(wanted: Rows) -> Arrays:
+                return self._dataset.transform(self._reader.gather(wanted, number), wanted, counters, self._columns)
+
+            if self._salvage is None:
+                return read(samples[which])
+            columns, good[which] = self._salvage.read(read, samples[which])
+            return columns
+
+        return by_pass(passes, compute), None if self._salvage is None else good
 
 
 def schedule_of(
@@ -294,7 +303,7 @@ def reader_of(
 ) -> Rowwise:
     """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
     fits = index.rows * index.row_bytes <= memory_bytes or not index.groups[0].file
-    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes)
+    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes, order.seed)
 
 
 def _size(chunk: list[Feed]) -> int:

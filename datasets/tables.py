@@ -105,6 +105,9 @@ def _converted(value: Any, where: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(value)
     except ValueError as error:
+        ragged = _ragged(value)
+        if ragged is not None:
+            return ragged
         raise DataError(f"the values make no array: {error}", where=where, remedy="give every row one shape") from error
     except (RuntimeError, TypeError) as error:  # of tensors that track gradients, are bfloat16 or lie on a device
         raise DataError(
@@ -112,6 +115,18 @@ def _converted(value: Any, where: str) -> npt.NDArray[Any]:
             where=where,
             remedy="give a tensor that numpy can hold: .detach(), .cpu(), and .float() for bfloat16",
         ) from error
+
+
+def _ragged(value: Any) -> npt.NDArray[Any] | None:
+    """Rows that differ in length as an array of arrays, which `pad=` or `collate=` of a job brings to one shape."""
+    try:
+        rows = [np.asarray(row) for row in value]
+    except ValueError:
+        return None
+    array = np.empty(len(rows), dtype=object)
+    for place, row in enumerate(rows):
+        array[place] = row
+    return array
 
 
 def _series(series: Any, where: str) -> npt.NDArray[Any]:
@@ -130,7 +145,7 @@ def _sum(array: npt.NDArray[Any]) -> str:
     """SHA-256 over shape and content."""
     sums = hashlib.sha256(repr(array.shape).encode())
     if array.dtype != object:
-        sums.update(array.reshape(-1).view(np.uint8).data)
+        sums.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)  # such as data[:, 0] is strided
         return sums.hexdigest()
     for item in array.reshape(-1):  # repr shortens long arrays
         sums.update(f"{item.dtype.str}{_sum(item)}".encode() if isinstance(item, np.ndarray) else repr(item).encode())

@@ -74,6 +74,7 @@ class PipelineSource:
             row_bytes=max(sum(array.nbytes for array in first.values()) // looked_at, 1),
             hash=digest([rows, *named, values_digest([first]) if self.replayable else ""]),
             in_order=True,
+            weight=_PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else "",
         )
 
     def open(self, index: Index) -> NoReturn:
@@ -200,7 +201,8 @@ def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bo
     It travels as the function that makes it, because a data set cannot be sent to other processes. Each pass iterates
     it from the start: `make(epoch)` may shuffle and augment each epoch differently. Give single rows: the job's
     `batch_size` makes the batches, `epochs` the passes; `shuffle` of the job has no say. Elements are dicts of columns,
-    or (x, y) or (x, y, weight), which become the columns `x`, `y` and `weight` (dicts among them keep their names).
+    or (x, y) or (x, y, weight), which become the columns `x`, `y` and `weight` (dicts among them keep their names); a
+    job names the last one: `sample_weight="weight"`.
     Every worker iterates the whole pipeline and keeps its share of each batch: what the pipeline computes is computed
     by each of them; `parquet`, `tfrecord` and the like share the work.
 

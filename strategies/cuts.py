@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from trainwright.core.plan import Plan
 from trainwright.core.profile import ModelProfile
@@ -30,7 +31,7 @@ def cuts(
     little as can be together. Where that does not fit `room_bytes`, the slowest stage is as quick as can be among the
     divisions that do, by cuts that are no slower if that is possible. Where none does it is the quickest of all:
     `stage_memory` says by how much it does not fit, and where. Chunks are always cut for time: a stage's do not lie
-    beside each other.
+    beside each other. Each stage has a layer that is trained, where there are as many.
 
     Args:
         profile, batch_size, precision: as for `estimate`.
@@ -55,9 +56,9 @@ def cuts(
     room = _Room(memory=memory, order=layers.order, room_bytes=room_bytes)
     if not room.may_do(stages) or memory.of_stages(counted(profile, quickest), "", stages).max() <= room_bytes:
         return quickest
-    seconds, cut_s = _times(profile, machine, step)
-    for most in (limit, float(cut_s.max())):
-        found = _within(seconds, cut_s, stages, most, room)
+    layered = _times(profile, machine, step)
+    for most in (limit, float(layered.cut_s.max())):
+        found = _within(layered, stages, most, room)
         if found is not None:
             return found[0]
     return quickest
@@ -118,39 +119,77 @@ def _quickest(profile: ModelProfile, machine: Machine, step: _Step, stages: int)
 
     Cuts that are slower than one after the other are allowed, until even the quickest stages could not make up for it.
     """
-    seconds, cut_s = _times(profile, machine, step)
-    *limits, widest = np.unique(cut_s[:-1]).tolist()
-    floor = _within(seconds, cut_s, stages, widest, None)
+    layered = _times(profile, machine, step)
+    *limits, widest = np.unique(layered.cut_s[:-1]).tolist()
+    floor = _within(layered, stages, widest, None)
     assert floor is not None  # only memory can forbid every division
     best, most, least = floor[0], widest, floor[1] + widest
     for limit in limits:
         if limit + floor[1] >= least:
             break
-        found = _within(seconds, cut_s, stages, limit, None)
+        found = _within(layered, stages, limit, None)
         if found is not None and found[1] + limit < least:
             best, most, least = found[0], limit, found[1] + limit
     return best, most
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Layered:
+    """Of each layer: seconds of a micro-batch in it and over a cut behind it, and whether it is trained."""
+
+    seconds: Vector
+    cut_s: Vector
+    trained: npt.NDArray[np.bool_]
+
+
 @lru_cache(maxsize=1024)
-def _times(profile: ModelProfile, machine: Machine, step: _Step) -> tuple[Vector, Vector]:
-    """Seconds of a micro-batch in each layer, and over a cut behind it."""
+def _times(profile: ModelProfile, machine: Machine, step: _Step) -> _Layered:
+    """Seconds of a micro-batch, layer by layer."""
     alone = replace(Plan.parse(f"tp={step.tensor}"), micro_batch=step.rows, recompute=step.recompute)
     work = replace(work_of(profile, machine, alone, batch_size=step.rows, precision=step.precision), remote=step.remote)
     layers = gathered(profile)
     # Dear enough to be avoided wherever there is another cut; where there is none, the plan is refused.
     forbidden = np.array([step.tensor > 1 and layer.leads for layer in profile.layers]) * FORBIDDEN_S
     sent = step.rows * NUMBER_BYTES.get(step.precision, 4) * layers.over_cuts() / step.tensor
-    return layer_seconds(work)[layers.order], (send_seconds(work, sent)[layers.order] + forbidden)
+    return _Layered(
+        seconds=layer_seconds(work)[layers.order],
+        cut_s=send_seconds(work, sent)[layers.order] + forbidden,
+        trained=np.array([layer.trained for layer in profile.layers]),
+    )
 
 
-def _within(
-    seconds: Vector, cut_s: Vector, stages: int, limit: float, room: _Room | None
-) -> tuple[Sizes, float] | None:
-    """The best division of which no cut takes longer than a limit, and its slowest stage; None where there is none."""
-    begins = np.concatenate(([0], np.flatnonzero(cut_s[:-1] <= limit) + 1))
+def _within(layered: _Layered, stages: int, limit: float, room: _Room | None) -> tuple[Sizes, float] | None:
+    """The best division of which no cut takes longer than a limit, and its slowest stage; None where there is none.
+
+    A stage without a trained layer has nothing for an optimizer: where one would come of it, the layers between two
+    places where a cut may be are joined until each run has one, if there are as many trained layers as stages.
+    """
+    begins = np.concatenate(([0], np.flatnonzero(layered.cut_s[:-1] <= limit) + 1))
     if len(begins) < stages:
         return None
+    found = _divided(layered, begins, stages, room)
+    if found is None or layered.trained.sum() < stages:
+        return found
+    if np.logical_or.reduceat(layered.trained, np.cumsum((0, *found[0][:-1]))).all():
+        return found
+    joined = _joined(layered.trained, begins)
+    return _divided(layered, joined, stages, room) if len(joined) >= stages else None
+
+
+def _joined(trained: npt.NDArray[np.bool_], begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where runs of layers begin that have a trained one each."""
+    kept = [0]
+    for begin in begins[1:].tolist():
+        if trained[kept[-1] : begin].any() and trained[begin:].any():
+            kept.append(begin)
+    return np.array(kept, dtype=np.int64)
+
+
+def _divided(
+    layered: _Layered, begins: npt.NDArray[np.int64], stages: int, room: _Room | None
+) -> tuple[Sizes, float] | None:
+    """The best division into stages of whole runs of layers, given where each begins."""
+    seconds = layered.seconds
     costs = np.add.reduceat(seconds, begins)
     sizes = fitted(costs.tolist(), stages, room.of(begins) if room else None)
     if sizes is None:

@@ -166,7 +166,8 @@ class Judged:
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """As the metric gives it."""
-        return tensors_of(outputs).called(self.metric, self.loss.said(outputs, self.student), self.loss.label(targets))
+        said, label = self.loss.said(outputs, self.student), self.loss.label(targets)
+        return tensors_of(outputs).called(self.metric, said, label, metric=True)
 
 
 def judged(metrics: Mapping[str, Callable[[Any, Any], Any]], loss: Distilled) -> dict[str, Judged]:
@@ -191,7 +192,7 @@ class Heard:
         """As the metric gives it."""
         ops = tensors_of(outputs)
         said = Learning(self.loss, outputs, self.loss.columns(targets), ops).heard(self.teacher)
-        return ops.called(self.metric, said, self.loss.label(targets))
+        return ops.called(self.metric, said, self.loss.label(targets), metric=True)
 
 
 def heard(metrics: Mapping[str, Callable[[Any, Any], Any]], loss: Distilled) -> dict[str, Heard]:

@@ -50,7 +50,7 @@ class Tensors(Protocol):
     def precisely(self, like: Any) -> AbstractContextManager[Any]:
         """Within, nothing is computed in half precision."""
 
-    def called(self, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+    def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
         """A loss or metric of the user's, as the engines call it."""
 
     def answers(self, teacher: Inline, columns: Mapping[str, Any], like: Any) -> Mapping[str, Any]:

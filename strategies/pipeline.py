@@ -32,7 +32,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
             yield refusal
             continue
         for schedule, chunks in _schedules(question):
-            if chunks * mesh.pipeline <= len(question.profile.layers):
+            if chunks * mesh.pipeline <= question.profile.most_stages:
                 yield from _plans(question, mesh, schedule, chunks)
 
 
@@ -46,7 +46,7 @@ def _schedules(question: Question) -> Iterator[tuple[str, int]]:
 
 def stages_of(question: Question) -> Iterator[Mesh]:
     """Meshes with several stages over all ranks."""
-    ranks, layers = question.ranks, len(question.profile.layers)
+    ranks, layers = question.ranks, question.profile.most_stages
     for tensor in degrees(question):
         for stages in divisors(ranks // tensor):
             if 1 < stages <= layers and not ranks % (tensor * stages):
@@ -68,17 +68,25 @@ def whole(strategy: str, question: Question) -> Infeasible | None:
     elif question.profile.untraced:
         reason = "the model's forward cannot be followed, so that there is no saying where it may be cut"
         hint = f"it raised {question.profile.untraced}"
-    elif question.pins.mesh and question.pins.mesh.pipeline > len(question.profile.layers):
-        reason = f"{question.pins.mesh.pipeline} stages for {len(question.profile.layers)} layers"
-        hint = f"use pp={len(question.profile.layers)} or fewer"
+    elif question.profile.uncut:
+        reason, _, hint = question.profile.uncut.rpartition(": ")
+    elif question.pins.mesh and question.pins.mesh.pipeline > question.profile.most_stages:
+        reason = f"{question.pins.mesh.pipeline} stages for {_counted(question)}"
+        hint = f"use pp={question.profile.most_stages} or fewer"
     return Infeasible(strategy=strategy, reason=reason, hint=hint) if reason else None
 
 
 def indivisible(strategy: str, question: Question) -> Infeasible:
     """No number of stages that the ranks allow can be made of the layers."""
-    layers, ranks = len(question.profile.layers), question.ranks
-    reason = f"a model of {'one layer' if layers == 1 else f'{layers} layers'} cannot be divided for {ranks} ranks"
+    reason = f"a model of {_counted(question)} cannot be divided for {question.ranks} ranks"
     return Infeasible(strategy=strategy, reason=reason, hint="build the model of more modules, or use fewer workers")
+
+
+def _counted(question: Question) -> str:
+    """Layers that may be stages, in words."""
+    most, layers = question.profile.most_stages, len(question.profile.layers)
+    counted = "one layer" if most == 1 else f"{most} layers"
+    return counted if most == layers else f"{counted} that {'is' if most == 1 else 'are'} trained, of {layers}"
 
 
 def _plans(question: Question, mesh: Mesh, schedule: str, chunks: int) -> Iterator[Plan]:

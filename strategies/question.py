@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
 ANY = Pins()
 CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
+BATCH_NORM = "batch_norm"  # among what differs from one device
+REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Question:
         pins: what is said of the plan itself.
         own_step: the job's own function calls the model.
         offload: only plans are asked for that keep the model's state in the memory of the host.
+        together: batch norms look at the whole batch.
+        seated: each data rank keeps state of its own.
         workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
     """
 
@@ -45,6 +49,8 @@ class Question:
     pins: Pins = ANY
     own_step: bool = False
     offload: bool = False
+    together: bool = False
+    seated: bool = False
     workers: int | None = None
     min_workers: int | None = None
     max_workers: int | None = None
@@ -76,11 +82,13 @@ class Question:
             pins=pins,
             own_step=job.step is not None,
             offload=bool(pins.choices.get("offload")),
+            together=job.batch_norm == "sync",
+            seated=bool(job.local_state),
             workers=job.workers or pinned,
             min_workers=job.min_workers,
             max_workers=job.max_workers,
             devices=job.devices,
-            accumulation=job.accumulation or pins.choices.get("accumulation"),
+            accumulation=job.accumulation or pins.choices.get("accumulation") or _undivided(job),
             inexact=job.inexact,
             run=job.run,
             compile=job.compile,
@@ -94,6 +102,7 @@ class Question:
         return Question(
             profile=self.profile, cluster=self.cluster, batch_size=self.batch_size, precision=self.precision,
             own_step=self.own_step, inexact=self.inexact, run=self.run, compile=self.compile,
+            together=self.together, seated=self.seated,
             tf_config=self.tf_config, tpu=self.tpu,
         )  # fmt: skip
 
@@ -105,7 +114,12 @@ class Question:
     @cached_property
     def undeclared(self) -> tuple[str, ...]:
         """What would differ from one device and is not accepted."""
-        return tuple(item for item in self.profile.inexact if item not in self.inexact)
+        return tuple(item for item in self.inexact_parts if item not in self.inexact)
+
+    @property
+    def inexact_parts(self) -> tuple[str, ...]:
+        """What of the model differs from one device, on several."""
+        return tuple(item for item in self.profile.inexact if not (self.together and item == BATCH_NORM))
 
     @cached_property
     def per_node(self) -> int:
@@ -166,7 +180,7 @@ class Question:
     @cached_property
     def _inexact_notes(self) -> tuple[str, ...]:
         """What is not equal to one device."""
-        found = self.profile.inexact
+        found = self.inexact_parts
         return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in found)
 
     def unequal(self, strategy: str, data_ranks: int) -> Infeasible | None:
@@ -177,9 +191,24 @@ class Question:
         if self.undeclared and data_ranks > 1:
             reason = f"{', '.join(self.undeclared)} would give another result than one device"
             accepted = f"inexact={self.undeclared}"
-            hint = f"use a layer that looks at one sample (group or layer norm), or accept it: {accepted}"
+            synced = (
+                'set batch_norm="sync", ' if self.undeclared == (BATCH_NORM,) and strategy == REPLICATED[-1] else ""
+            )
+            hint = f"{synced}use a layer that looks at one sample (group or layer norm), or accept it: {accepted}"
             return Infeasible(strategy=strategy, reason=reason, hint=hint)
         return None
+
+    def needs_replicas(self, strategy: str) -> Infeasible | None:
+        """Why a strategy cannot do what the job asks of replicas; None where it can."""
+        own = strategy in REPLICATED and self.profile.framework in ("torch", "")
+        if own or not (self.together or self.seated):
+            return None
+        asked = "local_state=" if self.seated else 'batch_norm="sync"'
+        if self.profile.framework != "torch":
+            hint = "leave it out" if self.seated else "Keras has BatchNormalization(synchronized=True)"
+            return Infeasible(strategy=strategy, reason=f"{asked} is for torch models", hint=hint)
+        reason = f"{asked} needs all of the model on each worker"
+        return Infeasible(strategy=strategy, reason=reason, hint=f"use {REPLICATED[-1]}")
 
     def without_engine(self, strategy: str) -> Infeasible | None:
         """A framework or strategy that cannot be run on TPUs; only a job's own cluster is asked about that."""
@@ -196,6 +225,11 @@ class Question:
             return None
         why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
         return Infeasible(strategy=strategy, reason=why, hint="give the job two workers or more")
+
+
+def _undivided(job: Job) -> int | None:
+    """One micro-batch of each worker, where batch norms look at all of them as at the whole batch."""
+    return 1 if job.batch_norm == "sync" and BATCH_NORM not in job.inexact else None
 
 
 def divided(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:

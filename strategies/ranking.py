@@ -189,7 +189,10 @@ def _proposals(question: Question) -> Iterator[Plan | Infeasible]:
     from trainwright.strategies import strategies_for
 
     for name, strategy in strategies_for(question.profile.framework).items():
-        if question.run == "fit" and not hasattr(strategy, "FIT"):
+        refused = question.needs_replicas(name)
+        if refused is not None:
+            yield refused
+        elif question.run == "fit" and not hasattr(strategy, "FIT"):
             framework = question.profile.framework
             no_fit = "and it has no such strategy" if framework == "tensorflow" else f"and this model is of {framework}"
             reason = getattr(strategy, "NO_FIT", f'run="fit" is Keras\' own, {no_fit}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,11 @@ def staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple[str, st
         return f"{plan.sections} chunks for {layers} layers", "use schedule=1f1b, or fewer stages or chunks"
     if plan.stages and (sum(plan.stages) != layers or len(plan.stages) != plan.sections):
         return f"stages={plan.stages} do not cover {layers} layers in {plan.sections} parts", "leave out"
+    if plan.stages and profile.trains and plan.chunks == 1:
+        bounds = np.cumsum((0, *plan.stages)).tolist()
+        for stage, (first, stop) in enumerate(pairwise(bounds)):
+            if not any(layer.trained for layer in profile.layers[first:stop]):
+                return f"stage {stage} of stages={plan.stages} has no layer that is trained", "leave stages= out"
     micro_batches, _ = plan.micro_batches(batch_size)
     if plan.streamed and micro_batches < mesh.pipeline:
         return scanty(plan, micro_batches)

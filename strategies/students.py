@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
+from trainwright.core import generators
 from trainwright.core.data import Columns
 from trainwright.core.distillation import matched, of_layer, teacher_column
 from trainwright.core.errors import JobError, nearest
@@ -77,7 +74,7 @@ class Students:
 
     def __call__(self) -> Any:
         """Build them."""
-        again, models = _drawing(), {}
+        again, models = generators.kept(), {}
         for name, build in self.builders.items():
             again()
             models[name] = build()
@@ -157,20 +154,6 @@ def _classes(model: Any) -> Classes:
                 return classes
     named = f"{type(model).__module__}.{type(model).__qualname__}"
     raise JobError([f"a student's builder returned {named}: return a torch.nn.Module, or a keras.Model"])
-
-
-def _drawing() -> Callable[[], None]:
-    """Remembers where random numbers are; what it gives goes back there, as often as it is called."""
-    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
-    state = torch.get_rng_state() if torch else None
-
-    def again() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if torch:
-            torch.set_rng_state(state)
-
-    return again
 
 
 def _column(sample: Columns, teacher: str, layer: str) -> Shape:

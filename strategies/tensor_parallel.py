@@ -60,7 +60,7 @@ def _indivisible(question: Question) -> Infeasible:
         reason = f"no degree from 2 divides {heads} heads and the {per_node} devices of a node"
         hint = "use a number of workers on each node that shares a divisor with the heads"
     if question.profile.indivisible:
-        reason = question.profile.indivisible
+        reason, hint = question.profile.indivisible, "use sharded or data parallelism, or a pipeline"
     if question.compile == "inductor":
         reason, hint = 'compile="inductor" was not tried with it', "leave compile out, or use tp=1"
     return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)

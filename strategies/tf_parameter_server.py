@@ -60,6 +60,9 @@ def refused(question: Question) -> Infeasible | None:
         return Infeasible(strategy=name, reason="its addresses are chosen as processes start", hint=hint)
     if question.compile == "eager":
         return Infeasible(strategy=name, reason="its workers run compiled functions", hint='leave compile="eager" out')
+    if question.profile.loss_scale:
+        hint = "use mixed_bfloat16, or another strategy"
+        return Infeasible(strategy=name, reason="mixed_float16 scales the loss of whole steps", hint=hint)
     if choices.get("consistency", "async") != "async":
         hint = 'set consistency="async" or leave it out; tf_multi_worker_mirrored steps together'
         reason = f"consistency={choices['consistency']!r}: TensorFlow's servers apply each update at once"

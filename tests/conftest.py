@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ pytest_plugins = ["tests.s3"]
 
 
 # The longest come first and the short ones last, so that all processes end together.
-ORDER = ("faults", "conformance/test_conformance", "ray", "hosts", "e2e", "conformance", "unit")
-GROUPS = ("tests/faults/", "tests/ray/")  # run by one process each: their files share a Ray cluster
+ORDER = ("faults", "conformance/test_conformance", "ray", "hosts", "e2e", "programs", "conformance", "unit")
+# Run by one process each, since their files share a Ray cluster; the faults would be longer than all others together.
+GROUPS = (r"tests/faults/test_[l-z]", r"tests/faults/test_[a-k]", r"tests/ray/")
+LEAST, MOST = 3, 8  # processes
 STAND_BACK = 1  # niceness of the processes beside the one with the longest group
-APART = ("extras", "hosts", "nodes")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
+APART = ("extras", "hosts", "nodes", "soak")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
 gc.disable()  # until all is collected: imports make no garbage
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its workers starve beside another process
 
@@ -66,8 +69,8 @@ def pytest_collection_finish() -> None:
 
 
 def group_of(test: str) -> str:
-    """Return what one process runs as a whole: a folder whose files share a Ray cluster, or a file."""
-    return next((group for group in GROUPS if test.startswith(group)), test.partition("::")[0])
+    """Return what one process runs as a whole: files that share a Ray cluster, or a file."""
+    return next((group for group in GROUPS if re.match(group, test)), test.partition("::")[0])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -75,6 +78,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     shared = "PYTEST_XDIST_WORKER" in os.environ
     if shared and group_of(item.nodeid) != GROUPS[0] and os.nice(0) < STAND_BACK:
         os.nice(STAND_BACK)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the processes of `-n auto`: more than two cores, since tests often wait; each may take 1.5 GB."""
+    return max(LEAST, min(os.cpu_count() or LEAST, MOST))
 
 
 @pytest.hookimpl(optionalhook=True)

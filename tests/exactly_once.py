@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests import jobs
 from trainwright.datasets import Dataset
 
 ROWS, IDS, BATCH, SEED, RATE = 20_000, 20_000, 400, 5, 1e-2
+HELD_S = 100.0  # at most
 
 
 class Account(nn.Module):
@@ -82,8 +84,13 @@ def strike(mark: Path, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def make_step(kills: tuple[jobs.Kill, ...], marks: str) -> Any:
-    """A step that accounts for its ids, dies where it is told to, and shows which ids each rank had."""
+def released(marks: str, step: int) -> Path:
+    """The file that those who are held at a step wait for."""
+    return Path(marks) / f"go-{step}"
+
+
+def make_step(kills: tuple[jobs.Kill, ...], marks: str, held: int) -> Any:
+    """A step that accounts for its ids, dies where it is told to, and waits at one step until it is released."""
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         account: Any = getattr(model, "module", model)
@@ -93,6 +100,10 @@ def make_step(kills: tuple[jobs.Kill, ...], marks: str) -> Any:
         for kill in kills:
             if kill.rank == jobs.rank() and kill.step == now and account.training:
                 kill.strike()
+        for _ in range(int(HELD_S / 0.05)) if now == held and account.training else ():
+            if released(marks, held).exists():
+                break
+            threading.Event().wait(0.05)
         assert bool((batch["double"] == 2 * batch["id"]).all()), "columns of different rows"
         values = model(batch["id"])
         return values - values.detach()
@@ -105,14 +116,16 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE)
 
 
-def job(folder: str, marks: str, *, kills: tuple[jobs.Kill, ...] = (), fatal: int = -1, **fields: Any) -> tw.Job:
-    """One pass: 50 steps of 400 ids, a checkpoint after each 5."""
+def job(
+    folder: str, marks: str, *, kills: tuple[jobs.Kill, ...] = (), fatal: int = -1, held: int = -1, **fields: Any
+) -> tw.Job:
+    """One pass: 50 steps of 400 ids, a checkpoint after each 5; all wait at step `held` until it is `released`."""
     return tw.Job(
         **{
             "name": "faulty",
             "model": Account,
             "optimizer": sgd,
-            "step": make_step(kills, marks),
+            "step": make_step(kills, marks, held),
             "train": dataset(marks, fatal),
             "batch_size": BATCH,
             "seed": SEED,
@@ -120,6 +133,7 @@ def job(folder: str, marks: str, *, kills: tuple[jobs.Kill, ...] = (), fatal: in
             "storage": folder,
             "workers": 2,
             "hang_deadline_s": 120.0,
+            "preflight": False,  # faults are in the job's functions, and are for workers alone
             **fields,
         }
     )

@@ -220,6 +220,7 @@ def job(
             "spares": 0,
             "keeper_s": 0,
             "hang_deadline_s": 60.0,
+            "preflight": False,  # faults are in the job's functions, and are for workers alone
             **fields,
         }
     )

@@ -102,6 +102,7 @@ def job(
             "storage": str(folder),
             "workers": 2,
             "strategy": "tf_multi_worker_mirrored",
+            "preflight": False,  # faults are in the job's functions, and are for workers alone
             "spares": 0,
             "keeper_s": 0,
             "hang_deadline_s": 60.0,
@@ -137,6 +138,54 @@ def fit_job(folder: Path | str, kills: tuple[Kill, ...] = (), patience: int | No
     fit = {"run": "fit", "step": None, "loss": loss, "inputs": "x", "targets": "y", "callbacks": callbacks}
     alone = {"workers": 1, "strategy": "tf_one_device", "evaluate": tw.datasets.table(data())}
     return job(folder, **{**fit, **alone, **fields})
+
+
+def make_gan() -> Any:
+    """Two networks without call(), each with an optimizer of its own, and noise."""
+    import keras
+    import tensorflow as tf
+
+    class Gan(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(5)
+            self.generator = keras.Sequential([keras.Input((2,)), keras.layers.Dense(WIDTH)])
+            self.discriminator = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid")])
+            self.compile()
+            self.d_optimizer, self.g_optimizer = keras.optimizers.Adam(0.03), keras.optimizers.Adam(0.01)
+
+        def train_step(self, real: Any) -> Any:
+            noise = keras.random.normal((tf.shape(real)[0], 2), seed=self.seed)
+            with tf.GradientTape(persistent=True) as tape:
+                wrong = self.discriminator(self.generator(noise))
+                d_loss = tf.reduce_mean((1 - self.discriminator(tf.cast(real, tf.float32))) ** 2) + tf.reduce_mean(
+                    wrong**2
+                )
+                g_loss = tf.reduce_mean((1 - wrong) ** 2)
+            parts = ((self.discriminator, d_loss, self.d_optimizer), (self.generator, g_loss, self.g_optimizer))
+            for part, loss, optimizer in parts:
+                optimizer.apply(tape.gradient(loss, part.trainable_weights), part.trainable_weights)
+            return {"d_loss": d_loss, "g_loss": g_loss}
+
+    return Gan()
+
+
+def gan_job(folder: Path | str, kills: tuple[Kill, ...] = (), **fields: Any) -> tw.Job:
+    """Such a GAN trained by Keras' `fit` on the rows alone; a kill strikes at the end of its step."""
+
+    def callbacks() -> list[Any]:
+        import keras
+
+        def strike(batch: int, logs: Any) -> None:
+            for kill in kills:
+                if kill.step == striking.model.d_optimizer.iterations.numpy():
+                    kill.strike()
+
+        striking = keras.callbacks.LambdaCallback(on_train_batch_end=strike)
+        return [striking]
+
+    gan = {"model": make_gan, "optimizer": None, "loss": None, "targets": (), "evaluate": None, "callbacks": callbacks}
+    return fit_job(folder, **{**gan, **fields})
 
 
 def pipeline(epoch: int) -> Any:

@@ -10,6 +10,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from tests import nursery
 
 ROOT = Path(__file__).parent.parent
 FORKING = "tests.clusters"  # the command line with workers that are forked; the fixture `forked_workers` comes first
@@ -44,7 +47,10 @@ def write_job(folder: Path, storage: Path, *, step_s: float = 0.0, **fields: obj
 def trainwright(
     *arguments: object, step_s: float = 0.0, cluster: str = "", module: str = "trainwright"
 ) -> Iterator[subprocess.Popen[str]]:
-    """A `python -m trainwright` process with pipes, on a Ray cluster or its own; killed when the block is left."""
+    """A `python -m trainwright` process with pipes, on a Ray cluster or its own; killed when the block is left.
+
+    It is forked where the cluster's workers are: see `tests.nursery`.
+    """
     with python("-m", module, *arguments, step_s=step_s, cluster=cluster) as process:
         yield process
 
@@ -57,15 +63,19 @@ def python(*arguments: object, step_s: float = 0.0, cluster: str = "") -> Iterat
     environment.pop("RAY_ADDRESS", None)
     if cluster:
         environment["RAY_ADDRESS"] = cluster
-    process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        start_new_session=True,
-    )
+    process: Any
+    if nursery.VARIABLE in environment and arguments[0] == "-m" and (cluster or FORKING in arguments):
+        process = nursery.Forked(environment[nursery.VARIABLE], [*map(str, arguments)], environment, str(ROOT))
+    else:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:

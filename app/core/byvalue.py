@@ -1,8 +1,12 @@
-"""Modules of a job file, a script or a notebook travel by value: other processes could not import them."""
+"""Modules of a job file, a script or a notebook travel by value: other processes could not import them.
+
+What such a module sets in a framework for the whole process, such as Keras' policy, travels with them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import site
 import sys
@@ -13,6 +17,14 @@ from typing import Any
 
 import cloudpickle
 
+from trainwright.core.frameworks import load
+
+# Of each framework by its import name, the module that knows its settings for a whole process.
+_SETTINGS = {
+    "keras": "trainwright.strategies.tensorflow.settings",
+    "torch": "trainwright.strategies.torch.settings",
+}
+
 _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     *site.getsitepackages(),
@@ -22,6 +34,23 @@ _INSTALLED = (
 # Of other environments that PYTHONPATH leads to, as on clusters with environment modules.
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _FOREIGN = tuple({f"{folder}{os.sep}" for path in _INSTALLED for folder in (path, os.path.realpath(path))})
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value with the user's own modules by value, and the settings of the frameworks in this process."""
+    with by_value(), io.BytesIO() as stream:
+        found = {name: load(module).captured() for name, module in _SETTINGS.items() if name in sys.modules}
+        for each in ({name: settings for name, settings in found.items() if settings}, value):
+            _Pickler(stream).dump(each)
+        return stream.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """The value again. This process takes the settings first, and imports the frameworks that they are of."""
+    stream = io.BytesIO(data)
+    for name, settings in cloudpickle.load(stream).items():
+        load(_SETTINGS[name]).apply(settings)
+    return cloudpickle.load(stream)
 
 
 @contextlib.contextmanager
@@ -36,6 +65,16 @@ def by_value() -> Iterator[None]:
     finally:
         for module in registered:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Pickles objects of Keras' with what they know by a name alone."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """As `pickle` has it."""
+        keras = sys.modules.get(_SETTINGS["keras"])
+        reduced = keras.reduced(obj) if keras is not None else None
+        return super().reducer_override(obj) if reduced is None else reduced
 
 
 def is_users(module: Any) -> bool:

@@ -6,9 +6,11 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
+from trainwright.core import mistaken
 from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.collation import MASK
 from trainwright.core.errors import PlanError, nearest
+from trainwright.core.keras_order import is_summed
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
@@ -30,10 +32,9 @@ def inconsistencies(job: Job) -> list[str]:
         problems.append("inputs= is missing: name the columns given to the model")
     if job.metrics and not job.inputs:
         problems.append("metrics= need inputs= and targets=")
-    if not hasattr(job.train, "map_batches"):
-        problems.append("train= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
-    if job.evaluate is not None and not hasattr(job.evaluate, "map_batches"):
-        problems.append("evaluate= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+    data = {"train": job.train} | ({} if job.evaluate is None else {"evaluate": job.evaluate})
+    problems += filter(None, (mistaken.data_problem(name, value) for name, value in data.items()))
+    problems += filter(None, (mistaken.function_problem(name, getattr(job, name)) for name in ("model", "schedule")))
     if job.on_crash_loop == "skip" and job.failures < LOOP:
         problems.append(f'on_crash_loop="skip" tells a loop by {LOOP} failures alike: set failures={LOOP} or more')
     for tracker in job.trackers:
@@ -42,7 +43,41 @@ def inconsistencies(job: Job) -> list[str]:
             for name in ("begin", "log", "end")
             if not callable(getattr(tracker, name, None))
         ]
-    problems += _padding_problems(job) + _bounds_problems(job) + _alone_problems(job)
+    problems += _weight_problems(job) + _padding_problems(job) + _bounds_problems(job)
+    problems += _alone_problems(job) + _rank_problems(job)
+    return problems
+
+
+def _rank_problems(job: Job) -> list[str]:
+    """Where what ranks keep or see together does not go with how many they are, or with their micro-batches."""
+    problems = []
+    if job.local_state and job.elastic:
+        problems.append(
+            "local_state= is kept by rank and cannot be divided anew: leave min_workers= and max_workers= out"
+        )
+    if job.batch_norm == "sync" and (job.accumulation or 1) > 1 and "batch_norm" not in job.inexact:
+        problems.append(
+            f'batch_norm="sync" looks at micro-batches, not at the whole batch, with accumulation={job.accumulation}: '
+            'leave accumulation= out, or accept the difference with inexact=("batch_norm",)'
+        )
+    return problems
+
+
+def _weight_problems(job: Job) -> list[str]:
+    """What is wrong with the weights of samples, and with the reduction of a loss of Keras'."""
+    problems = []
+    given = [name for name in ("sample_weight", "class_weight") if getattr(job, name)]
+    if len(given) > 1:
+        problems.append("sample_weight= and class_weight= exclude each other: multiply the weights in a column")
+    if given and job.step is not None:
+        problems.append(f"{given[0]}= has no place with step=: multiply the losses there, or return Terms")
+    if job.class_weight and len(job.wanted_targets) != 1:
+        problems.append("class_weight= needs one column of targets=, the class: weigh several with sample_weight=")
+    if is_summed(job.loss) and job.run == "step":
+        problems.append(
+            'loss= has reduction="sum", and steps take the mean over the global batch: leave reduction= out and '
+            'multiply the loss by batch_size, or use run="fit", which sums'
+        )
     return problems
 
 
@@ -94,6 +129,10 @@ def _loop_problems(job: Job) -> list[str]:
         problems.append("give either loss= with inputs= and targets=, or step=")
     if job.optimizer is None:
         problems.append("optimizer= is missing")
+    if not (job.loss or job.step or job.optimizer):
+        problems.append(
+            'where model() returns a compiled Keras model, run="fit" trains it by what it was compiled with'
+        )
     if job.callbacks is not None:
         problems.append('callbacks= are for run="fit": set it, or leave them out')
     return problems

@@ -34,14 +34,19 @@ class ModelSpec:
         targets: column names given to loss and metrics (one value, or a tuple when several).
         compile: `auto`, `eager`, `xla` or `inductor`.
         collation: applied to each micro-batch before its columns become tensors.
+        sample_weight: column that the losses of each sample are multiplied by; empty for none.
+        class_weight: class -> what the losses of its samples are multiplied by in training; 1 for others.
         metrics: name -> (outputs, targets) -> (samples,) or Terms.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate.
         clip_norm: largest global gradient norm; None does not clip.
         guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
         inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
+        batch_norm: `local` or `sync`: what batch norms of torch models look at in training.
+        local_state: names or patterns of buffers that each data rank keeps as its own.
         tensor_plan: how tensor-parallel ranks divide modules, by name or pattern; empty finds it.
         outputs: names of the outputs that `predict_step` gives; empty gives all.
         sample: () -> a batch of one row, for a model that learns its shapes from data.
+        batch_size: rows of a global batch.
         epochs: that the steps are of.
         callbacks: () -> callbacks of Keras, for `run="fit"`.
         validation: () -> feeds of an evaluation, from step 0 on, for `run="fit"`.
@@ -56,6 +61,8 @@ class ModelSpec:
     inputs: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    sample_weight: str = ""
+    class_weight: Mapping[int, float] = field(default_factory=dict)
     compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
     collation: Collation = field(default_factory=Collation)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
@@ -64,9 +71,12 @@ class ModelSpec:
     guard: bool = False
     seed: int = 0
     inexact: tuple[str, ...] = ()
+    batch_norm: Literal["local", "sync"] = "local"
+    local_state: tuple[str, ...] = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     sample: Callable[[], Batch] | None = None
+    batch_size: int = 1
     epochs: int = 1
     callbacks: Callable[[], Sequence[Any]] | None = None
     validation: Callable[[], Iterable[Feed]] | None = None
@@ -79,6 +89,11 @@ class ModelSpec:
             problems.append('compile="xla" is for TensorFlow models: leave it out')
         if self.compile == "inductor" and not capabilities.inductor:
             problems.append('compile="inductor" is for torch models: leave it out')
+        whole = 'strategy="data_parallel" or "one_device" with a torch model'
+        if self.batch_norm == "sync" and not capabilities.synchronized_batch_norm:
+            problems.append(f'batch_norm="sync" needs {whole}; Keras has BatchNormalization(synchronized=True)')
+        if self.local_state and not capabilities.local_state:
+            problems.append(f"local_state= needs {whole}")
         if problems:
             raise JobError(problems)
 
@@ -125,6 +140,12 @@ class Engine(Protocol):
 
     def predict_step(self, feed: Feed) -> Columns:
         """Outputs of the model for the feed's rows, as numpy arrays by name. Called as `evaluate_step` is."""
+
+    def verify(self) -> None:
+        """Between two steps: raise JobError, on every rank, where replicas have come to differ. Every rank calls it.
+
+        Does nothing where no two ranks hold the same, or the framework itself keeps them equal.
+        """
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Send and receive state as decided; every member of the group calls it with the same moves."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
+_SHOWN_LINES = 20  # of a detail in a notebook
+
 
 class TrainwrightError(Exception):
     """Base of every error raised on purpose.
@@ -31,6 +33,12 @@ class TrainwrightError(Exception):
     def __str__(self) -> str:
         detail = f"{self.detail.rstrip()}\n" if self.detail else ""
         return f"{detail}{self.summary}"
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback, whose frames are ours and tell nobody what to mend."""
+        detail = self.detail.rstrip().splitlines()
+        shown = ["...", *detail[-_SHOWN_LINES:]] if len(detail) > _SHOWN_LINES else detail
+        return [*shown, f"{type(self).__name__}: {self.summary}"]
 
     def hide(self, rewrite: Callable[[str], str]) -> None:
         """Rewrite every text of it, such as to leave secrets out."""

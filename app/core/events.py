@@ -372,6 +372,20 @@ class Noted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Printed(Event):
+    """A line that the job's own functions printed on a rank."""
+
+    kind = "printed"
+    rank: int = 0
+    line: str = ""
+
+    @property
+    def text(self) -> str:
+        """`[rank 0] hello`."""
+        return f"[rank {self.rank}] {self.line}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Judged(Event):
     """Students were judged beside their teachers: facts of `distilling.verdict.Verdict`, and what they come to."""
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainwright.core.errors import JobError, nearest
+from trainwright.core.mistaken import function_problem
 
 _ALTERNATIVE = re.compile(r"literal\[|constrained-|callable$")  # how pydantic names the members of a union
 
@@ -46,6 +47,8 @@ def _problems(error: ValidationError, kind: type[Fields]) -> list[str]:
             problems.append(f"{'.'.join(parts)}= is missing")
         elif isinstance(cause, JobError):
             problems.extend(cause.problems)
+        elif item["type"] == "callable_type" and (known := function_problem(parts[0], item["input"])):
+            problems.append(known)
         else:
             field = f"{'.'.join(part for part in parts if not _ALTERNATIVE.match(part))}={item['input']!r}"
             said = f"{item['msg'][0].lower()}{item['msg'][1:]}"

@@ -41,6 +41,8 @@ class Capabilities:
         static_shapes: every micro-batch must have the same number of rows.
         xla: it can compile steps by XLA.
         inductor: it can compile models by `torch.compile`.
+        local_state: data ranks can keep buffers of their own.
+        synchronized_batch_norm: batch norms can look at the whole batch.
     """
 
     reform: Reform = "in_place"
@@ -50,6 +52,8 @@ class Capabilities:
     static_shapes: bool = False
     xla: bool = False
     inductor: bool = False
+    local_state: bool = False
+    synchronized_batch_norm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +113,15 @@ class StateTag:
     Attributes:
         step: number of completed steps; None for a state that was built and never trained or loaded.
         layout: name of the partition of the state, such as `replicated`; pieces of different layouts do not mix.
-        pieces: names of the pieces held; together the ranks' pieces must cover `whole`.
-        whole: names of all pieces of the layout.
+        pieces: names of the pieces held.
+        total: number of pieces of the layout. Ranks hold the whole state together where their pieces are as many.
         sound: not interrupted inside the optimizer.
     """
 
     step: int | None
     layout: str = "replicated"
     pieces: frozenset[str] = frozenset({"state"})
-    whole: frozenset[str] = frozenset({"state"})
+    total: int = 1
     sound: bool = True
 
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.collation import Collation, Pad
@@ -28,14 +28,23 @@ class Job(Fields):
 
     Attributes:
         name: of the run; the same name resumes it. Letters, digits, dots, dashes and underscores.
-        model: () -> torch.nn.Module or keras.Model; called in each worker.
+        model: () -> torch.nn.Module or keras.Model; called in each worker. What this process is told for all its models
+            (Keras' policy, floatx, epsilon and image format, torch's default type) is what workers are told.
         optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. May be left out, like loss and
             metrics, where `run="fit"` and model() returns a compiled model.
         train: data set to train on, such as `tw.datasets.parquet("data/train")`.
-        loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks.
+        loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks. Keras' own
+            losses and functions, and a function whose parameters are called `(y_true, y_pred)`, are called in that
+            order; so are metrics.
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
-        targets: column name or names given to loss and metrics.
+        targets: column name or names given to loss and metrics; none where a Keras `train_step` takes inputs alone.
+        sample_weight: column that each sample's loss is multiplied by, (rows,) or one for each step (rows, steps), as
+            Keras' `fit` does it: the mean is over all samples, whatever their weights. Of `evaluate` too; metrics are
+            not weighted. To divide by the sum of weights, return `Terms` or give Keras' loss
+            `reduction="mean_with_sample_weight"`.
+        class_weight: class -> factor of its samples' losses in training, 1 for others, as Keras' `fit` has it: the
+            target is the number of the class, or one-hot. Instead of sample_weight.
         pad: column -> `tw.Pad(value=0, multiple=8)`, for columns whose rows differ in length: each micro-batch is
             padded, and `<column>_mask` (bool, True where the data is) may be named in inputs and targets.
         collate: (columns) -> columns of as many rows, instead of pad: takes the dict of all the data set's columns as
@@ -46,7 +55,8 @@ class Job(Fields):
         batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
         epochs: passes over the data, unless `epoch_samples` is given.
         epoch_samples: samples of a virtual epoch: checkpoints, evaluations, schedules and `epochs` count these instead
-            of passes, and mean the same when the data grows.
+            of passes, and mean the same when the data grows. A batch may hold the end of one pass and the beginning of
+            the next; only the last one of an epoch is short.
         seed: of everything random: each step seeds the global generators of torch, NumPy and Python, which a
             transform must leave alone (it is given one of its own), since it runs beside steps.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
@@ -88,6 +98,10 @@ class Job(Fields):
             `nesterov(rate,momentum)`: Nesterov's method on the mean difference.
         probe: measure plans that are predicted to be about as good before the first step of a run that is long enough,
             and go on with the quickest; nothing of it is left in state, order or randomness.
+        preflight: try model, loss, optimizer, schedule and metrics on five rows before any worker starts, in a process
+            of its own on one CPU, so that what is wrong with them shows before the run begins. Callbacks are not
+            called. Left out where a transform of the data is slow to open, where teachers run in the loss, inside Ray
+            Train, and for a run that goes on; cut short for models of more than 1 GiB, or after 5 s of CPU time.
         accelerator: `auto`, `cpu`, `gpu` or `tpu`.
         precision: `fp32` leaves the model's own types, `bf16` computes under autocast, and torch's `fp16` with losses
             scaled as by `torch.amp.GradScaler`: a step that overflows changes nothing and halves the scale.
@@ -113,7 +127,17 @@ class Job(Fields):
             node (on two, where every failure needs new processes). 0 for none; none where replicas live on two nodes.
         keep: checkpoints kept.
         evaluate_epochs: epochs between evaluations.
-        inexact: what may differ between one device and many, such as `("batch_norm",)`.
+        inexact: what may differ between one device and many: `("batch_norm",)`; `("batch_loss",)` for a loss that
+            compares the samples of a batch and sees a part of it (`tw.gather` shows it all of them); `("replicas",)`
+            for workers on unlike hardware, whose copies of the model may drift apart. By default these are compared
+            before each checkpoint and evaluation and after each recovery, and a difference ends the run
+            (`docs/replicas.md`).
+        batch_norm: what a torch model's batch norms look at in training: `local`, each worker's own share (needs
+            `inexact`), with running statistics that are averaged over the workers in each step, or `sync`, the whole
+            batch, as on one device.
+        local_state: names or patterns, such as `*.hidden`, of a torch model's buffers that each worker keeps as its
+            own, saved and restored by rank. Where a worker is lost, all go back to the last copy of the state in memory
+            (`keeper_s`) or storage; their number cannot change.
         tensor_plan: how tensor-parallel ranks divide modules, by name or pattern such as `blocks.*.up`: `column`
             (linear layers by their outputs), `row` (by the inputs that columns give them), `gathered` (by outputs,
             which are then gathered) or `vocabulary` (tables). By default it is found.
@@ -146,6 +170,8 @@ class Job(Fields):
     loss: Callable[[Any, Any], Any] | None = None
     inputs: str | Names | Mapping[str, str] = ()
     targets: str | Names = ()
+    sample_weight: str | None = None
+    class_weight: Mapping[int, float] = Field(default_factory=dict)
     pad: Mapping[str, Pad] = Field(default_factory=dict)
     collate: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     step: Callable[[Any, Any], Any] | None = None
@@ -173,6 +199,7 @@ class Job(Fields):
     local_steps: Annotated[int, Field(ge=1)] = 1
     outer: str | None = None
     probe: bool = True
+    preflight: bool = True
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
@@ -189,6 +216,8 @@ class Job(Fields):
     keep: Annotated[int, Field(ge=1)] = 3
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
     inexact: Names = ()
+    batch_norm: Literal["local", "sync"] = "local"
+    local_state: str | Names = ()
     tensor_plan: Mapping[str, Literal["column", "row", "gathered", "vocabulary"]] = Field(default_factory=dict)
     failures: Annotated[int, Field(ge=0)] = 3
     failures_an_hour: Annotated[int, Field(ge=0)] | None = None
@@ -201,6 +230,12 @@ class Job(Fields):
     skip_limit: Annotated[int, Field(ge=0)] = 100
     hang_deadline_s: Annotated[float, Field(gt=0)] | None = None
     trackers: tuple[Any, ...] = ()
+
+    @field_validator("inexact", mode="before")
+    @classmethod
+    def _split(cls, given: Any) -> Any:
+        """Take names in one text, as the command line gives them, for several."""
+        return tuple(name.strip() for name in given.split(",") if name.strip()) if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:
@@ -259,11 +294,16 @@ class Job(Fields):
         return () if self.collate else self.collation.sources(self.wanted_targets)
 
     @property
+    def weight_columns(self) -> Names:
+        """Columns of the data set that the samples' weights are made of; none where `collate` makes them."""
+        return () if self.collate or not self.sample_weight else self.collation.sources((self.sample_weight,))
+
+    @property
     def columns(self) -> Names | None:
         """Columns that must be read; None for all, where `step` or `collate` takes what it likes."""
         if self.step is not None or self.collate is not None:
             return None
-        return tuple(dict.fromkeys(self.input_columns + self.target_columns))
+        return tuple(dict.fromkeys(self.input_columns + self.target_columns + self.weight_columns))
 
     def ordering(self, *, evaluate: bool = False) -> dict[str, Any]:
         """What the order of the samples follows from beside the data: arguments of `datasets.stream.schedule_of`."""
@@ -294,6 +334,8 @@ class Job(Fields):
             inputs=self.arguments,
             keywords=self.keywords,
             targets=self.wanted_targets,
+            sample_weight=self.sample_weight or "",
+            class_weight=dict(self.class_weight),
             collation=self.collation,
             compile=self.compile,
             metrics=dict(self.metrics),
@@ -302,8 +344,11 @@ class Job(Fields):
             guard=self.on_nonfinite == "skip",
             seed=self.seed,
             inexact=self.inexact,
+            batch_norm=self.batch_norm,
+            local_state=_names(self.local_state),
             tensor_plan=dict(self.tensor_plan),
             sample=sample,
+            batch_size=self.batch_size,
             epochs=self.epochs,
             callbacks=self.callbacks,
             validation=validation,

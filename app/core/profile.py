@@ -31,6 +31,7 @@ class LayerCost:
         reductions: all-reduces of its output, forward, where tensor parallelism divides it.
         leads: what it gives is divided then: no cut may follow on it.
         tied_parameters: parameters that are another layer's, and held again where that one is on another stage.
+        trained: some of its own parameters are trained.
     """
 
     name: str = field(compare=False)  # layers that cost the same are the same to every estimate
@@ -50,6 +51,7 @@ class LayerCost:
     reductions: int = 0
     leads: bool = False
     tied_parameters: int = 0
+    trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,9 @@ class ModelProfile:
         indivisible: why no tensor-parallel rank can do its part of any layer as the model is written.
         recounted: a buffer of the state inside of what recompute=full computes again; empty where there is none.
         trained: rows (of the first dimension) and bytes of each parameter that is trained; empty where not known.
+        uncut: why a pipeline's stages cannot follow its forward, each for itself; empty where they can.
         untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
+        loss_scale: whether it computes in float16 with a scaled loss, as Keras' policy `mixed_float16` does.
         guests: models that run in the loss, forward alone and untrained, such as teachers; their inputs are the
             targets, so that no layout divides them.
         trains: whether it does; a model that predicts has neither gradients nor an optimizer, and keeps no activations.
@@ -81,7 +85,9 @@ class ModelProfile:
     indivisible: str = ""
     recounted: str = ""
     trained: tuple[tuple[int, int], ...] = ()
+    uncut: str = ""
     untraced: str = ""
+    loss_scale: bool = False
     guests: tuple[ModelProfile, ...] = ()
     trains: bool = True
 
@@ -106,6 +112,11 @@ class ModelProfile:
     def flops(self) -> float:
         """Floating-point operations of one forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)
+
+    @property
+    def most_stages(self) -> int:
+        """Layers of which each may be a pipeline's stage: in training those that are trained."""
+        return sum(layer.trained or not self.trains for layer in self.layers)
 
     @property
     def working_numbers(self) -> float:

@@ -11,18 +11,29 @@ from typing import Any
 from urllib.parse import unquote
 
 _SECRET = re.compile(
-    r"(?:^|_)(?:\w*KEY|KEYS|\w*SECRETS?|\w*TOKENS?|\w*PASSWORDS?|\w*PASSWD|PASSPHRASE|CREDENTIALS?|SAS|PAT|JWT|DSN"
-    r"|(?:CONN|CONNECTION)_?STR(?:ING)?|WEBHOOK|COOKIE)(?:_|$)"
-    r"|(?:^|_)(?:PASS|(?:SSH|DB|PG|MYSQL)PASS|AUTH)$"
-    r"|_PWD$",  # of a shell PWD is a folder
+    r"(?:^|_)(?:\w*KEY|KEYS|\w*SECRETS?|\w*TOKENS?|\w*PASSWORDS?|\w*PASSWD|PASSPHRASE|CREDENTIALS?|CREDS|SAS|PAT|JWT|DSN"
+    r"|(?:CONN|CONNECTION)_?STR(?:ING)?|WEBHOOK|COOKIE|AUTH_CONFIG|BEARER)\d*(?:_|$)"
+    r"|(?:^|_)(?:PASS|(?:SSH|DB|PG|MYSQL)PASS|AUTH|PW)\d*$"
+    r"|_PWD\d*$",  # of a shell PWD is a folder
     re.IGNORECASE,
 )
 _PLACE = re.compile(
     r"_(?:PATH|FILE|FILES|DIR|URI|(?<!WEBHOOK_)URL)$|^(?:GOOGLE_APPLICATION_CREDENTIALS|OLD_?PWD)$", re.IGNORECASE
 )
-_ADDRESS = re.compile(r"(://[^\s/:@\"'<>]*:)([^\s/\"'<>]+)(?=@)")  # user, password
-_FIELD = re.compile(r"(?i)(?:^|;)\s*(?:\w*key|password|pwd|\w*signature)\s*=\s*([^;]+)")  # of a connection string
+_ADDRESS = re.compile(
+    r"(://[^\s/:@\"'<>]*:)([^\s/\"'<>]+)(?=@)"  # user, password
+    r"|(\bhttps?://)([^\s/:@\"'<>]+)(?=@)",  # a token in place of the user, as for git
+    re.IGNORECASE,
+)
+_QUERY = re.compile(r"://[^\s\"'<>]*[?;][^\s\"'<>]*")
+_PARAMETER = re.compile(  # of a signed address, or of a database
+    r"([?&;](?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|(?:\w*_)?(?:password|passwd|pwd|secret|token"
+    r"|api_?key|signature))=)([^&;#]+)",
+    re.IGNORECASE,
+)
+_FIELD = re.compile(r"(?i)(?:^|[;\s])\s*(?:\w*key|password|pwd|\w*signature)\s*=\s*([^;\s]+)")  # of a connection string
 _LEAST = 6  # characters: shorter values are words of the language, and no secret
+_TOKEN = 16  # characters of a token: shorter ones in its place are names of users
 HIDDEN = "***"
 
 
@@ -39,7 +50,8 @@ def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> s
 def json_without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """The same of one JSON document: in its strings, so that it stays one."""
     found = [secret for secret in _secrets(environment) if json.dumps(secret)[1:-1] in text]
-    return json.dumps(_rewritten(json.loads(text), found)) if found or _ADDRESS.search(text) else text
+    told = found or _ADDRESS.search(text) or _QUERY.search(text)
+    return json.dumps(_rewritten(json.loads(text), found)) if told else text
 
 
 def _secrets(environment: Mapping[str, str]) -> list[str]:
@@ -54,14 +66,17 @@ def _told_by(name: str, value: str) -> Iterator[str]:
     if is_secret(name):
         yield value
         yield from _FIELD.findall(value)
-    for _, password in _ADDRESS.findall(value):
+    passwords = [found[2] or found[4] for found in _ADDRESS.finditer(value) if found[2] or len(found[4]) >= _TOKEN]
+    passwords += [told for query in _QUERY.findall(value) for _, told in _PARAMETER.findall(query)]
+    for password in passwords:
         yield password
         yield unquote(password)
 
 
 def _hidden(text: str, secrets: list[str]) -> str:
     told = reduce(lambda told, secret: told.replace(secret, HIDDEN), secrets, text)
-    return _ADDRESS.sub(rf"\1{HIDDEN}", told)
+    told = _ADDRESS.sub(rf"\1\3{HIDDEN}", told)
+    return _QUERY.sub(lambda query: _PARAMETER.sub(rf"\1{HIDDEN}", query[0]), told)
 
 
 def _rewritten(value: Any, secrets: list[str]) -> Any:

@@ -282,7 +282,7 @@ def _check_past(search: Search, store: Store, resume: bool) -> None:
         raise RunConflict(
             f"the search {search.called!r} was started with others:{listed}\n ",
             where=store.uri,
-            remedy="--resume keeps the runs that it has, --fresh begins again, or give it a new name",
+            remedy="resume=True keeps the runs that it has, fresh=True begins again, or give it a new name",
         )
     if changed:
         store.delete([FOUND])

@@ -20,8 +20,9 @@ def agree(tags: Mapping[int, StateTag]) -> Agreement | None:
     Returns:
         None when no step is covered: the state must come from elsewhere.
     """
-    steps = sorted({-1 if tag.step is None else tag.step for tag in tags.values() if tag.sound}, reverse=True)
-    answers = (agree_at(tags, None if step < 0 else step) for step in steps)
+    standing = _sound_by_step(tags)
+    steps = sorted(standing, key=lambda step: -1 if step is None else step, reverse=True)
+    answers = (_agreed(tags, step, standing[step]) for step in steps)
     return next((answer for answer in answers if answer is not None), None)
 
 
@@ -30,14 +31,28 @@ def agree_at(tags: Mapping[int, StateTag], step: int | None) -> Agreement | None
 
     At step None only the senders keep what they hold: builds are not trusted to be equal.
     """
-    ranks = sorted(tags)
-    standing = [rank for rank in ranks if tags[rank].sound and tags[rank].step == step]
-    for layout, whole in dict.fromkeys((tags[rank].layout, tags[rank].whole) for rank in standing):
-        there = [rank for rank in standing if (tags[rank].layout, tags[rank].whole) == (layout, whole)]
+    return _agreed(tags, step, _sound_by_step(tags).get(step, []))
+
+
+def _sound_by_step(tags: Mapping[int, StateTag]) -> dict[int | None, list[int]]:
+    """The ranks whose state is sound, in order, by the step that they stand at."""
+    found: dict[int | None, list[int]] = {}
+    for rank in sorted(tags):
+        if tags[rank].sound:
+            found.setdefault(tags[rank].step, []).append(rank)
+    return found
+
+
+def _agreed(tags: Mapping[int, StateTag], step: int | None, standing: Iterable[int]) -> Agreement | None:
+    """The agreement at a step at which these ranks stand."""
+    by_layout: dict[str, list[int]] = {}
+    for rank in standing:
+        by_layout.setdefault(tags[rank].layout, []).append(rank)
+    for layout, there in by_layout.items():
         holders = holders_of(there, tags)
-        if whole <= holders.keys():
-            settled = holders.values() if step is None else there
-            return Agreement(step=step, moves=_moves(ranks, tags, frozenset(settled), holders, (layout, whole)))
+        if len(holders) == tags[there[0]].total:
+            settled = frozenset(holders.values() if step is None else there)
+            return Agreement(step=step, moves=_moves(tags, settled, holders, layout))
     return None
 
 
@@ -56,16 +71,13 @@ def writers_of(tags: Mapping[int, StateTag]) -> tuple[int, ...]:
 
 
 def _moves(
-    ranks: list[int],
-    tags: Mapping[int, StateTag],
-    settled: frozenset[int],
-    holders: Mapping[str, int],
-    layout: tuple[str, frozenset[str]],
+    tags: Mapping[int, StateTag], settled: frozenset[int], holders: Mapping[str, int], layout: str
 ) -> tuple[Move, ...]:
+    """A piece that a rank is to hold comes from the one that holds it; where its layout is another, all pieces do."""
     moves: list[Move] = []
-    for rank in ranks:
+    for rank in sorted(tags):
         if rank not in settled:
             tag = tags[rank]
-            own = tag.pieces if (tag.layout, tag.whole) == layout else layout[1]
+            own = tag.pieces if tag.layout == layout else holders.keys()
             moves.extend(Move(source=holders[piece], target=rank, piece=piece) for piece in sorted(own))
     return tuple(moves)

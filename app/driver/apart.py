@@ -19,6 +19,7 @@ from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
 from trainwright.driver.layouts import Reservation
 from trainwright.driver.milestones import hang_deadline_s
+from trainwright.driver.persistent import PersistentSet
 from trainwright.driver.staffing import await_starts, fill, ready_recruits, spare_for, starting_text, take_recruit
 from trainwright.driver.state import STANDING, Apart, Blame, Doing, Phase, State
 from trainwright.driver.turn import Turn
@@ -62,7 +63,7 @@ def lost(turn: Turn, blame: Blame, workers: frozenset[int], *, kill: bool = Fals
             _replace(turn, worker, kill=kill)
         look(turn)
     elif not kill:
-        turn.change(rank_of={other: rank for other, rank in turn.state.rank_of.items() if other not in workers})
+        turn.change(rank_of=turn.state.rank_of.without(workers))
 
 
 def parted(turn: Turn, worker: int, blame: Blame) -> None:
@@ -128,7 +129,7 @@ def _replace(turn: Turn, worker: int, *, kill: bool) -> None:
     if kill:
         turn.want(m.Kill(worker=worker))
     turn.change(
-        rank_of={other: held for other, held in state.rank_of.items() if other != worker},
+        rank_of=state.rank_of.without(gone),
         apart={other: doing for other, doing in state.apart.items() if other != worker},
         starting=state.starting - gone,
         awaiting=state.awaiting - gone,
@@ -204,7 +205,7 @@ def answered(turn: Turn, event: m.Returned) -> None:
             _call(turn, event.worker, "heal", heal)
         case "heal":
             member = replace(state.members[rank], told=True, fresh=False)
-            turn.change(members=(*state.members[:rank], member, *state.members[rank + 1 :]))
+            turn.change(members=state.members.put(rank, member))
             turn.emit(Joined(
                 generation=state.generation.number, worker=event.worker, rank=rank, node=member.node,
                 former=apart.former, seconds=turn.now_s - apart.since_s,
@@ -291,7 +292,7 @@ def leave_behind(turn: Turn) -> None:
     follows = state.settings.topology == "coordinator"  # and does so to the end of the generation
     until_s = math.inf if follows else turn.now_s + hang_deadline_s(state)
     apart = {worker: Apart(doing="run", until_s=until_s, since_s=turn.now_s, former=worker) for worker in late}
-    turn.change(awaiting=frozenset(), apart={**state.apart, **apart})
+    turn.change(awaiting=PersistentSet(), apart={**state.apart, **apart})
     _arm(turn)
 
 

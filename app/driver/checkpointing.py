@@ -16,6 +16,7 @@ from trainwright.core.events import Checkpointed, CheckpointSkipped
 from trainwright.driver import keeping
 from trainwright.driver import messages as m
 from trainwright.driver.milestones import checkpoint_due, checkpoint_interval_s, hang_deadline_s
+from trainwright.driver.persistent import PersistentSet
 from trainwright.driver.state import Phase, State, Upload
 from trainwright.driver.turn import Turn
 
@@ -46,10 +47,10 @@ def skip_if_busy(turn: Turn) -> None:
 def snapshot(turn: Turn, *verbs: Literal["upload", "keep"]) -> None:
     """Have the writers, the keepers or both copy their pieces."""
     state = turn.state
-    ranks = {"upload": state.writers, "keep": state.keepers}
+    ranks = {"upload": frozenset(state.writers), "keep": frozenset(state.keepers)}
     copying = sorted({rank for verb in verbs for rank in ranks[verb]})
     workers = [state.members[rank].worker for rank in copying]
-    turn.enter(Phase.SNAPSHOTTING, awaiting=frozenset(workers), copying=verbs)
+    turn.enter(Phase.SNAPSHOTTING, awaiting=PersistentSet(workers), copying=verbs)
     for rank, worker in zip(copying, workers, strict=True):
         own = tuple(verb for verb in verbs if rank in ranks[verb])
         turn.call([worker], "snapshot", m.Copying(step=state.step, verbs=own))
@@ -75,7 +76,7 @@ def _begin_upload(turn: Turn, copies: Sequence[m.Snapshot]) -> None:
     upload = Upload(
         step=state.step,
         path=path,
-        owing=frozenset(workers),
+        owing=PersistentSet(workers),
         generation=state.generation,
         size_bytes=sum(copy.size_bytes for copy in copies),
         blocked_s=max(copy.blocked_s for copy in copies),
@@ -140,7 +141,7 @@ def abandon(turn: Turn, reason: str) -> None:
     """Stop waiting for files. A commit under way is always waited for, so that the log's entries come in order."""
     upload = turn.state.upload
     if upload is not None and not upload.committing:
-        turn.change(upload=replace(upload, owing=frozenset(), trouble=StorageError(reason)))
+        turn.change(upload=replace(upload, owing=PersistentSet(), trouble=StorageError(reason)))
         _give_up(turn)
 
 

@@ -189,7 +189,7 @@ def _collect(turn: Turn, event: m.Returned) -> None:
     """One more answer; the last one ends the phase (see `_advance`)."""
     state = turn.state
     rank = state.rank_of[event.worker]
-    turn.change(awaiting=state.awaiting - {event.worker}, answers={**state.answers, rank: event.value})
+    turn.change(awaiting=state.awaiting - {event.worker}, answers=state.answers.put(rank, event.value))
     if state.phase is Phase.RUNNING:
         turn.reached(event.value.step)
     training.await_workers(turn)

@@ -7,6 +7,7 @@ from trainwright.core.errors import RunConflict, TrainwrightError
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import abandon
 from trainwright.driver.milestones import evaluation_due
+from trainwright.driver.persistent import PersistentMap, PersistentSet
 from trainwright.driver.state import RECOVERING, Phase, State
 from trainwright.driver.turn import Turn
 
@@ -44,7 +45,8 @@ def nothing_left(state: State) -> bool:
 def close(turn: Turn, outcome: m.Outcome, error: Exception | None = None) -> None:
     """Decide the outcome. Whatever the workers still answer is of no interest, but for an upload."""
     turn.disarm()
-    turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=frozenset(), starting=frozenset(), apart={})
+    empty = PersistentSet()
+    turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=empty, starting=empty, apart={})
     if turn.state.upload is not None and not turn.state.upload.committing:
         turn.arm("upload", turn.settings.upload_deadline_s)
 
@@ -85,7 +87,8 @@ def _kill_all(turn: Turn) -> None:
 
 
 def _let_go(turn: Turn) -> None:
-    turn.change(rank_of={}, awaiting=frozenset(), starting=frozenset(), spares={}, apart={})
+    empty = PersistentSet()
+    turn.change(rank_of=PersistentMap(), awaiting=empty, starting=empty, spares=PersistentMap(), apart={})
 
 
 def _tell_end(turn: Turn) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from trainwright.core.arranging import ranks_by_node
 from trainwright.core.events import Formed, Replanned
-from trainwright.core.group import Address, Generation, Peer, StateTag
+from trainwright.core.group import Address, Generation, Peer, Role, StateTag
 from trainwright.core.plan import Plan
 from trainwright.driver import probing
 from trainwright.driver.agree import agree, agree_at, writers_of
@@ -16,6 +16,7 @@ from trainwright.driver.keeping import keepers_of
 from trainwright.driver.layouts import Reservation
 from trainwright.driver.loops import note
 from trainwright.driver.messages import Heal
+from trainwright.driver.persistent import PersistentList, PersistentSet
 from trainwright.driver.spikes import rolled_back
 from trainwright.driver.staffing import arrange, place, renumber
 from trainwright.driver.state import Member, Phase, State
@@ -32,10 +33,12 @@ def reserve(turn: Turn) -> None:
     arrange(turn, plan)
     turn.disarm()
     turn.enter(Phase.RESERVING, generation=generation, plan=plan)
-    turn.change(awaiting=frozenset(member.worker for member in turn.state.members))
+    turn.change(awaiting=PersistentSet(member.worker for member in turn.state.members))
+    wanted: dict[Role, Reservation] = {}  # one for all of a role, so that it is pickled once
     for rank, member in enumerate(turn.state.members):
-        wanted = Reservation(generation=generation, plan=plan, role=state.settings.role_of(rank))
-        turn.call([member.worker], "reserve", wanted)
+        role = state.settings.role_of(rank)
+        wanted.setdefault(role, Reservation(generation=generation, plan=plan, role=role))
+        turn.call([member.worker], "reserve", wanted[role])
     turn.arm("call", state.settings.call_deadline_s)
 
 
@@ -58,13 +61,17 @@ def _keep_parts(turn: Turn, plan: Plan) -> None:
     Whoever can stay at a rank does, those first who hold a part of the state.
     """
     parts = [plan.mesh.part_of(rank * plan.devices_per_worker) for rank in range(plan.workers)]
-    seated: dict[int, Member] = {}
+    places: dict[int, list[int]] = {}  # ranks, by part
+    for rank, part in enumerate(parts):
+        places.setdefault(part, []).append(rank)
+    by_part, every = {part: iter(ranks) for part, ranks in places.items()}, iter(range(len(parts)))
     claims: tuple[Callable[[int, Member], Iterable[int]], ...] = (
         lambda rank, member: [rank] if parts[rank] == member.part else [],
-        lambda rank, member: (other for other, part in enumerate(parts) if part == member.part),
+        lambda rank, member: by_part.get(member.part, ()),  # what one has looked at and not taken, nobody can take
         lambda rank, member: [rank],
-        lambda rank, member: range(len(parts)),
+        lambda rank, member: every,
     )
+    seated: dict[int, Member] = {}
     unseated = dict(enumerate(turn.state.members))
     for claim in claims:
         for rank, member in [*unseated.items()]:
@@ -85,8 +92,8 @@ def reserved(turn: Turn) -> None:
     )
     turn.enter(
         Phase.FORMING,
-        awaiting=frozenset(member.worker for member in state.members),
-        members=tuple(member if member.told else replace(member, told=True) for member in state.members),
+        awaiting=PersistentSet(member.worker for member in state.members),
+        members=PersistentList(member if member.told else replace(member, told=True) for member in state.members),
         peers=peers,
     )
     for rank, member in enumerate(state.members):
@@ -161,7 +168,9 @@ def healed(turn: Turn) -> None:
         phase=Phase.READY,
         step=heal.step,
         progress=heal.step,
-        members=tuple(_ready(member, tags[rank], state.plan, rank) for rank, member in enumerate(state.members)),
+        members=PersistentList(
+            _ready(member, tags[rank], state.plan, rank) for rank, member in enumerate(state.members)
+        ),
         writers=writers_of(tags),
         keepers=() if state.keep_off else keepers_of(tags, [member.node for member in state.members], reform),
         kept_s=turn.now_s if heal.source != "keeper" else state.kept_s,

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from trainwright.core.events import Noted, Placed, Replanned
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
+from trainwright.driver.persistent import PersistentList, PersistentMap, PersistentSet
 from trainwright.driver.staffing import NOBODY, count, place
 from trainwright.driver.state import Member, Phase, Spare
 from trainwright.driver.turn import Turn
@@ -25,24 +26,25 @@ def begin(turn: Turn, living: Sequence[m.Living] = ()) -> None:
     workers, most = (plan.workers, plan.workers) if plan else (settings.workers, settings.most)
     slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
     ranked = [one for rank, one in enumerate(slotted) if rank < (workers if one.waiting else most)]
+    seated = {one.worker for one in ranked}
     waiting = {
         one.worker: Spare(slot=one.slot, node=one.node, home=one.home, ready=True)
         for one in living
-        if one not in ranked
+        if one.worker not in seated
     }
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
     free = [slot for slot in range(settings.most) if slot not in held]
     servers = sum(settings.role_of(slot) != "worker" for slot in free)  # none can do without them
     members = _seated(turn, ranked, free[: max(servers, workers - len(ranked))])
-    rank_of = {member.worker: rank for rank, member in enumerate(members) if member.worker != NOBODY}
+    rank_of = PersistentMap((member.worker, rank) for rank, member in enumerate(members) if member.worker != NOBODY)
     turn.enter(
         Phase.GATHERING,
-        members=members,
+        members=PersistentList(members),
         rank_of=rank_of,
         next_worker=max((turn.state.next_worker, *(one.worker + 1 for one in living))),
-        spares=waiting,
-        accelerators={_slot(one): one.accelerators for one in living if one.accelerators},
-        awaiting=frozenset(rank_of),
+        spares=PersistentMap(waiting),
+        accelerators=PersistentMap((_slot(one), one.accelerators) for one in living if one.accelerators),
+        awaiting=PersistentSet(rank_of),
     )
     for one in living:
         turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from trainwright.core.events import Kept, Noted
 from trainwright.core.group import Reform, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.milestones import keep_interval_s
+from trainwright.driver.persistent import PersistentSet
 from trainwright.driver.state import Keeping, State
 from trainwright.driver.turn import Turn
 
@@ -29,15 +31,12 @@ def keepers_of(tags: Mapping[int, StateTag], nodes: Sequence[str], reform: Refor
         tags: what each rank holds, by rank.
         nodes: by rank.
     """
-    keepers: set[int] = set()
-    needed = reform == "new_process"
-    for piece in sorted(frozenset().union(*(tag.pieces for tag in tags.values()))):
-        by_node: dict[str, int] = {}
-        for rank in sorted(tags):
-            if piece in tags[rank].pieces:
-                by_node.setdefault(nodes[rank], rank)
-        keepers.update(sorted(by_node.values())[:COPIES])
-        needed = needed or len(by_node) < COPIES
+    holders: dict[str, dict[str, int]] = {}  # the lowest on each node, by piece
+    for rank in sorted(tags):
+        for piece in tags[rank].pieces:
+            holders.setdefault(piece, {}).setdefault(nodes[rank], rank)
+    needed = reform == "new_process" or any(len(by_node) < COPIES for by_node in holders.values())
+    keepers = {rank for by_node in holders.values() for rank in islice(by_node.values(), COPIES)}
     return tuple(sorted(keepers)) if needed else ()
 
 
@@ -56,7 +55,7 @@ def begin(turn: Turn, copies: Mapping[int, m.Snapshot]) -> None:
     keeping = Keeping(
         version=max(state.versions, state.generation.token << TOKEN_BITS) + 1,
         step=state.step,
-        owing=frozenset(workers),
+        owing=PersistentSet(workers),
         size_bytes=sum(copies[rank].size_bytes for rank in state.keepers),
         blocked_s=max(copies[rank].blocked_s for rank in state.keepers),
         started_s=turn.now_s,

@@ -40,7 +40,7 @@ def noticed(turn: Turn, event: m.Noticed) -> None:
         turn.emit(Leaving(worker=event.worker, node=node, why="preemption notice", left_s=event.left_s))
         turn.want(m.Shun(worker=event.worker))
         turn.want(m.Kill(worker=event.worker))
-        turn.change(spares={worker: spare for worker, spare in state.spares.items() if worker != event.worker})
+        turn.change(spares=state.spares.without({event.worker}))
         if state.phase is Phase.RUNNING:
             replenish(turn)
     elif apart.tolerates(state, event.worker):
@@ -130,7 +130,7 @@ def regroup(turn: Turn, going: frozenset[int] = frozenset()) -> None:
         busy = state.awaiting - going
         here = [member.worker for member in state.members if member.worker not in state.starting]
         staying = [worker for worker in here if worker not in going | busy]
-        turn.change(awaiting=busy.union(staying))
+        turn.change(awaiting=busy | frozenset(staying))
         turn.call(sorted(busy), "interrupt", False)
         turn.call(staying, "leave")
         if turn.state.awaiting:
@@ -171,7 +171,8 @@ def _writers(state: State) -> tuple[int, ...]:
     holders: dict[str, int] = {}
     for rank, member in enumerate(state.members):
         if member.worker not in going:
-            holders = dict.fromkeys(member.pieces, rank) | holders
+            for piece in member.pieces:
+                holders.setdefault(piece, rank)
     return tuple(sorted(set(holders.values())))
 
 

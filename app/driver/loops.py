@@ -14,10 +14,21 @@ from trainwright.core.errors import HangError, TrainwrightError, WorkerLost
 from trainwright.core.events import Failed, Noted
 from trainwright.driver.ending import close
 from trainwright.driver.messages import Passed
-from trainwright.driver.state import Blame, Loop, State
+from trainwright.driver.state import Blame, Loop, Repeated, State
 from trainwright.driver.turn import Turn
 
 SHOWN_SAMPLES = 20
+CODE = frozenset(
+    {
+        "ArithmeticError", "AssertionError", "AttributeError", "ImportError", "IndexError", "InvalidArgumentError",
+        "KeyError", "ModuleNotFoundError", "NameError", "NotImplementedError", "RecursionError", "TypeError",
+        "UnboundLocalError", "UnimplementedError", "ValueError", "ZeroDivisionError",
+    }
+)  # fmt: skip
+"""Exceptions that say that code is wrong: the same code raises them again."""
+_READ = (
+    "read the traceback: its last lines are where the error was raised; mend the job, or report it if none are yours"
+)
 MOST_S, HOUR_S = 60.0, 3600.0
 SOON_S = 1e-3  # a wait that is as good as over
 
@@ -40,6 +51,9 @@ def give_up(turn: Turn) -> bool:
     """Whether the failures are too many: the run ends by the last one's error."""
     state, settings = turn.state, turn.settings
     budget = settings.failures_an_hour
+    if _comes_again(turn) and not settings.pass_limit:
+        close(turn, "failed", _last_straw(state, "a new process raised the same error at the same place"))
+        return True
     if state.failures > settings.failures:
         text = f"failure {state.failures} in a row, none of which got past step {state.high}"
         close(turn, "failed", _last_straw(state, f"{text}; failures={settings.failures}"))
@@ -51,6 +65,24 @@ def give_up(turn: Turn) -> bool:
     return False
 
 
+def _comes_again(turn: Turn) -> bool:
+    """Whether an error of code ended one process after the other, with no step completed in between.
+
+    Such errors do not pass by themselves, as those of networks, disks and memory may. Each failure is looked at once,
+    when its cause is settled.
+    """
+    state, last = turn.state, turn.state.repeated
+    blame = state.blame
+    if blame is None or blame.kind not in CODE or not state.failed_s:
+        return False
+    if last is None or last.failed_s != state.failed_s[-1]:
+        alike = last is not None and (last.cause, last.high) == (blame.event.cause, state.high)
+        times = last.times + 1 if last is not None and alike else 1
+        last = Repeated(cause=blame.event.cause, high=state.high, failed_s=state.failed_s[-1], times=times)
+        turn.change(repeated=last)
+    return last.times > 1
+
+
 def _last_straw(state: State, text: str) -> Exception:
     """The last failure's error; our own ones say how many came before."""
     assert state.blame is not None, "a failure has a cause"
@@ -59,9 +91,12 @@ def _last_straw(state: State, text: str) -> Exception:
     if loop is not None and isinstance(error, TrainwrightError):
         what, remedy = loop
         return type(error)(f"{what}; {text}", where=error.where, remedy=remedy, detail=error.detail)
-    if not isinstance(error, (WorkerLost, HangError)):
+    code = state.blame.kind in CODE and isinstance(error, TrainwrightError)
+    if not code and not isinstance(error, (WorkerLost, HangError)):
         return error
-    return type(error)(f"{error.what}; {text}", where=error.where, remedy=error.remedy, detail=error.detail)
+    assert isinstance(error, TrainwrightError), "those alone are left"
+    remedy = _READ if code else error.remedy
+    return type(error)(f"{error.what}; {text}", where=error.where, remedy=remedy, detail=error.detail)
 
 
 def backoff_s(failures: int) -> float:
@@ -113,9 +148,11 @@ def told(state: State) -> tuple[str, str] | None:
             f"{what}; passing its batch by did not help",
             "the batch is not the cause: look at what all steps do there, and at batches that are read ahead",
         )
+    if loop.kind in CODE:
+        return what, _READ
     return what + _samples(state, loop), (
         "look at these samples and at the memory that the step takes; "
-        f'on_crash_loop="skip" (with --resume) passes such a batch by after {LOOP} failures'
+        f'on_crash_loop="skip" (with resume=True) passes such a batch by after {LOOP} failures'
     )
 
 

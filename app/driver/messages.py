@@ -141,10 +141,16 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a call raised. `error` is the original, picklable."""
+    """Why a call raised.
+
+    Attributes:
+        error: the original, picklable.
+        step: of `run`: newest completed step that the process can tell of; -1 where that is not known.
+    """
 
     kind: FailureKind
     error: TrainwrightError
+    step: int = -1
 
 
 # --- events -----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.ending import close
 from trainwright.driver.layouts import Probing, Trials
 from trainwright.driver.milestones import hang_deadline_s
+from trainwright.driver.persistent import PersistentList
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
 
@@ -113,7 +114,7 @@ def settled(turn: Turn) -> bool:
 
 def _end(turn: Turn) -> None:
     """No plan is tried any more: all begin anew."""
-    members = tuple(replace(member, told=False) for member in turn.state.members)
+    members = PersistentList(replace(member, told=False) for member in turn.state.members)
     turn.change(trials=None, plan=None, members=members)
 
 

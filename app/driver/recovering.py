@@ -7,7 +7,7 @@ interrupted, idle ones are told to leave. A new process takes a lost one's rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from trainwright.core.errors import (
@@ -24,6 +24,7 @@ from trainwright.driver import apart, leaving, loops, probing
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
+from trainwright.driver.persistent import PersistentMap
 from trainwright.driver.staffing import place, ready_to_form, spare_died
 from trainwright.driver.state import RECOVERING, Blame, Phase, State
 from trainwright.driver.turn import Turn
@@ -59,8 +60,8 @@ def _bury(turn: Turn, workers: frozenset[int]) -> None:
     """They are dead and will not be replaced: what they owe is not waited for."""
     state = turn.state
     turn.change(
-        rank_of={worker: rank for worker, rank in state.rank_of.items() if worker not in workers},
-        spares={worker: spare for worker, spare in state.spares.items() if worker not in workers},
+        rank_of=state.rank_of.without(workers),
+        spares=state.spares.without(workers),
     )
     forget(turn, workers)
 
@@ -156,14 +157,14 @@ def silent(turn: Turn, deadline_s: float) -> None:
     """Workers that owe an answer did not move in time: those that only wait for others can be interrupted."""
     state = turn.state
     if all(apart.tolerates(state, worker) for worker in state.awaiting):
-        apart.silent(turn, state.awaiting)
+        apart.silent(turn, frozenset(state.awaiting))
         return
     ranks = [state.rank_of[worker] for worker in state.awaiting]
     error = HangError(
         f"{_ranks(ranks)} did not move for {deadline_s:g} s while {state.phase.value}",
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
     )
-    turn.change(stacks={})
+    turn.change(stacks=PersistentMap())
     gather(turn, Blame(error=error, event=loops.failed(turn.state, -1, -1, error.what)), explain=True)
     if turn.state.phase is Phase.GATHERING:
         turn.arm("leave", state.settings.interrupt_deadline_s)
@@ -173,7 +174,7 @@ def explained(turn: Turn, event: m.Returned) -> None:
     """A rank says where it stood when the group did not move."""
     state = turn.state
     rank = state.rank_of[event.worker]
-    turn.change(stacks={**state.stacks, rank: event.value})
+    turn.change(stacks=state.stacks.put(rank, event.value))
     turn.emit(Stacks(worker=event.worker, rank=rank, node=state.members[rank].node, text=event.value))
 
 
@@ -268,7 +269,7 @@ def _let_go(turn: Turn, workers: frozenset[int]) -> None:
     turn.call(sorted(workers), "leave")
 
 
-def _replace(turn: Turn, workers: frozenset[int], *, kill: bool) -> None:
+def _replace(turn: Turn, workers: Set[int], *, kill: bool) -> None:
     if workers:
         place(turn, sorted(turn.state.rank_of[worker] for worker in workers), kill=kill)
 

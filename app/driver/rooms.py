@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -89,7 +90,7 @@ class Rooms:
             return PlacementGroupSchedulingStrategy(self._groups[slot], placement_group_bundle_index=0)
         if 0 not in self._groups:
             self._hold(self._reserve())
-        index = sum(end <= slot - self._first for end in self._ends)
+        index = bisect_right(self._ends, slot - self._first)
         return PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=index)
 
     def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
@@ -182,7 +183,8 @@ class Rooms:
 
     def _stuck(self, number: int) -> bool:
         """Whether the node of a tensor group is lost, and no other one has room for all of that node's share."""
-        if self._elastic or number in self._moved or self._homes.get(number) in (None, *_alive()):
+        home = self._homes.get(number)
+        if self._elastic or number in self._moved or home is None or home in _alive():
             return False
         if time.monotonic() >= self._torn_until_s and not self._groups[0].wait(MOVE_S):
             self._torn_until_s = time.monotonic() + FULL_S

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from heapq import heapify, heappop, heapreplace
 
 from trainwright.core.arranging import seats
 from trainwright.core.errors import ResourceError
@@ -18,6 +19,7 @@ from trainwright.driver import keeping
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import forget
 from trainwright.driver.ending import close
+from trainwright.driver.persistent import PersistentList, PersistentMap, PersistentSet
 from trainwright.driver.state import Member, Phase, Spare, State
 from trainwright.driver.turn import Turn
 
@@ -32,12 +34,11 @@ def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
     for rank in ranks:
         state = turn.state
         old = state.members[rank]
-        rank_of = {worker: held for worker, held in state.rank_of.items() if worker != old.worker}
-        if len(rank_of) < len(state.rank_of):
+        if old.worker in state.rank_of:
             gone.add(old.worker)
             if kill:
                 turn.want(m.Kill(worker=old.worker))
-        turn.change(rank_of=rank_of)
+            turn.change(rank_of=state.rank_of.without({old.worker}))
         fill(turn, rank, spare_for(state, old.node))
     state = turn.state
     turn.change(starting=state.starting - gone, awaiting=state.awaiting - gone)
@@ -66,11 +67,11 @@ def fill(turn: Turn, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
     slot = state.members[rank].slot if held is None or held.slot is None else held.slot
     member = Member(worker=worker, slot=slot, node=held.node if held else "", home=held.home if held else "")
     turn.change(
-        members=(*state.members[:rank], member, *state.members[rank + 1 :]),
-        rank_of={**state.rank_of, worker: rank},
+        members=state.members.put(rank, member),
+        rank_of=state.rank_of.put(worker, rank),
         next_worker=state.next_worker + (spare is None),
         starting=state.starting if held and held.ready else state.starting | {worker},
-        spares={number: other for number, other in state.spares.items() if number != worker},
+        spares=state.spares.without({worker}),
     )
     if spare is None:
         turn.want(m.Place(worker=worker, slot=slot, after_s=wait_s))
@@ -83,8 +84,8 @@ def spare_for(state: State, node: str) -> int | None:
 
     A recruit that is up will do where no other spare does, one that is still to come may never.
     """
-    stay = state.settings.spares_stay  # then a node that is not known yet is no match
-    lasting = {worker: spare for worker, spare in state.spares.items() if spare.node not in doomed_nodes(state)}
+    stay, doomed = state.settings.spares_stay, doomed_nodes(state)  # then a node that is not known yet is no match
+    lasting = {worker: spare for worker, spare in state.spares.items() if spare.node not in doomed}
     beside = [w for w, s in lasting.items() if s.slot is None and (not stay or (node and s.node == node))]
     fitting = beside or [worker for worker, spare in lasting.items() if spare.slot is not None and spare.ready]
     return min(
@@ -96,6 +97,8 @@ def spare_for(state: State, node: str) -> int | None:
 
 def doomed_nodes(state: State) -> frozenset[str]:
     """Nodes of members that must go, where there are others: such a notice concerns a whole node as a rule."""
+    if not state.leaving:
+        return frozenset()
     nodes = {member.node for member in state.members} | {spare.node for spare in state.spares.values()}
     doomed = {member.node for member in state.members if member.worker in state.leaving}
     return frozenset(doomed if nodes - doomed - {""} else ())
@@ -118,7 +121,7 @@ def replenish(turn: Turn) -> None:
 
 def _place_spare(turn: Turn, own: int | None, slot: int) -> None:
     worker = turn.state.next_worker
-    turn.change(next_worker=worker + 1, spares={**turn.state.spares, worker: Spare(slot=own)})
+    turn.change(next_worker=worker + 1, spares=turn.state.spares.put(worker, Spare(slot=own)))
     turn.want(m.Place(worker=worker, slot=slot, spare=True, beside=own is None))
 
 
@@ -132,7 +135,7 @@ def started(turn: Turn, event: m.Started) -> None:
     _note_accelerators(turn, state.members[rank].slot, event)
     member = replace(state.members[rank], node=event.node, home=event.home)
     turn.change(
-        members=(*state.members[:rank], member, *state.members[rank + 1 :]),
+        members=state.members.put(rank, member),
         starting=state.starting - {event.worker},
     )
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
@@ -144,7 +147,7 @@ def _spare_started(turn: Turn, event: m.Started) -> None:
     """A spare is up. For a recruit the others pause, so that it can join."""
     state = turn.state
     spare = replace(state.spares[event.worker], node=event.node, home=event.home, ready=True)
-    turn.change(spares={**state.spares, event.worker: spare}, spares_lost=0)
+    turn.change(spares=state.spares.put(event.worker, spare), spares_lost=0)
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
     if spare.slot is not None:
         _note_accelerators(turn, spare.slot, event)
@@ -154,7 +157,7 @@ def _spare_started(turn: Turn, event: m.Started) -> None:
 
 def _note_accelerators(turn: Turn, slot: int, event: m.Started) -> None:
     if event.accelerators:
-        turn.change(accelerators={**turn.state.accelerators, slot: event.accelerators})
+        turn.change(accelerators=turn.state.accelerators.put(slot, event.accelerators))
 
 
 # --- shrinking and growing --------------------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ def _shrink(turn: Turn) -> None:
     state = turn.state
     late = {member.worker: Spare(slot=member.slot) for member in state.members if member.worker in state.starting}
     turn.disarm("place")
-    turn.change(starting=frozenset(), spares={**state.spares, **late})
+    turn.change(starting=PersistentSet(), spares=PersistentMap({**state.spares, **late}))
     patience_s = state.settings.shrink_s if "place" in state.timers else state.settings.place_deadline_s
     waited = f"no more started within {patience_s:g} s"
     _seat(turn, tuple(member for member in state.members if member.worker not in late), waited)
@@ -240,9 +243,8 @@ def _join(turn: Turn) -> None:
     change = total - count
     if change > 0:
         ready = _ready(state)[:change]
-        spares = {worker: spare for worker, spare in state.spares.items() if worker not in ready}
         joining = tuple(_recruited(worker, state.spares[worker]) for worker in ready)
-        turn.change(spares=spares)
+        turn.change(spares=state.spares.without(ready))
         _seat(turn, (*state.members, *joining), "there is room")
     elif change < 0:
         dismiss(turn, _needless(state, -change), "no plan for more")
@@ -250,12 +252,21 @@ def _join(turn: Turn) -> None:
 
 def _needless(state: State, number: int) -> frozenset[int]:
     """So many members whose part others hold too, as far as there are such; the last ones where there is a choice."""
-    going: list[Member] = []
-    for _ in range(number):
-        stay = [member for member in state.members if member not in going]
-        held = Counter(member.part for member in stay)
-        going.append(max(reversed(stay), key=lambda member: (member.part < 0, held[member.part])))
-    return frozenset(member.worker for member in going)
+    holders: dict[int, list[int]] = {}  # ranks, by part
+    for rank, member in enumerate(state.members):
+        holders.setdefault(member.part, []).append(rank)
+    order = [(part >= 0, -len(ranks), -ranks[-1], part) for part, ranks in holders.items()]
+    heapify(order)
+    going: list[int] = []
+    while len(going) < number:
+        *_, part = order[0]
+        ranks = holders[part]
+        going.append(ranks.pop())
+        if ranks:
+            heapreplace(order, (part >= 0, -len(ranks), -ranks[-1], part))
+        else:
+            heappop(order)
+    return frozenset(state.members[rank].worker for rank in going)
 
 
 def _recruited(worker: int, spare: Spare) -> Member:
@@ -271,14 +282,14 @@ def ready_recruits(state: State) -> list[int]:
 def take_recruit(turn: Turn, worker: int) -> None:
     """Give a recruit the next rank."""
     state = turn.state
-    spares = {number: spare for number, spare in state.spares.items() if number != worker}
-    turn.change(spares=spares)
+    turn.change(spares=state.spares.without({worker}))
     renumber(turn, (*state.members, _recruited(worker, state.spares[worker])))
 
 
 def renumber(turn: Turn, members: tuple[Member, ...]) -> None:
     """Give the members the ranks of their places."""
-    turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})
+    ranks = PersistentMap((member.worker, rank) for rank, member in enumerate(members))
+    turn.change(members=PersistentList(members), rank_of=ranks)
 
 
 def _seat(turn: Turn, members: tuple[Member, ...], why: str) -> None:
@@ -306,7 +317,7 @@ def spare_died(turn: Turn, event: m.Died) -> None:
     """A process without a rank ended; after some that did so one after another no more are started."""
     state = turn.state
     turn.change(
-        spares={worker: spare for worker, spare in state.spares.items() if worker != event.worker},
+        spares=state.spares.without({event.worker}),
         spares_lost=state.spares_lost + 1,
     )
     if turn.state.phase is Phase.RUNNING:

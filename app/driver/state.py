@@ -14,6 +14,7 @@ from trainwright.core.group import Generation, Peer
 from trainwright.core.plan import Plan
 from trainwright.driver.layouts import Trials
 from trainwright.driver.messages import Heal, KeptFile, KeptState, Outcome, Passed
+from trainwright.driver.persistent import PersistentList, PersistentMap, PersistentSet
 from trainwright.driver.settings import Settings
 
 
@@ -94,7 +95,7 @@ class Upload:
 
     step: int
     path: str
-    owing: frozenset[int]
+    owing: PersistentSet
     generation: Generation
     files: tuple[FileEntry, ...] = ()
     size_bytes: int = 0
@@ -116,7 +117,7 @@ class Keeping:
 
     version: int
     step: int
-    owing: frozenset[int]
+    owing: PersistentSet
     spoiled: bool = False
     files: tuple[KeptFile, ...] = ()
     size_bytes: int = 0
@@ -173,6 +174,16 @@ class Loop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """An error of code, as its last failure raised it: at which highest step, when, and how often in a row."""
+
+    cause: str
+    high: int
+    failed_s: float
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class State:
     """All that the driver knows.
 
@@ -199,6 +210,7 @@ class State:
         failed_s: when each failure of the last hour came.
         suspect: the failure being recovered from, where a step may be the cause.
         loop: how often the last such failures were alike.
+        repeated: the last error of code that a failure came of.
         passing: steps whose batch is passed by.
         losses: step and loss of the last steps, where spikes are looked for.
         spiked: the step that the ranks are to be taken back before; 0 for none.
@@ -242,17 +254,17 @@ class State:
     settings: Settings
     phase: Phase = Phase.ACQUIRING
     generation: Generation = NO_GENERATION
-    members: tuple[Member, ...] = ()
+    members: PersistentList[Member] = field(default_factory=PersistentList)
     plan: Plan | None = None
     trials: Trials | None = None
-    rank_of: Mapping[int, int] = field(default_factory=dict)
+    rank_of: PersistentMap[int] = field(default_factory=PersistentMap)
     next_worker: int = 0
-    starting: frozenset[int] = frozenset()
-    spares: Mapping[int, Spare] = field(default_factory=dict)
+    starting: PersistentSet = field(default_factory=PersistentSet)
+    spares: PersistentMap[Spare] = field(default_factory=PersistentMap)
     spares_lost: int = 0
-    accelerators: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    awaiting: frozenset[int] = frozenset()
-    answers: Mapping[int, Any] = field(default_factory=dict)
+    accelerators: PersistentMap[tuple[str, ...]] = field(default_factory=PersistentMap)
+    awaiting: PersistentSet = field(default_factory=PersistentSet)
+    answers: PersistentMap[Any] = field(default_factory=PersistentMap)
     apart: Mapping[int, Apart] = field(default_factory=dict)
     peers: tuple[Peer, ...] = ()
     until: int = 0
@@ -267,12 +279,13 @@ class State:
     blame: Blame | None = None
     suspect: Blame | None = None
     loop: Loop | None = None
+    repeated: Repeated | None = None
     passing: tuple[Passed, ...] = ()
     losses: tuple[tuple[int, float], ...] = ()
     spiked: int = 0
     moved_s: float = 0.0
     longest_s: float = 0.0
-    stacks: Mapping[int, str] = field(default_factory=dict)
+    stacks: PersistentMap[str] = field(default_factory=PersistentMap)
     since_s: float = 0.0
     phase_s: float = 0.0
     head: CheckpointRef | None = None

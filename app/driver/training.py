@@ -17,6 +17,7 @@ from trainwright.driver.keeping import wants_keep
 from trainwright.driver.layouts import Evaluation
 from trainwright.driver.loops import careful
 from trainwright.driver.milestones import copies_due, evaluation_due, hang_deadline_s, next_milestone, pause_after_s
+from trainwright.driver.persistent import PersistentSet
 from trainwright.driver.staffing import may_grow, pause, replenish, wanted
 from trainwright.driver.state import Phase, State
 from trainwright.driver.turn import Turn
@@ -221,7 +222,7 @@ def _evaluate(turn: Turn) -> None:
             judges = [state.members[0].worker]
         case _:
             judges = [member.worker for member in state.members]
-    turn.change(awaiting=frozenset(judges), judges=len(judges))
+    turn.change(awaiting=PersistentSet(judges), judges=len(judges))
     for place, worker in enumerate(judges):
         if state.settings.topology == "independent":
             wanted = replace(wanted, feeding=Feeding(data_ranks=range(place, place + 1), total=len(judges)))

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainwright.core.events import Event
 from trainwright.driver.messages import Call, CancelTimer, Effect, Emit, SetTimer, Verb
+from trainwright.driver.persistent import PersistentMap, PersistentSet
 from trainwright.driver.settings import Settings
 from trainwright.driver.state import RECOVERING, Phase, State
 
@@ -34,7 +35,7 @@ class Turn:
 
     def enter(self, phase: Phase, **fields: Any) -> None:
         """Begin a phase with no answers yet."""
-        self.change(phase=phase, phase_s=self.now_s, answers={}, **fields)
+        self.change(phase=phase, phase_s=self.now_s, answers=PersistentMap(), **fields)
 
     def want(self, effect: Effect) -> None:
         """Ask for an effect, after those already asked for."""
@@ -54,7 +55,7 @@ class Turn:
     def call_all(self, verb: Verb, argument: Any = None) -> None:
         """Call every member that takes part, and await each of them."""
         workers = [member.worker for member in self.state.members if member.worker not in self.state.apart]
-        self.change(awaiting=frozenset(workers))
+        self.change(awaiting=PersistentSet(workers))
         self.call(workers, verb, argument)
 
     def arm(self, name: str, after_s: float) -> None:

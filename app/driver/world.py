@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trainwright import words
 from trainwright.actors import KEEPER, WORKER, Berth
 from trainwright.adoption import BEAT_S, Beats, Found, keeper_name, lasting, room_name, run_name, take_over
+from trainwright.arguments import Arguments
 from trainwright.causes import cause_of
 from trainwright.core import events
 from trainwright.core.errors import FencedError, RunConflict, TrainwrightError, WorkerLost
@@ -34,6 +35,7 @@ NEWS_EVERY_S = 0.2
 WATCH_S = 5.0
 REMOVE_S = 10.0
 OVERDUE_S = 120.0  # of a write that is not answered, before the user hears of it
+_SPOKEN = ("run", "evaluate")  # verbs whose answers follow what was printed meanwhile
 SILENT_S = 30.0  # without an answer to a beat: a process that does not run
 
 
@@ -62,6 +64,7 @@ class World:
         self._work, self._order = order, ray.put(order)
         self._uri = open_store(order.storage).uri_of(order.run)
         self._name = run_name(self._uri)
+        self._arguments = Arguments()
         self._told = 0
         self._lease = Lease(ledger, lambda: [*self._actors.values(), *self._keepers.values()])
         self._closed = threading.Event()
@@ -78,6 +81,7 @@ class World:
         self._actors: dict[int, Any] = {}
         self._unwanted: set[int] = set()  # before they were placed
         self._watched: tuple[int, Generation] | None = None
+        self._speaker: tuple[int, int] | None = None  # the worker whose prints are told, and its rank
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -153,7 +157,7 @@ class World:
                 self._in_storage(lambda: self._release(effect))
             case m.Seal():
                 for keeper in self._keepers.values():
-                    keeper.seal.remote(effect.kept, self._lease.token)
+                    keeper.seal.remote(self._arguments.common(effect.kept), self._lease.token)
             case m.Emit():
                 self._emit(effect.event)
             case m.SetTimer():
@@ -256,6 +260,8 @@ class World:
             return  # its death has been told
         if effect.verb == "heal" and effect.argument.source != "join":
             self._told, self._watched = min(self._told, effect.argument.step), None
+        if effect.verb == "form":
+            self._listen_to(effect)
         if effect.verb == "reserve":
             self._build_for(effect.argument.plan)
         if effect.verb == "run":
@@ -263,12 +269,14 @@ class World:
         if effect.verb == "stop":
             ref = actor.stop.remote(self._lease.token)
         elif effect.verb == "interrupt":
-            ref = actor.interrupt.remote(effect.generation, effect.argument)
+            generation = effect.generation
+            ref = actor.interrupt.remote(generation.number, effect.argument, generation.token)
         else:
             if effect.verb == "keep":
                 self._guard(effect.worker)
             aside = {"upload": actor.upload, "keep": actor.keep}
-            ref = aside.get(effect.verb, actor.call).remote(effect.verb, effect.argument, self._lease.token)
+            own, common = self._arguments.of(effect.argument)
+            ref = aside.get(effect.verb, actor.call).remote(effect.verb, own, self._lease.token, common)
         answer = self._then(ref, lambda done: self._answered(effect, done))
         if effect.verb == "upload":
             node, _ = self._nodes[effect.worker]
@@ -282,13 +290,62 @@ class World:
         about: dict[str, Any] = {"worker": call.worker, "generation": call.generation, "verb": call.verb}
         failed = isinstance(value, m.Failure)
         event = m.Raised(**about, failure=value) if failed else m.Returned(**about, value=value)
-        knows = failed and self._together  # then every rank knows every step
+        if self._speaker is not None and self._speaker[0] == call.worker and (failed or call.verb in _SPOKEN):
+            self._tell_prints(lambda: self._pass_on(call, event))
+        else:
+            self._pass_on(call, event)
+
+    def _pass_on(self, call: m.Call, event: m.Returned | m.Raised) -> None:
+        raised = event if isinstance(event, m.Raised) and self._together else None  # then every rank knows every step
+        knows = raised is not None and not 0 <= raised.failure.step <= self._told
         if call.verb == "run" and (knows or self._watched == (call.worker, call.generation)):
             self._tell_rest(event)
         else:
             self.put(event)
 
     # --- news ---------------------------------------------------------------------------------------------
+
+    def _listen_to(self, call: m.Call) -> None:
+        """Tell what the first rank that runs the job's functions prints, from when it is formed."""
+        group = call.argument
+        first = next((peer.rank for peer in group.peers if peer.role in ("worker", "chief")), 0)
+        known = self._speaker is not None and self._speaker[0] == call.worker
+        if group.rank == first and not known:
+            self._speaker = (call.worker, first)
+            self._ask_prints(self._speaker)
+        elif group.rank != first and known:
+            self._speaker = None
+
+    def _ask_prints(self, speaker: tuple[int, int]) -> None:
+        actor = self._actors.get(speaker[0])
+        if actor is not None and self._speaker == speaker:
+            self._then(actor.printed.remote(WATCH_S, self._lease.token), lambda done: self._spoke(speaker, done))
+
+    def _spoke(self, speaker: tuple[int, int], done: Future[Any]) -> None:
+        """Pass lines on, and ask again a little later; the end of `live` tells of a death."""
+        if done.exception() is None:
+            self._emit_prints(speaker[1], done.result())
+            self._queue.later(NEWS_EVERY_S, lambda: self._ask_prints(speaker))
+
+    def _tell_prints(self, then: Callable[[], None]) -> None:
+        """Tell the last lines before what a verb came to."""
+        assert self._speaker is not None, "somebody is listened to"
+        worker, rank = self._speaker
+        actor = self._actors.get(worker)
+
+        def told(done: Future[Any]) -> None:
+            if done.exception() is None:
+                self._emit_prints(rank, done.result())
+            then()
+
+        if actor is None:
+            then()
+        else:
+            self._then(actor.printed.remote(0.0, self._lease.token), told)
+
+    def _emit_prints(self, rank: int, lines: list[str]) -> None:
+        for line in lines:
+            self._emit(events.Printed(rank=rank, line=line))
 
     def _watch(self, call: m.Call) -> None:
         """Watch the oldest worker of a generation: it has been there longest and knows every step.
@@ -383,13 +440,16 @@ class World:
 
     def _beat(self) -> None:
         """Tell all that their driver lives, whatever its own thread waits for: a listener may write to a slow store."""
-        beats = Beats()
+        beats, told = Beats(), ""
         while not self._closed.is_set():
             try:
                 self._beat_once(beats)
+                told = ""
             except Exception as error:  # without beats all processes of the run would end by themselves
                 text = f"the workers could not be told that their driver lives: {type(error).__name__}: {error}"
-                self._queue.put(partial(self.carry_out, m.Emit(event=events.Noted(text=text))))
+                if text != told:
+                    self._queue.put(partial(self.carry_out, m.Emit(event=events.Noted(text=text))))
+                told = text
             self._closed.wait(BEAT_S)
 
     def _beat_once(self, beats: Beats) -> None:

@@ -51,6 +51,12 @@ CATALOGUE = (
     Fault(name="again", does="SIGKILL to one worker, and to another while the run recovers", again=True),
     Fault(name="spare", does="SIGKILL to a spare", target="spare", least_spares=1),
     Fault(name="driver", does="SIGKILL to the driver, which is started again", target="driver"),
+    Fault(
+        name="stall",
+        does="SIGSTOP to the driver, until another one has taken its run over",
+        target="driver",
+        number=signal.SIGSTOP,
+    ),
     Fault(name="storage", does=f"the store fails for {OUTAGE_S:g} s", target="store", seconds=OUTAGE_S),
 )
 _BY_NAME = {fault.name: fault for fault in CATALOGUE}

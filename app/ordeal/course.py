@@ -20,6 +20,7 @@ from trainwright.ordeal.schedule import Past, Strike, next_of, rest_of
 
 _TICK_S = 0.1  # faults that are due by the clock strike this late at most
 GONE_S = 20.0  # for workers to end after their driver
+REPLACED_S = 60.0  # for a driver that stood still to find out that it was replaced, and to end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ class Runner:
         self._strikes, self._past = list(strikes), Past(at_s=0.0)
         self._scene, self._end = Scene(), RunEnded()
         self._aimed: tuple[Strike, float] | None = None
+        self._stalled: list[Driver] = []
         self._events: list[Event] = []
 
     def run(self) -> Course:
@@ -91,18 +93,18 @@ class Runner:
 
     def _drive(self) -> str:
         """One driver after the other, until one ends by itself; why the run failed."""
-        while True:
-            driver = Driver(self._order, self._environment)
-            with contextlib.closing(driver):
+        with contextlib.ExitStack() as drivers:
+            while True:
+                driver = drivers.enter_context(contextlib.closing(Driver(self._order, self._environment)))
                 end = self._observe(driver)
                 if isinstance(end, HangError):
                     return str(end)
                 if not end.killed or self._end.outcome == "done":
                     break
-            self._say("the driver is started again")
-        if self._end.outcome == "done":
-            return ""
-        return self._end.error or driver.last_words() or f"the driver ended with code {end.code}"
+                self._say("another driver is started" if driver.stalled_s else "the driver is started again")
+            if self._end.outcome == "done":
+                return next(filter(None, map(_harm_of, self._stalled)), "")
+            return self._end.error or driver.last_words() or f"the driver ended with code {end.code}"
 
     def _observe(self, driver: Driver) -> Ended | HangError:
         """Follow a driver to its end, and strike when it is time."""
@@ -122,14 +124,28 @@ class Runner:
                 )
             if not driver.killed:
                 self._strike(driver)
+            if driver.stalled_s is not None:
+                return self._set_aside(driver)
+
+    def _set_aside(self, driver: Driver) -> Ended:
+        """A driver stands still: hear what it said before. It goes on when another one has formed a group."""
+        while (heard := driver.next(_TICK_S)) is not None:
+            if isinstance(heard, Ended):
+                return heard
+            self._hear(heard)
+        self._scene = Scene(step=self._scene.step, committed=self._scene.committed)
+        self._stalled.append(driver)
+        return Ended(code=0, killed=True)
 
     def _hear(self, event: Event) -> None:
         self._events.append(event)
         self._scene = self._scene.after(event)
         if isinstance(event, Placed):
             self._hands.meet(self._scene.processes[event.worker])
-        if isinstance(event, Formed) and not self._past.at_s:
-            self._past = Past(at_s=time.monotonic())
+        if isinstance(event, Formed):
+            self._past = self._past if self._past.at_s else Past(at_s=time.monotonic())
+            for driver in self._stalled:
+                driver.wake()
         if isinstance(event, RunEnded):
             self._end = event
         given = self._injector.hear(event, self._scene)
@@ -168,3 +184,15 @@ class Runner:
             if not found or time.monotonic() > until_s:
                 return found
             time.sleep(_TICK_S)
+
+
+def _harm_of(stalled: Driver) -> str:
+    """What a driver did wrong that stood still while another took its run over; empty where it only ended."""
+    stalled.wake()
+    whom, since_s = f"the driver (pid {stalled.pid}) that stood still", (stalled.stalled_s or 0.0) + _TICK_S
+    while not isinstance(heard := stalled.next(REPLACED_S), Ended):
+        if heard is None:
+            return f"{whom} did not end within {REPLACED_S:g} s after another had taken its run over"
+        if isinstance(heard, Placed | Formed) and heard.time_s > since_s:
+            return f"{whom} went on with the run that another had taken over: {heard}"
+    return "" if heard.code else f"{whom} ended as if the run were its own"

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.core.events import Event, from_json
 
+SUBJECT = "trainwright.ordeal.subject"
 END_S = 30.0  # for a driver that is asked to end
 _TAIL_BYTES = 4_000
 
@@ -25,7 +27,7 @@ class Ended:
 
     Attributes:
         code: exit code; negative for a signal.
-        killed: by the observer.
+        killed: by the observer, or stopped by it for another to take the run over.
     """
 
     code: int
@@ -42,16 +44,18 @@ class Driver:
     Attributes:
         said: file of what it wrote to its output.
         killed: by `kill`.
+        stalled_s: when it was stopped, seconds since the epoch; None where it was not.
     """
 
     def __init__(self, order: Path, environment: Mapping[str, str]) -> None:
         self.said = order.with_suffix(".log")
         self.killed = False
+        self.stalled_s: float | None = None
         self._queue: queue.SimpleQueue[Event | Ended] = queue.SimpleQueue()
         reading, writing = os.pipe()
         with self.said.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trainwright.ordeal.subject", str(order), str(writing)],
+                [sys.executable, "-m", SUBJECT, str(order), str(writing)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(writing,), start_new_session=True,
                 env={**os.environ, **environment},
             )  # fmt: skip
@@ -84,10 +88,21 @@ class Driver:
         self.killed = True
         self._process.kill()
 
+    def stall(self) -> None:
+        """SIGSTOP."""
+        self.stalled_s = time.time()
+        self._process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """SIGCONT."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End it if it is there still: first kindly, so that its workers end with it."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
+            self.wake()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
             self._process.kill()

@@ -65,8 +65,8 @@ class Injector:
         """Give a fault that is possible; returns what was done."""
         time_s, fault = time.time(), strike.fault
         if fault.target == "driver":
-            driver.kill()
-            whom: tuple[str, ...] = (f"driver (pid {driver.pid})",)
+            driver.stall() if fault.number == signal.SIGSTOP else driver.kill()
+            whom: tuple[str, ...] = (f"driver (pid {driver.pid}) {signal.Signals(fault.number).name}",)
         elif fault.seconds:
             whom = (self._cut_off(strike),)
         else:

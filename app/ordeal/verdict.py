@@ -10,10 +10,12 @@ from itertools import pairwise
 from trainwright import words
 from trainwright.core.events import CheckpointSkipped, Event, Failed, Formed, RunStarted, Steps
 from trainwright.history import History
+from trainwright.ordeal.catalogue import CATALOGUE
 from trainwright.ordeal.course import Course
 from trainwright.ordeal.injector import Given
 
 _SHOWN_FILES = 4
+_DRIVERS = {fault.name for fault in CATALOGUE if fault.target == "driver"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,8 @@ def costs(course: Course) -> tuple[Cost, ...]:
     """What each fault has cost: what happened from it to the next one; that of a driver lasts through the new start."""
     until_s = []
     for place, given in enumerate(course.given):
-        later = [other for other in course.given[place + 1 :] if (given.fault, other.fault) != ("driver", "start")]
+        again = given.fault in _DRIVERS
+        later = [other for other in course.given[place + 1 :] if not (again and other.fault == "start")]
         until_s.append(later[0].time_s if later else math.inf)
     return tuple(
         _cost(given, [event for event in course.events if given.time_s <= event.time_s < end_s], course.events)

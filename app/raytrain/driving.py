@@ -96,14 +96,14 @@ def _lead(
         prepared = prepare(job, resume=resume or again, fresh=fresh and not again)
         free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]  # without what is in placement groups
         decision = plan_for(prepared, seating.cluster(nodes_by_id()))
-    decision = seating.seated(decision, data_cpus=free.get("CPU", 0.0))
-    head = RunLog(prepared.store, job.name).head()
-    session: Drives
-    if again and head is not None and head.outcome == "done":
-        session = Past(prepared)
-    else:
-        room, progress = SeatRoom(seating, group, decision.chosen), Progress(decision, verbose=verbose)
-        session = heard(prepared, decision, progress, fresh=fresh and not again, notes=notes, room=room)
+        decision = seating.seated(decision, data_cpus=free.get("CPU", 0.0))
+        head = RunLog(prepared.store, job.name).head()
+        session: Drives
+        if again and head is not None and head.outcome == "done":
+            session = Past(prepared)
+        else:
+            room, progress = SeatRoom(seating, group, decision.chosen), Progress(decision, verbose=verbose)
+            session = heard(prepared, decision, progress, fresh=fresh and not again, notes=notes, room=room)
     desk.say(Opening(decision=decision, storage=prepared.store.uri))
     return Leader(desk, session, prepared), decision
 

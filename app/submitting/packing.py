@@ -35,7 +35,9 @@ _CREDENTIALS = (
     ".git-credentials", ".dockercfg", ".boto", ".s3cfg", "credentials.json", "client_secret*.json",
     "service[-_]account*.json", "application_default_credentials.json", "kubeconfig", "id_rsa", "id_dsa", "id_ecdsa",
     "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", ".aws", ".azure",
-    ".config", ".kube", ".docker", ".ssh", ".gnupg", ".oci", ".huggingface",
+    ".config", ".kube", ".docker", ".ssh", ".gnupg", ".oci", ".huggingface", "kaggle.json", ".kaggle", ".vault-token",
+    "secrets.toml", "secrets.yaml", "secrets.yml", "secrets.json", "*.tfstate", "*.tfstate.backup", "*.tfvars",
+    ".renviron", "rclone.conf", "*.ovpn",
 )  # fmt: skip
 """Names of files and folders that hold credentials, after GitHub's templates for .gitignore and gitleaks' rules."""
 

@@ -103,6 +103,9 @@ class Base:
         self._hold(self._part(fitted(whole, self._initial())))
         return self._tag()
 
+    def verify(self) -> None:
+        """Nothing: every rank takes the same steps from the same sums."""
+
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Send and receive state as decided; a fresh build stands at step 0 from then on."""
         if moves:

@@ -247,12 +247,12 @@ class Independent(Base):
             self._state = replace(state, parameters=self._bank.parameters)
 
     def _tag(self) -> StateTag:
-        names = [f"shard-{index}" for index in range(len(self._servers))]
+        count = len(self._servers)
         return StateTag(
             step=None if self._state is None else self._state.step,
-            layout=f"sharded-{len(names)}",
-            pieces=frozenset({names[self._index]} if self._serving else ()),
-            whole=frozenset(names),
+            layout=f"sharded-{count}",
+            pieces=frozenset({f"shard-{self._index}"} if self._serving else ()),
+            total=count,
             sound=self._sound and (not isinstance(self._connections, Desk) or self._connections.sound),
         )
 

@@ -23,6 +23,11 @@ def profile_model(
     return ModelProfile(framework="reference", layers=tuple(layers))
 
 
+def weight_bytes(model: Model) -> int:
+    """Size of a model's parameters."""
+    return sum(value.nbytes for value in model.parameters.values())
+
+
 def take_weights(model: Model, reader: Reader) -> None:
     """Give a model the weights of a checkpoint."""
     names = sorted(name for name in reader.names() if name.startswith(PREFIX) and name.endswith(SUFFIX))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from trainwright.core.data import Batch, Columns, Feed, StepReport, Sums, Terms, fold
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
+from trainwright.core.keras_order import in_order
 from trainwright.strategies.reference.losses import Graded
 from trainwright.strategies.reference.model import Array, Model
 from trainwright.strategies.reference.optimizers import Arrays, Optimizer
@@ -148,7 +149,7 @@ class Program:
             self._refuse("give either loss= with inputs= and targets=, or step=")
         outputs = self._outputs(batch)
         with self._user("loss"):
-            return self.spec.loss(outputs, self._targets(batch)), outputs
+            return in_order(self.spec.loss, outputs, self._targets(batch)), outputs
 
     def _outputs(self, batch: Batch) -> Array:
         """The model's outputs, first dimension rows."""
@@ -195,7 +196,7 @@ class Program:
         totals: dict[str, tuple[float, float]] = {}
         for name, metric in self.spec.metrics.items():
             with self._user(f"metric {name!r}"):
-                result = metric(outputs, targets)
+                result = in_order(metric, outputs, targets)
             totals[name] = _sums(*self._terms(f"metric {name!r}", result, batch))
         return Sums(totals=totals)
 

@@ -25,7 +25,7 @@ def tensor(name: str, values: npt.NDArray[Any] | tf.Tensor) -> tf.Tensor:
     """
     if isinstance(values, tf.Tensor):
         return values
-    if values.dtype.kind == "O" and not all(isinstance(value, str | bytes) for value in values):
+    if values.dtype.kind == "O" and not all(isinstance(value, str | bytes) for value in values.flat):
         values = stacked(name, values)
     if values.dtype.kind in _REFUSED:
         raise DataError(

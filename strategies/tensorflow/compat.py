@@ -6,11 +6,14 @@ version is checked in one place (`tests/unit/test_compat.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
 from keras.src.models.functional import Functional as Functional
+from keras.src.saving import object_registration
 from tensorflow.python.eager.context import Context
 
 
@@ -26,7 +29,37 @@ def before_first_use(call: Callable[[], None]) -> None:
     Context.ensure_initialized = ensure_initialized
 
 
+def in_use() -> bool:
+    """Return whether TensorFlow has started its devices and threads in this process."""
+    from tensorflow.python.eager.context import context_safe
+
+    context = context_safe()
+    return context is not None and bool(context._initialized)
+
+
 def to_graph_code(function: Any) -> Any:
     """Return a function as AutoGraph rewrites it in the function that is traced now."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())
+
+
+def keras_mask(value: Any) -> Any:
+    """Return the mask that Keras has put beside a tensor, or None."""
+    return getattr(value, "_keras_mask", None)
+
+
+@contextmanager
+def serialized_names() -> Iterator[dict[str, Any]]:
+    """Functions and classes that Keras serializes within this by a name alone, by that name."""
+    name_of, found = object_registration.get_registered_name, dict[str, Any]()
+
+    def recorded(item: Any) -> Any:
+        name = name_of(item)
+        found[name] = item
+        return name
+
+    object_registration.get_registered_name = recorded
+    try:
+        yield found
+    finally:
+        object_registration.get_registered_name = name_of

@@ -99,7 +99,7 @@ class Evaluation:
         if not spec.step or spec.metrics:
             outputs = caller.outputs(self._model, columns, training=False)
             if not spec.step:
-                terms[LOSS] = caller.loss_of(self._model, outputs, columns, weights)
+                terms[LOSS] = caller.loss_of(self._model, outputs, columns, weights, training=False)
             terms |= {name: caller.metric(name, outputs, columns, weights) for name in spec.metrics}
         return {name: (_sum(values * counted), _sum(counted)) for name, (values, counted) in terms.items()}
 

@@ -3,7 +3,7 @@
 | file                        | holds                                                                   |
 |-----------------------------|-------------------------------------------------------------------------|
 | `state.index`, `state.data-*` | model and optimizer: `tf.train.Checkpoint(model=..., optimizer=...)`; of a run with |
-|                             | `fit` also `metrics` and `seeds`                                        |
+|                             | `fit` also `metrics`, `seeds` and `others`, which a `train_step` uses    |
 | `state.json`                | the step, and the names of the classes                                  |
 """
 
@@ -28,7 +28,7 @@ from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
 from trainwright.strategies.failures import first_line
 from trainwright.strategies.tensorflow.replica import Trained
 
-STATE, PREFIX = "state.json", "state"
+STATE, PREFIX, OTHERS = "state.json", "state", "others"
 _FORMAT = 1
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _TRAINED = "optimizer/_trainable_variables/"
@@ -71,17 +71,27 @@ class Copier:
         self._graph = bytes(graph)
         nodes = trackable_object_graph_pb2.TrackableObjectGraph.FromString(self._graph).nodes
         objects = zip(nodes, tf.train.TrackableView(checkpoint).descendants(), strict=True)
-        named = [(item.checkpoint_key, variable) for node, variable in objects for item in node.attributes]
-        self._variables = sorted(named, key=lambda pair: pair[0])
+        named = [(item.checkpoint_key, held) for node, held in objects for item in node.attributes]
+        self._held = sorted(named, key=lambda pair: pair[0])
 
     def copy(self) -> Copy:
         """The state as it is now; TensorFlow writes no more into what was read from a variable."""
         return Copy(
             step=self._replica.step,
-            arrays={name: np.asarray(variable.numpy()) for name, variable in self._variables},
+            arrays={name: array for key, held in self._held for name, array in _arrays(key, held)},
             graph=self._graph,
             optimizer=type(self._replica.optimizer).__name__,
         )
+
+
+def _arrays(key: str, held: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Values of a variable or of a lookup table by their names in a checkpoint."""
+    if hasattr(held, "export"):
+        keys, values = held.export()
+        yield f"{key}-keys", np.asarray(keys.numpy())
+        yield f"{key}-values", np.asarray(values.numpy())
+    else:
+        yield key, np.asarray(held.numpy())
 
 
 def written(copy: Copy) -> dict[str, bytes]:
@@ -132,7 +142,10 @@ def read(reader: Reader) -> dict[str, bytes]:
 
 
 def take_weights(model: keras.Model, reader: Reader) -> None:
-    """Give a model the weights of a checkpoint. Raises CheckpointError where they do not fit."""
+    """Give a model the weights of a checkpoint. Raises CheckpointError where they do not fit.
+
+    The state of optimizers that the model holds and that have no variables yet is left out.
+    """
     if not model.variables:
         raise CheckpointError(
             "the model has no variables yet", remedy="give it a keras.Input, or call it once inside model()"
@@ -143,6 +156,8 @@ def take_weights(model: keras.Model, reader: Reader) -> None:
             tf.train.Checkpoint(model=model).read(prefix).expect_partial().assert_existing_objects_matched()
         except (ValueError, AssertionError) as error:
             raise _misfit(first_line(error)) from error
+    for part in tf.train.TrackableView(model).descendants():
+        part._deferred_dependencies.clear()  # the files are gone by the time that these would be read
 
 
 def export(model: keras.Model, path: str) -> None:
@@ -193,11 +208,11 @@ def _shapes(prefix: str) -> dict[str, list[int]]:
 
 
 def _checkpoint(replica: Trained, found: Mapping[str, list[int]] | None = None) -> Any:
-    """What is saved; or of what is carried only beside it, what a checkpoint has in full."""
+    """What is saved; or of metrics and seeds, which are carried beside it, what a checkpoint has in full."""
     carried = {
         name: variables
         for name, variables in replica.carried.items()
-        if found is None or all(found.get(f"{name}/{number}{_VALUE}") == variable.shape.as_list()
+        if found is None or name == OTHERS or all(found.get(f"{name}/{number}{_VALUE}") == variable.shape.as_list()
                                 for number, variable in enumerate(variables))
     }  # fmt: skip
     return tf.train.Checkpoint(model=replica.model, optimizer=replica.optimizer, **carried)
@@ -212,7 +227,7 @@ def _compare(prefix: str, wanted: Any) -> None:
                 continue
             if name not in found:
                 raise _misfit(f"{name}: missing in the checkpoint")
-            if found[name] != shape:
+            if found[name] != shape and name.endswith(_VALUE):  # a table may have grown
                 raise _misfit(f"{name}: shape {tuple(found[name])} in the checkpoint, {tuple(shape)} in the job")
 
 

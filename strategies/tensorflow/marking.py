@@ -12,8 +12,7 @@ from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.strategies.tensorflow import batches
 from trainwright.strategies.tensorflow.evaluation import LOSS
-from trainwright.strategies.tensorflow.failures import user_code
-from trainwright.strategies.tensorflow.objective import Caller, applied
+from trainwright.strategies.tensorflow.objective import Caller
 
 
 def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms:
@@ -22,12 +21,12 @@ def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms
     named = isinstance(outputs, Mapping)
     given: Any = {name: batches.tensor(name, each) for name, each in (outputs if named else {"": outputs}).items()}
     given = given if named else given[""]
-    columns = batches.columns_of(spec.collation, batch, dict.fromkeys(spec.targets))
+    weighed = (spec.sample_weight,) if spec.sample_weight else ()
+    columns = batches.columns_of(spec.collation, batch, dict.fromkeys((*spec.targets, *weighed)))
     weights = tf.convert_to_tensor(batch.weights)
     if only:
         found = caller.metric(only, given, columns, weights)
     else:
-        with user_code("loss=", caller.where):
-            result = applied(spec.loss, given, caller.targets(columns))
-        found = caller.terms("loss=", result, weights)
+        found = caller.terms("loss=", caller.applied("loss=", spec.loss, given, caller.targets(columns)), weights)
+        found = caller.weighted(found, caller.factors(columns, training=False))
     return Terms(*(np.asarray(tf.cast(each, tf.float64)) for each in found))

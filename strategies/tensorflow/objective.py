@@ -10,6 +10,8 @@ ours, which would take seconds in each new process.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +21,12 @@ import tensorflow as tf
 from trainwright.core.data import Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.strategies.distilling import Distilled, Judged
 from trainwright.strategies.tensorflow import batches
-from trainwright.strategies.tensorflow.compat import Functional, to_graph_code
+from trainwright.strategies.tensorflow.compat import Functional
 from trainwright.strategies.tensorflow.failures import user_code
+from trainwright.strategies.tensorflow.loss_call import applied, check_broadcast, rewritten
+
+BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that divides by the sum of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,9 @@ class Caller:
     @property
     def wanted(self) -> tuple[str, ...] | None:
         """Columns that the job's functions want; None for all, which a step of the user's own takes."""
-        return None if self.spec.step else tuple(dict.fromkeys((*self.spec.inputs, *self.spec.targets)))
+        spec = self.spec
+        weights = (spec.sample_weight,) if spec.sample_weight else ()
+        return None if spec.step else tuple(dict.fromkeys((*spec.inputs, *spec.targets, *weights)))
 
     def outputs(self, model: keras.Model, columns: batches.Tensors, *, training: bool) -> Any:
         """The model's outputs for the input columns, whatever they are."""
@@ -59,26 +65,62 @@ class Caller:
         """The loss terms of a micro-batch, sample weights included."""
         if self.spec.step:
             with user_code("step=", self.where):
-                result = _rewritten(self.spec.step)(model, dict(columns))
+                result = rewritten(self.spec.step)(model, dict(columns))
             return self.terms("step=", result, weights)
-        return self.loss_of(model, self.outputs(model, columns, training=training), columns, weights)
+        outputs = self.outputs(model, columns, training=training)
+        return self.loss_of(model, outputs, columns, weights, training=training)
 
-    def loss_of(self, model: keras.Model, outputs: Any, columns: batches.Tensors, weights: tf.Tensor) -> Terms:
+    def loss_of(
+        self, model: keras.Model, outputs: Any, columns: batches.Tensors, weights: tf.Tensor, *, training: bool
+    ) -> Terms:
         """The loss terms of outputs that are there already; what the model's regularizers cost is part of each."""
         assert self.spec.loss is not None, "a job has loss= or step="
-        with user_code("loss=", self.where):
-            result = applied(self.spec.loss, outputs, self.targets(columns))
-            penalties = model.losses
-        values, counted = self.terms("loss=", result, weights)
-        for penalty in penalties:
+        result = self.applied("loss=", self.spec.loss, outputs, self.targets(columns))
+        values, counted = self.weighted(self.terms("loss=", result, weights), self.factors(columns, training=training))
+        for penalty in model.losses:
             values += tf.cast(penalty, values.dtype)
         return Terms(values, counted)
 
+    def factors(self, columns: batches.Tensors, *, training: bool) -> Any:
+        """What the losses of each sample are multiplied by: of the column, or of the classes; None for nothing."""
+        if self.spec.sample_weight:
+            return columns[self.spec.sample_weight]
+        if self.spec.class_weight and training:
+            return _of_classes(columns[self.spec.targets[0]], self.spec.class_weight)
+        return None
+
+    def weighted(self, terms: Terms, factors: Any) -> Terms:
+        """Losses times the samples' weights; of a loss that Keras divides by their sum, the weights count instead.
+
+        Args:
+            factors: (rows,), (rows, 1) or as many as losses; None for no weights.
+
+        Raises:
+            JobError: they do not fit the losses.
+        """
+        if factors is None:
+            return terms
+        values, counted = terms
+        factors = tf.stop_gradient(tf.cast(factors, values.dtype))
+        if factors.shape.rank == values.shape.rank + 1 and factors.shape[-1] == 1:
+            factors = factors[..., 0]
+        factors = self._fitted("sample_weight=", factors, values)
+        if getattr(self.spec.loss, "reduction", None) == BY_WEIGHT:
+            return Terms(values, counted * factors)
+        return Terms(values * factors, counted)
+
     def metric(self, name: str, outputs: Any, columns: batches.Tensors, weights: tf.Tensor) -> Terms:
         """The terms of a metric."""
-        with user_code(f"metric {name!r}", self.where):
-            result = applied(self.spec.metrics[name], outputs, self.targets(columns))
-        return self.terms(f"metric {name!r}", result, weights)
+        what = f"metric {name!r}"
+        result = self.applied(what, self.spec.metrics[name], outputs, self.targets(columns), metric=True)
+        return self.terms(what, result, weights)
+
+    def applied(self, what: str, function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
+        """What a loss or metric returns: values, or Terms; see `loss_call.applied`. Raises JobError, UserCodeError."""
+        with user_code(what, self.where):
+            result = applied(function, outputs, targets, metric=metric)
+        check_broadcast(what, function, outputs, targets, result, self.where)
+        return result
 
     def terms(self, what: str, result: Any, weights: tf.Tensor) -> Terms:
         """What a loss or metric returned, checked, with the feed's sample weights multiplied in.
@@ -103,10 +145,9 @@ class Caller:
 
     def _check(self, what: str, values: tf.Tensor, weights: tf.Tensor) -> None:
         if values.shape.rank == 0:
-            raise self._wrong(
-                f"{what} returned a single number: return one loss per sample: use reduction=None, or "
-                "Terms(values, weights)"
-            )
+            loss = "one loss per sample: use reduction=None"
+            wanted = "one value per sample, without a mean" if what.startswith("metric") else loss
+            raise self._wrong(f"{what} returned a single number: return {wanted}, or Terms(values, weights)")
         if not values.shape[:1].is_compatible_with(weights.shape[:1]):
             raise self._wrong(
                 f"{what} returned shape {tuple(values.shape)} for a batch of {weights.shape[0]} rows: the first "
@@ -121,7 +162,7 @@ class Caller:
             return tf.broadcast_to(_rowwise(weights, values) if leading else weights, tf.shape(values))
         except (ValueError, tf.errors.InvalidArgumentError):
             raise self._wrong(
-                f"{what} returned weights of shape {tuple(weights.shape)} for values of shape {tuple(values.shape)}: "
+                f"{what} has weights of shape {tuple(weights.shape)} for values of shape {tuple(values.shape)}: "
                 "give each value its weight"
             ) from None
 
@@ -130,46 +171,44 @@ class Caller:
 
 
 def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
-    """Several inputs go to functional models as one structure, to others as arguments."""
-    if isinstance(model, keras.Sequential | Functional):
-        whole = given[0] if isinstance(given, list) and len(given) == 1 else given
-        return model(whole, training=training)
+    """Call a model with its inputs.
+
+    Several inputs go to functional models as one structure. Others take them as arguments, or as one structure where
+    their `call` has no such arguments: Keras' own way, `call(self, inputs)`.
+
+    Args:
+        given: a list of inputs, or a dict of them by the names that the job gives them.
+    """
+    if isinstance(given, list) and len(given) == 1:
+        return model(given[0], training=training)
+    if isinstance(model, keras.Sequential | Functional) or not _takes(model.call, given):
+        return model(given, training=training)
     if isinstance(given, dict):
         return model(**given, training=training)
     return model(*given, training=training)
 
 
-def per_sample(function: Any, outputs: Any, targets: Any) -> Any:
-    """The same as Keras' `compile` takes it: losses alone, for what Keras multiplies with weights. Raises JobError."""
-    result = applied(function, outputs, targets)
-    if isinstance(result, Terms):
-        raise JobError(['run="fit" takes one loss per sample, and no Terms: leave run out, or return the losses'])
-    return result
+def _takes(call: Any, given: Any) -> bool:
+    """Whether a model's `call` has an argument for each input: of its name, or in its place."""
+    parameters = [each for each in inspect.signature(call).parameters.values() if each.name != "training"]
+    open_kind = inspect.Parameter.VAR_KEYWORD if isinstance(given, dict) else inspect.Parameter.VAR_POSITIONAL
+    if any(each.kind is open_kind for each in parameters):
+        return True
+    if isinstance(given, dict):
+        return set(given) <= {each.name for each in parameters}
+    placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(given) <= sum(each.kind in placed for each in parameters)
 
 
-def applied(function: Any, outputs: Any, targets: Any) -> Any:
-    """A function (outputs, targets), or one of Keras' losses and metrics, which take them the other way round."""
-    if isinstance(function, Distilled | Judged):
-        return function(outputs, targets)
-    if isinstance(function, keras.losses.Loss):
-        return function.call(targets, outputs)
-    if isinstance(function, keras.metrics.MeanMetricWrapper):
-        return _rewritten(function._fn)(targets, outputs, **function._fn_kwargs)
-    if isinstance(function, keras.metrics.Metric):
-        raise JobError(
-            [
-                f"keras.metrics.{type(function).__name__} is no mean over samples, and cannot be summed over workers: "
-                "use one that is, such as SparseCategoricalAccuracy, or a function that gives one value per sample"
-            ]
-        )
-    return _rewritten(function)(outputs, targets)
-
-
-def _rewritten(function: Any) -> Any:
-    """A function of the user's as AutoGraph has it; as it is, where steps run eagerly."""
-    if tf.executing_eagerly():
-        return function
-    return to_graph_code(function)
+def _of_classes(targets: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
+    """(rows,) weights of the samples' classes, which are numbers or one-hot, as Keras makes them of `class_weight`."""
+    if targets.shape.rank > 1:
+        targets = targets[..., 0] if targets.shape[-1] == 1 else tf.argmax(targets, -1)
+    classes = tf.cast(tf.round(tf.cast(targets, tf.float64)), tf.int64)
+    found = tf.ones_like(classes, tf.float64)
+    for number, weight in weights.items():
+        found = tf.where(classes == number, tf.constant(weight, tf.float64), found)
+    return found
 
 
 def _rowwise(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,7 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow.evaluation import Evaluation
 from trainwright.strategies.tensorflow.led import Led
 from trainwright.strategies.tensorflow.objective import Caller
-from trainwright.strategies.tensorflow.replica import Replica, Trained
+from trainwright.strategies.tensorflow.replica import Replica, Trained, rule_of
 from trainwright.strategies.tensorflow.seats import free
 from trainwright.strategies.tensorflow.served import Served
 from trainwright.strategies.tensorflow.shares import Shares
@@ -71,6 +71,10 @@ class ParameterServer(Led):
         assert self._group is not None, "form() comes first"
         caller = Caller(spec=spec, where=self._where)
         replica = Replica(spec, tf.distribute.get_strategy(), plan, caller)
+        if replica.loss_scale is not None:
+            problem = "parameter servers apply parts of a step, and cannot follow a loss scale"
+            remedy = "use mixed_bfloat16, or tf_multi_worker_mirrored"
+            raise JobError([f"{problem} (mixed_float16, loss_scale_factor): {remedy}"], where=self._where)
         self._served = Served(replica, self._strategy, plan.servers)
         self._shares = Shares(
             replica, self._served, self._coordinator, caller, self._check_servers, self._group.deadline_s
@@ -106,7 +110,10 @@ class ParameterServer(Led):
             PeerLost: a server is gone, or no worker takes a share within the deadline.
             UserCodeError, JobError: the user's code raised or is wrong.
         """
-        return self._guarded(lambda: self._leading.train(feed))
+        report = self._guarded(lambda: self._leading.train(feed))
+        if report.step == self._built.spec.total_steps:
+            self._guarded(self._finish)
+        return report
 
     def _evaluating(self) -> Evaluation:
         """On the workers, a micro-batch on each."""
@@ -126,6 +133,15 @@ class ParameterServer(Led):
         assert self._served is not None, "build() comes first"
         self._leading.drain()
         self._served.fetch()
+
+    def _finish(self) -> None:
+        """Do what `Model.fit` does after its last step, with the state of the servers."""
+        replica = self._built
+        assert isinstance(replica, Replica), "the chief has one"
+        if rule_of(replica.optimizer).use_ema:
+            self._fetch()
+            replica.finish()
+            self._filled(self._tag())
 
     def _filled(self, tag: StateTag) -> StateTag:
         if self._served is not None:

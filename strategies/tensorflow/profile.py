@@ -17,10 +17,11 @@ from trainwright.core.errors import JobError
 from trainwright.core.profile import LayerCost, ModelProfile, folded, with_loss
 from trainwright.strategies.tensorflow.failures import user_code
 from trainwright.strategies.tensorflow.files import export, take_weights
-from trainwright.strategies.tensorflow.replica import batch_norms
+from trainwright.strategies.tensorflow.objective import call_model
+from trainwright.strategies.tensorflow.replica import batch_norms, has_call
 from trainwright.strategies.tensorflow.tracing import Call, Trace, traced
 
-__all__ = ["export", "profile_model", "take_weights"]
+__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 REASON = 300  # letters of an error that is shown
@@ -52,16 +53,18 @@ def profile_model(
         JobError: it returned no model.
     """
     built = model if isinstance(model, keras.Model) else _built(model)
-    if not built.built and inputs:
-        given = {name: keras.KerasTensor((None, *sample[name].shape[1:]), str(sample[name].dtype)) for name in inputs}
+    if not built.built and inputs and has_call(built):
+        given = {name: keras.KerasTensor((None, *sample[name].shape[1:]), _kind(sample[name])) for name in inputs}
         with user_code("the model", "profile"):
-            if keywords:
-                built(**dict(zip(keywords, given.values(), strict=True)))
-            else:
-                built(*given.values())
+            call_model(built, _given(given, inputs, keywords), training=False)
     inexact = ("batch_norm",) if batch_norms(built) else ()
-    known = ModelProfile(framework="tensorflow", layers=(), inexact=inexact, keras_backend="tensorflow")
+    known = ModelProfile(
+        framework="tensorflow", layers=(), inexact=inexact, keras_backend="tensorflow",
+        loss_scale=built.dtype_policy.name == "mixed_float16",
+    )  # fmt: skip
     rows = max((len(array) for array in sample.values()), default=1)
+    if inputs and not has_call(built):
+        return _untraced(known, built, "NotImplementedError: it has no call()")
     try:
         trace = _traced(built, sample, inputs, keywords, step)
         layers = folded(_counted(layer, trace.calls.get(layer, Call()), rows) for layer in _ran(built, trace))
@@ -70,8 +73,13 @@ def profile_model(
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}"
         _log.info("operations are estimated from weights: tracing raised %s", reason)
-        return replace(known, layers=tuple(_cost(layer) for layer in _leaves(built) if layer.weights), untraced=reason)
+        return _untraced(known, built, reason)
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
+
+
+def _untraced(known: ModelProfile, model: keras.Model, reason: str) -> ModelProfile:
+    """Cost of each layer from its weights alone."""
+    return replace(known, layers=tuple(_cost(layer) for layer in _leaves(model) if layer.weights), untraced=reason)
 
 
 def _traced(model: keras.Model, sample: Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any) -> Trace:
@@ -82,11 +90,20 @@ def _traced(model: keras.Model, sample: Sample, inputs: tuple[str, ...], keyword
     def call(columns: Any) -> Any:
         if not inputs:
             return step(model, columns)
-        if keywords:
-            return model(**dict(zip(keywords, (columns[name] for name in inputs), strict=True)), training=True)
-        return model(*[columns[name] for name in inputs], training=True)
+        return call_model(model, _given(columns, inputs, keywords), training=True)
 
     return traced(model, given, call)
+
+
+def _given(columns: Mapping[str, Any], inputs: tuple[str, ...], keywords: tuple[str, ...]) -> Any:
+    """The inputs as `call_model` takes them."""
+    given = [columns[name] for name in inputs]
+    return dict(zip(keywords, given, strict=True)) if keywords else given
+
+
+def _kind(array: npt.NDArray[Any]) -> str:
+    """Keras' name of an array's type; text is an array of objects."""
+    return "string" if array.dtype.kind in "OUS" else str(array.dtype)
 
 
 def _ran(model: keras.Model, trace: Trace) -> list[Any]:
@@ -163,3 +180,8 @@ def _output(layer: Any) -> tuple[int, ...]:
 
 def _plain(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
+
+
+def weight_bytes(model: keras.Model) -> int:
+    """Size of the weights that a model has so far."""
+    return sum(map(_bytes, model.weights))

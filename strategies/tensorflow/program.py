@@ -67,7 +67,8 @@ class Found(NamedTuple):
         carry: (8,) sums of weights, of weighted losses and of wishes over all replicas; parts, samples and shares of
             `core.noise.Scatter` where the step is sampled, else 0; the norm of the gradients where it is wanted, else
             0; and the scatter's whole.
-        state: new values of the model's state that is not trained, averaged over all replicas.
+        state: new values of the model's state that is not trained, averaged over all replicas; None where the step
+            leaves it as it is.
         losses: of this replica's micro-batches.
     """
 
@@ -100,7 +101,7 @@ class Program:
     def __init__(self, replica: Replica, caller: Caller) -> None:
         self._replica, self._caller, self._strategy = replica, caller, replica.strategy
         self._kind = tf.float64 if any(v.dtype == tf.float64 for v in replica.trained) else tf.float32
-        self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard
+        self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard or replica.scales
         compiled = replica.spec.compile == "xla"
         self._one = tf.function(self._micro, jit_compile=True, autograph=False) if compiled else self._micro
         self._step = tf.function(self._stepped, reduce_retracing=True, autograph=False)
@@ -129,10 +130,13 @@ class Program:
         phases = {COMPILED: time.perf_counter() - begun}
         self._check(feed, weight, loss, norm, outcome)
         replica.step = feed.step + 1
-        wanted, sampled = self._wants_norm and weight, bool(samples and weight)
+        if replica.step == replica.spec.total_steps:
+            replica.finish()
+        overflowed = replica.scales and not math.isfinite(norm)
+        wanted, sampled = self._wants_norm and weight and not overflowed, bool(samples and weight) and not overflowed
         return StepReport(
             step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=rate,
-            gradient_norm=norm * feed.rows / weight if wanted else None, wish=wish > 0.5,
+            gradient_norm=norm * feed.rows / weight if wanted else None, wish=wish > 0.5, overflowed=overflowed,
             phases=None if sampled else phases,
             scatter=Scatter(samples=samples, shares=shares, parts=parts, whole=whole) if sampled else None,
         )  # fmt: skip
@@ -158,7 +162,8 @@ class Program:
         with tf.control_dependencies(gradients):  # no variable changes before the last collective is over
             carry = tf.identity(self._own(found.carry)[0])
         weight, loss, _, _, _, _, norm, _ = tf.unstack(tf.cast(carry, tf.float64))
-        sums = tf.reduce_all(tf.math.is_finite(tf.stack((weight, loss, norm))))
+        told = (weight, loss) if self._replica.scales else (weight, loss, norm)  # a LossScaleOptimizer looks itself
+        sums = tf.reduce_all(tf.math.is_finite(tf.stack(told)))
 
         def apply() -> Any:
             factor = self._scale(weight, tf.cast(self._own(share)[0].rows, tf.float64), norm)
@@ -179,7 +184,7 @@ class Program:
         kind, replica = self._kind, self._replica
         gradients: list[Any] = []
         weight, loss, told = tf.zeros((), kind), tf.zeros((), kind), tf.zeros(3, kind)
-        state = [tf.convert_to_tensor(variable.value) for variable in replica.state]
+        before = state = [tf.convert_to_tensor(variable.value) for variable in replica.state]
         losses = []
         for micro in share.micros:
             values, weights, own, state = self._one(micro, share.rows, state)
@@ -188,7 +193,8 @@ class Program:
             loss += tf.cast(tf.reduce_sum(values * weights), kind)
             losses.append(values)
             told += self._where_sampled(share, partial(self._told, own, micro, share.rows), 3)
-        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), told), 0), state, losses)
+        changed = [None if new is old else new for old, new in zip(before, state, strict=True)]
+        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), told), 0), changed, losses)
         whole = self._where_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
         return found._replace(carry=tf.concat((found.carry, whole), 0))
 
@@ -221,7 +227,9 @@ class Program:
             with scope:
                 values, weights = self._caller.loss(replica.model, micro.columns, micro.weights, training=True)
             objective = tf.reduce_sum(values * weights) / tf.cast(rows, values.dtype)
+            objective = self._times(objective, replica.loss_scale)
         found = tape.gradient(objective, replica.trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        found = [self._times(gradient, replica.loss_scale, inverse=True) for gradient in found]
         after = [scope.get_current_value(variable) for variable in replica.state]
         after = [old if new is None else new for old, new in zip(state, after, strict=True)]
         return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
@@ -231,8 +239,7 @@ class Program:
         if context.num_replicas_in_sync > 1:
             total = tf.distribute.ReduceOp.SUM
             *gradients, carry = context.all_reduce(total, [*gradients, carry])
-            if kept:
-                kept = context.all_reduce(tf.distribute.ReduceOp.MEAN, kept)
+            kept = _averaged(context, kept)
         norm = tf.linalg.global_norm(gradients) if self._wants_norm else tf.zeros(())
         carry = tf.concat((carry, [tf.cast(norm, self._kind)]), 0)
         return Found(gradients=gradients, carry=carry, state=kept, losses=losses)
@@ -240,17 +247,27 @@ class Program:
     def _applied(self, gradients: list[Any], factor: Any, state: list[Any]) -> None:
         self._strategy.run(self._applied_here, args=(gradients, factor))
         for variable, value in zip(self._replica.state, state, strict=True):
-            self._strategy.extended.update(variable.value, lambda own, new: own.assign(new), args=(value,))
+            if value is not None:
+                self._strategy.extended.update(variable.value, lambda own, new: own.assign(new), args=(value,))
 
     def _applied_here(self, gradients: list[Any], factor: Any) -> None:
         """In one replica: the gradients are those of the whole batch already."""
         scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+        scaled = [self._times(gradient, self._replica.loss_scale) for gradient in scaled]
         self._replica.optimizer.apply(scaled, self._replica.model.trainable_variables)
+
+    def _times(self, value: Any, scale: Any, *, inverse: bool = False) -> Any:
+        """A value with the loss scale, or without it; as it is where there is none."""
+        if scale is None:
+            return value
+        value = tf.convert_to_tensor(value)
+        scale = tf.cast(scale, value.dtype)
+        return value / scale if inverse else value * scale
 
     def _check(self, feed: Feed, weight: float, loss: float, norm: float, outcome: Outcome) -> None:
         """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
         if math.isfinite(loss) and math.isfinite(weight):
-            if not weight or math.isfinite(norm):
+            if not weight or math.isfinite(norm) or self._replica.scales:
                 return
             raise non_finite(f"the gradient's norm became {norm} in step {feed.step + 1}", self._caller.where)
         for rank, batch, losses in self._own_losses(feed, outcome):
@@ -272,6 +289,18 @@ class Program:
     def _own(self, value: Any) -> tuple[Any, ...]:
         """The values of this process's replicas, in order."""
         return tuple(self._strategy.experimental_local_results(value))
+
+
+def _averaged(context: Any, values: list[Any]) -> list[Any]:
+    """Means over all replicas of the values that are there; collectives take values of one type at a time."""
+    found = list(values)
+    for kind in dict.fromkeys(value.dtype for value in values if value is not None):
+        places = [place for place, value in enumerate(values) if value is not None and value.dtype == kind]
+        wide = [values[place] if kind.is_floating else tf.cast(values[place], tf.float64) for place in places]
+        means = context.all_reduce(tf.distribute.ReduceOp.MEAN, wide)
+        for place, mean in zip(places, means, strict=True):
+            found[place] = mean if kind.is_floating else tf.cast(tf.round(mean), kind)
+    return found
 
 
 def seeded(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:

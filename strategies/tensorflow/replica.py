@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import keras
@@ -72,13 +73,11 @@ class Replica:
                 raise JobError(
                     [f"optimizer() returned {type(self.optimizer).__name__}: return a keras.optimizers.Optimizer"]
                 )
-            if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-                raise JobError(
-                    ["optimizer() returned a LossScaleOptimizer: return the one inside it; bf16 needs no loss scale"]
-                )
+            self.optimizer = loss_scaled(self.optimizer, self.model)
             self.slots = built(self.optimizer, self.model.trainable_variables)
-        self.optimizer._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
-        self.own_schedule = isinstance(self.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+        rule = rule_of(self.optimizer)
+        rule._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
+        self.own_schedule = isinstance(rule._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         if self.own_schedule and self.spec.schedule is not None:
             raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
         self.initial_rate = None if self.own_schedule else float(self._rate())
@@ -90,6 +89,20 @@ class Replica:
     def trained(self) -> list[tf.Variable]:
         """The variables that are trained, as TensorFlow has them."""
         return [variable.value for variable in self.model.trainable_variables]
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss scale follows the gradients: a step where they overflow is not applied, and halves it."""
+        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
+
+    @property
+    def loss_scale(self) -> Any:
+        """What the loss is multiplied by before gradients are taken, and `apply` divides them by; None for nothing."""
+        return self.optimizer.dynamic_scale.value if self.scales else self.optimizer.loss_scale_factor
+
+    def finish(self) -> None:
+        """Do what `Model.fit` does after its last step: with `use_ema` the weights become their moving averages."""
+        self.optimizer.finalize_variable_values(self.model.trainable_variables)
 
     def _rate(self) -> Any:
         return self.optimizer.learning_rate.numpy()
@@ -108,41 +121,71 @@ class Replica:
         return rate
 
 
+def loss_scaled(optimizer: Any, model: keras.Model) -> Any:
+    """The optimizer, in a LossScaleOptimizer where the model computes in float16, as `compile` does it."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scaled or model.dtype_policy.name != "mixed_float16":
+        return optimizer
+    return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+
+
+def rule_of(optimizer: Any) -> Any:
+    """The optimizer that updates the variables: of a LossScaleOptimizer the one inside."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def built(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
     """Builds an optimizer; the variables that it made for each of those it trains."""
     made: dict[int, list[keras.Variable]] = {}
-    add = optimizer.add_variable_from_reference
+    rule = rule_of(optimizer)
+    add = rule.add_variable_from_reference
 
     def recorded(reference_variable: Any, *args: Any, **kwargs: Any) -> keras.Variable:
         slot = add(reference_variable, *args, **kwargs)
         made.setdefault(id(reference_variable), []).append(slot)
         return slot
 
-    object.__setattr__(optimizer, "add_variable_from_reference", recorded)
+    object.__setattr__(rule, "add_variable_from_reference", recorded)
     try:
         optimizer.build(variables)
     finally:
-        object.__delattr__(optimizer, "add_variable_from_reference")
+        object.__delattr__(rule, "add_variable_from_reference")
     return [made.get(id(variable), []) for variable in variables]
 
 
 def built_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> keras.Model:
     """The job's model in the strategy's scope, with all its variables; see `Replica` for arguments and errors."""
-    if plan.precision == "bf16":
-        keras.mixed_precision.set_global_policy("mixed_bfloat16")
     keras.utils.set_random_seed(fold(spec.seed, -1) % 2**_SEED_BITS)
-    with strategy.scope(), user_code("model()", caller.where):
-        model = spec.model()
-    if not isinstance(model, keras.Model):
-        kind = type(model)
-        raise JobError([f"model() returned {kind.__module__}.{kind.__qualname__}: return a keras.Model"])
-    _check_norms(model, spec, plan, caller.where)
-    if not (model.built and model.trainable_variables) and spec.sample is not None:
-        with strategy.scope():
+    with strategy.scope(), _policy(plan):
+        with user_code("model()", caller.where):
+            model = spec.model()
+        if not isinstance(model, keras.Model):
+            kind = type(model)
+            raise JobError([f"model() returned {kind.__module__}.{kind.__qualname__}: return a keras.Model"])
+        _check_norms(model, spec, plan, caller.where)
+        if not (model.built and model.trainable_variables) and spec.sample is not None and has_call(model):
             _try(model, spec.sample(), caller)
     if not model.trainable_variables:
         raise JobError(["model() has no variables that can be trained"], where=caller.where)
     return model
+
+
+@contextmanager
+def _policy(plan: Plan) -> Iterator[None]:
+    """Keras' policy for a plan's precision; others that build models in this process keep theirs."""
+    before = keras.config.dtype_policy()
+    if plan.precision == "bf16":
+        keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        yield
+    finally:
+        if plan.precision == "bf16":
+            keras.config.set_dtype_policy(before)
+
+
+def has_call(model: keras.Model) -> bool:
+    """Whether a model can be called: one that has only a `train_step` of its own, as a GAN does, need not be."""
+    return type(model).call is not keras.Model.call
 
 
 def _try(model: keras.Model, sample: Batch, caller: Caller) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from trainwright.core.distillation import Inline
 from trainwright.strategies.divergences import Tensors
-from trainwright.strategies.tensorflow.objective import applied
+from trainwright.strategies.tensorflow.loss_call import applied
 
 _TINY = 1e-24  # smallest square of a length
 _loaded: dict[tuple[str, str], Any] = {}
@@ -47,8 +47,8 @@ class _TensorFlow:
         """What layers compute in is their own; nothing here is a layer."""
         return nullcontext()
 
-    def called(self, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
-        return applied(function, outputs, targets)
+    def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
+        return applied(function, outputs, targets, metric=metric)
 
     def answers(self, teacher: Inline, columns: Mapping[str, tf.Tensor], like: tf.Tensor) -> Mapping[str, tf.Tensor]:
         """The model is loaded once a process, outside of the graph and the strategy; another's of its name goes."""

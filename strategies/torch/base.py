@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import torch
 
+from trainwright.core import generators
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
@@ -16,10 +18,12 @@ from trainwright.core.group import Address, Capabilities, Generation, Group, Mov
 from trainwright.core.plan import Plan
 from trainwright.strategies.failures import peer_lost
 from trainwright.strategies.torch import dynamo, evaluation, files, state, step
+from trainwright.strategies.torch.batch_losses import Groups
 from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.failures import let_go, user_code
+from trainwright.strategies.torch.local_state import Seat
 from trainwright.strategies.torch.noise import Probe
-from trainwright.strategies.torch.objective import Caller, Objective, Share
+from trainwright.strategies.torch.objective import Caller, Objective
 from trainwright.strategies.torch.replica import Replica, random_kept
 from trainwright.strategies.torch.step import Runner
 
@@ -84,12 +88,18 @@ class TorchEngine:
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
-        self._built.step = self._built.step or 0
+        self._stand(self._built)
         return self._tag()
 
     def snapshot(self) -> StateCopy:
-        """Copy the state to host memory. Training may go on at once."""
-        copy = self._copies.of(state.held(self._built))
+        """Copy the state to host memory. Training may go on at once.
+
+        Of data ranks with local state only the first copies what all have, the others what they keep as their own.
+        """
+        held = state.held(self._built)
+        if held.local is not None and held.local.seat.rank:
+            held = replace(held, model={}, slots={}, boxes={}, trained=())
+        copy = self._copies.of(held)
         return StateCopy(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateCopy) -> StateTag:
@@ -104,9 +114,14 @@ class TorchEngine:
 
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
-        replica = self._built
-        state.restore(replica, files.read(reader, replica.wanted, replica.part))
+        replica, seat = self._built, self._seat
+        own = files.read_local(reader, seat) if replica.local else None
+        state.restore(replica, replace(files.read(reader, replica.wanted, replica.part), local=own))
+        replica.seat = seat
         return self._tag()
+
+    def verify(self) -> None:
+        """Nothing: no other rank holds what this one does."""
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -162,16 +177,41 @@ class TorchEngine:
     def _where(self) -> str:
         return f"rank {self._rank}"
 
+    @property
+    def _seat(self) -> Seat:
+        """This rank, as a data rank."""
+        return Seat(rank=self._rank, ranks=self._group.size if self._group else 1)
+
+    def _stand(self, replica: Replica) -> None:
+        """A fresh build stands at step 0 from now on."""
+        if replica.step is None:
+            replica.step, replica.seat = 0, self._seat
+
     def _tag(self) -> StateTag:
-        replica = self._replica
-        return StateTag(step=replica.step if replica else None, sound=replica.sound if replica else True)
+        """What this rank holds; with local state only in its own seat, since no other rank can take that over."""
+        replica, seat = self._replica, self._seat
+        if replica is None:
+            return StateTag(step=None)
+        if not replica.local:
+            return StateTag(step=replica.step, sound=replica.sound)
+        return StateTag(
+            step=replica.step,
+            pieces=frozenset({"state", seat.piece}),
+            total=seat.ranks + 1,
+            sound=replica.sound and (replica.step is None or replica.seat == seat),
+        )
 
     def _caller(self) -> Caller:
         replica = self._built
         return Caller(
             spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
-            rescoring=replica.rescoring,
+            rescoring=replica.rescoring, group=self._batch_group,
         )  # fmt: skip
+
+    @property
+    def _batch_group(self) -> Groups | None:
+        """Makes a process group of the ranks that share a global batch, which all of them call; None without one."""
+        return None
 
     def _warmed(self, feed: Feed) -> Runner:
         """A runner that has run once."""
@@ -187,19 +227,25 @@ class TorchEngine:
     def _throwaway(self, runner: Runner, feed: Feed) -> bool:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
         replica = self._built
-        share = Share(batch=copied(feed.parts[0][0]), data_rank=feed.data_ranks[0], rows=feed.rows, muted=True)
-        with replica.attempt(), random_kept(self._device):
+        _, share = step.shares(feed, muted=True)[0]
+        share = replace(share, batch=copied(share.batch), wish=False)
+        with replica.attempt(), random_kept(self._device), runner.objective.checking():
             replica.reseed(0)
             with replica.finding_last() if runner.tells_own else nullcontext():
                 step.run(runner, share)
+            replica.uncut = share.layout.whole
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         runner.objective.begin()
         return every_used
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Do work; errors leave without the frames that would keep a process group's sockets open."""
+        """Do work; errors leave without the frames that would keep a process group's sockets open.
+
+        Meanwhile no other thread draws from the global generators of random numbers.
+        """
         try:
-            return work()
+            with generators.LOCK:
+                return work()
         except TrainwrightError as error:
             failure = error
         except RuntimeError as error:

@@ -150,6 +150,17 @@ def reduce_unused_parameters(module: Any) -> None:
         group.post_backward = partial(_reduce_with_zeros, group, group.post_backward)
 
 
+def keep_requires_grad(module: Any) -> None:
+    """Let the sharded parameters of an FSDP2 module follow what was frozen or thawed of them while they were whole.
+
+    FSDP2 makes a gathered parameter require what its shard does, and not the other way around.
+    """
+    for group in FsdpState(module).groups:
+        for each in group.fsdp_params:
+            if each.sharded_state.name == "UNSHARDED":
+                each.sharded_param.requires_grad_(each.unsharded_param.requires_grad)
+
+
 def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
     for each in group.fsdp_params if group.reduce_grads else ():
         if not hasattr(each, "_unsharded_param") or each.unsharded_accumulated_grad is not None:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from trainwright.strategies.torch.evaluation import evaluating
 from trainwright.strategies.torch.following import Follower, Forward, Key, Route, Watched
+from trainwright.strategies.torch.objective import evaluating
 from trainwright.strategies.torch.survey import Surveyor, bare, skeleton
+from trainwright.strategies.torch.values import Following
 
 Held = tuple[nn.Module, str, int]  # a number, and where a module holds it
 
@@ -68,8 +69,9 @@ class Cut:
         self._modules = [*model.modules()]
         self.look()
         self.sections = len(entries) + 1
-        users = self._users(len(inputs[0]))
-        counting = self._route(len(inputs[0])).counting
+        rows = max(len(inputs[0]), 2)  # a norm of batches takes no less
+        users = self._users(rows)
+        counting = self._route(rows).counting
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
         _strip(model, users, frozenset(own))
@@ -181,6 +183,7 @@ class _Passage(Follower):
         self._given = dict(zip(route.taken[section], given, strict=True))
         self._wanted = frozenset(wanted)
         self._number, self._glued = 0, 0
+        self._constants = Following()
         self._begun = section == 0
         self._passed: dict[Key, Tensor] = {}  # without data
         self._stands_for: dict[int, Tensor] = {}  # what has data, by the id of what has none
@@ -219,10 +222,19 @@ class _Passage(Follower):
         self._glued += 1
         if number >= len(self._route.glue) or self._route.glue[number] != func:
             raise self.strayed(getattr(func, "__name__", str(func)))
-        args, kwargs = self._real((args, kwargs)) if self._begun else _bare((args, kwargs))
-        output = func(*args, **kwargs)
+        output = self._computed(func, args, kwargs)
         self._notes(output, "glue", number)
         return output
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function gives; before the section, without data, but for what is made of constants alone."""
+        if self._begun:
+            args, kwargs = self._real((args, kwargs))
+            return func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+            args, kwargs = _bare((args, kwargs))
+        with self._constants:
+            return func(*args, **kwargs)
 
     def real(self, tensor: Tensor) -> Tensor:
         """What has data, in the place of what has none."""

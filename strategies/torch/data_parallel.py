@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from trainwright.core.data import Feed
-from trainwright.core.group import Move, StateTag
-from trainwright.strategies.torch import state
+from trainwright.core.group import Capabilities, Move, StateTag
+from trainwright.strategies.torch import digests, state
 from trainwright.strategies.torch.compat import ddp_without_buffer_sync
-from trainwright.strategies.torch.group import compared, same_start
+from trainwright.strategies.torch.group import compared, everybody
 from trainwright.strategies.torch.member import Member
-from trainwright.strategies.torch.step import Runner
+from trainwright.strategies.torch.step import Runner, layout_of
 
 
 class DataParallel(Member):
@@ -22,6 +23,8 @@ class DataParallel(Member):
     two ranks, since a sum of two has one order.
     """
 
+    capabilities: ClassVar[Capabilities] = replace(Member.capabilities, local_state=True, synchronized_batch_norm=True)
+
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Make every rank equal to the first move's source, bit by bit. Raises PeerLost."""
         if moves:
@@ -29,24 +32,35 @@ class DataParallel(Member):
             self._guarded(lambda: state.broadcast(self._built, source, self._rank, self._device))
         return super().transfer(moves)
 
+    def verify(self) -> None:
+        """Make sure that all ranks hold the same; every rank calls it, between two steps.
+
+        Raises:
+            JobError: on every rank, where some differ.
+            PeerLost: a rank is gone.
+        """
+        assert self._group is not None, "form() comes first"
+        kin = [("whole", "whole")] * self._group.size
+        self._guarded(lambda: digests.compare(self._built, kin, self._device, self._where))
+
     def _warmed(self, feed: Feed) -> Runner:
         """DDP around the objective, with its buckets fixed."""
         assert self._group is not None, "form() comes first"
+        self.verify()
         alone, replica = self._alone(world=self._group.size), self._built
-        if replica.every_used is None:
+        if replica.synchronized is not None:
+            replica.synchronized.on = False
+        untried = replica.every_used is None or (replica.uncut and not layout_of(feed).whole)
+        if any(flag for (flag,) in compared([int(untried)], self._device)):  # all of them: a loss may gather
             replica.every_used = self._throwaway(alone, feed)
-        every_used = self._agree(replica.every_used)
+        assert replica.every_used is not None, "it was tried, here or where the state comes from"
+        every_used = all(flag for (flag,) in compared([int(replica.every_used)], self._device))
         parallel = ddp_without_buffer_sync(
             alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
         )
-        runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used)
+        runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used, others=(everybody(),))
         if self._group.size != 2:
             self._throwaway(runner, feed)
+        if replica.synchronized is not None:
+            replica.synchronized.on = True
         return runner
-
-    def _agree(self, every_used: bool) -> bool:
-        """Whether all ranks gave every parameter a gradient. Raises JobError where their first parameters differ."""
-        checksum = 0 if self._built.step else state.checksum(self._built.model)  # later ones come from a rank or a file
-        answers = compared([int(every_used), checksum], self._device)
-        same_start([checksum for _, checksum in answers], self._where)
-        return all(flag for flag, _ in answers)

@@ -10,13 +10,15 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from trainwright.core.data import Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.group import Group, Move, StateTag
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch import state
+from trainwright.strategies.torch import digests, state
+from trainwright.strategies.torch.batch_norm import batch_norms
 from trainwright.strategies.torch.group import compared, same_start
 from trainwright.strategies.torch.member import Member
 from trainwright.strategies.torch.mesh import Place
@@ -32,7 +34,7 @@ class _Held:
     """What this rank held when it left a group; tensors and nothing of the group's."""
 
     state: HostState
-    buffers: tuple[Tensor, ...]
+    buffers: Mapping[str, Tensor]
     sound: bool
 
 
@@ -126,7 +128,7 @@ class Divided(Member):
         if part == WHOLE:
             return plain
         pieces = frozenset({part.name})
-        return StateTag(step=plain.step, layout=self._layout, pieces=pieces, whole=part.whole, sound=plain.sound)
+        return StateTag(step=plain.step, layout=self._layout, pieces=pieces, total=part.total, sound=plain.sound)
 
     @property
     def _layout(self) -> str:
@@ -158,7 +160,7 @@ class Divided(Member):
 
     def _partition(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
         """Keep this rank's part of a whole model, where it will be; says what it left of each tensor it cut."""
-        self._checksum = state.checksum(model)
+        self._checksum = digests.digest_of_parameters(model)
         return self._kept(spec, plan, model)
 
     def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
@@ -177,8 +179,10 @@ class Divided(Member):
         assert spec.sample is not None, "a job brings a sample"
         caller = self._caller_for(spec, plan)
         columns, call = caller.tensors(spec.sample()), (spec.inputs, spec.keywords)
+        least = 2 if batch_norms(model) else 1  # rows that it takes
+        columns = {name: torch.cat([column] * least) for name, column in columns.items()}
         given = columns if spec.step else {name: columns[name] for name in spec.inputs}
-        run = plainly(given, call, spec.step)
+        run = plainly(given, call, spec.step, least)
         splitter = Splitter(model, run, degree, self._where)
         if spec.tensor_plan:
             split = splitter.planned(spec.tensor_plan)
@@ -204,10 +208,23 @@ class Divided(Member):
         self._ring = Ring(index=index, of=of, group=place.tensors, sequence=split.sequence)
         return divide(model, split, self._ring, self._where)
 
-    def _same_start(self) -> None:
+    def verify(self) -> None:
+        """Make sure that ranks hold the same where they should; every rank calls it, between two steps.
+
+        Raises:
+            JobError: on every rank, where some differ.
+            PeerLost: a rank is gone.
+        """
+        if self._replica is not None and self._placed.mesh.size > 1:
+            self._guarded(lambda: digests.compare(self._built, self._placed.kin, self._device, self._where))
+
+    def _check_start(self) -> None:
         """Raise JobError, on every rank, where the ranks' first parameters differ."""
         answers = compared([0 if self._built.step else self._checksum], self._device)
         same_start([checksum for (checksum,) in answers], self._where)
+
+    def _made_group(self) -> ProcessGroup:
+        return self._placed.batch_group()
 
     def _settle(self, plan: Plan) -> None:
         """Find this rank's place in the group."""
@@ -232,7 +249,9 @@ class Divided(Member):
         if replica is not None:
             self._held = None
             with suppress(CheckpointError):  # an optimizer's state that cannot be saved cannot be carried over either
-                self._held = _Held(state=state.held(replica), buffers=tuple(replica.buffers()), sound=replica.sound)
+                self._held = _Held(
+                    state=state.held(replica), buffers=dict(replica.named_buffers()), sound=replica.sound
+                )
 
     def _let_go(self) -> None:
         """Hold no model any more."""
@@ -255,9 +274,7 @@ class Divided(Member):
         if held is not None:
             state.restore(self._replica, held.state)
             self._replica.sound = held.sound
-            with torch.no_grad():
-                for buffer, kept in zip(self._replica.buffers(), held.buffers, strict=True):
-                    buffer.copy_(kept)
+            self._replica.take_buffers(held.buffers)
 
 
 def by_numbers(spec: ModelSpec) -> bool:

@@ -8,7 +8,7 @@ skips it: `Calls` keeps which parameters had a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.blocks import blocks
-from trainwright.strategies.torch.compat import reduce_unused_parameters
+from trainwright.strategies.torch.compat import keep_requires_grad, reduce_unused_parameters
 from trainwright.strategies.torch.parts import divided, unhooked
 
 _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
@@ -66,6 +66,15 @@ def released(model: nn.Module) -> None:
         module.reshard()
 
 
+def freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
+    """A step of the job's own, which may freeze parameters for a while: whether they are gathered then or not."""
+    try:
+        return step(model, batch)
+    finally:
+        for module in gathered(model):
+            keep_requires_grad(module)
+
+
 class Calls:
     """Which blocks a step ran, in which order, and which parameters it gave a gradient.
 
@@ -81,7 +90,7 @@ class Calls:
         self.names = tuple(names.values())
         self.order = 0
         self.used: set[str] = set()
-        self._watched: set[nn.Module] = set()
+        self._watched: set[str] = set()
         for number, module in enumerate(gathered(model), 1):
             assert isinstance(module, nn.Module)
             own = [place for place in _own(module) if place[0]._parameters[place[1]] in names]
@@ -99,11 +108,11 @@ class Calls:
         if not torch.is_grad_enabled():
             return
         self.order = (self.order * 31 + number) % _ORDERS
-        if module not in self._watched:
-            self._watched.add(module)
-            for owner, key, name in named:
-                whole = owner._parameters[key]
-                assert whole is not None, "a parameter of the model"
+        for owner, key, name in named:
+            whole = owner._parameters[key]
+            assert whole is not None, "a parameter of the model"
+            if name not in self._watched and whole.requires_grad:  # a step may have frozen it for a while
+                self._watched.add(name)
                 # FSDP2 gathers into this tensor every time.
                 whole.register_hook(partial(self._given, name))  # type: ignore[no-untyped-call]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Columns, Feed, Sums, Terms
 from trainwright.core.errors import JobError, nearest
 from trainwright.strategies.torch import batches
-from trainwright.strategies.torch.objective import Caller
+from trainwright.strategies.torch.batch_losses import BatchLayout
+from trainwright.strategies.torch.objective import Caller, evaluating
 
 LOSS = "loss"
 
@@ -35,8 +35,8 @@ def evaluate(model: nn.Module, caller: Caller, feed: Feed, through: Through | No
     names: list[str] = []
     sums: list[Tensor] = []
     with evaluating(model), torch.no_grad():
-        for batch in _batches(feed):
-            for name, (values, weights) in _terms(model, caller, batch, through):
+        for batch, layout in _batches(feed):
+            for name, (values, weights) in _terms(model, caller, batch, layout, through):
                 names.append(name)
                 doubled = weights.double()
                 sums.append(torch.stack(((values.double() * doubled).sum(), doubled.sum())))
@@ -63,31 +63,22 @@ def predict(model: nn.Module, caller: Caller, feed: Feed, through: Through | Non
         )
     found: dict[str, list[npt.NDArray[Any]]] = {}
     with evaluating(model), torch.no_grad():
-        for batch in _batches(feed):
+        for batch, _ in _batches(feed):
             with caller.precision():
                 outputs = through(batch) if through else caller.outputs(model, caller.inputs(batch))
-            for name, value in _chosen(dict(flat("", outputs)), caller).items() if outputs is not None else ():
-                found.setdefault(name, []).append(_checked(name, value, batch, caller))
+            chosen = {} if outputs is None else _chosen(dict(flat("", outputs)), caller)
+            for name, value in _checked(chosen, batch, caller).items():
+                found.setdefault(name, []).append(value)
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _terms(model: nn.Module, caller: Caller, batch: Batch, through: Through | None) -> Iterator[tuple[str, Terms]]:
+def _terms(
+    model: nn.Module, caller: Caller, batch: Batch, layout: BatchLayout, through: Through | None
+) -> Iterator[tuple[str, Terms]]:
     """Loss and metrics of a micro-batch; outputs are computed once."""
     columns = caller.wanted(batch) if through else caller.tensors(batch)
     if caller.spec.step:
-        yield LOSS, caller.loss(model, columns, batch)
+        yield LOSS, caller.loss(model, columns, batch, layout)
         if not caller.spec.metrics:
             return
     with caller.precision():
@@ -95,14 +86,15 @@ def _terms(model: nn.Module, caller: Caller, batch: Batch, through: Through | No
         if through and outputs is None:
             return
         if not caller.spec.step:
-            yield LOSS, caller.loss_of(outputs, columns, batch)
+            yield LOSS, caller.loss_of(outputs, columns, batch, layout)
         for name in caller.spec.metrics:
-            yield name, caller.metric(name, outputs, columns, batch)
+            yield name, caller.metric(name, outputs, columns, batch, layout)
 
 
-def _batches(feed: Feed) -> Iterator[Batch]:
+def _batches(feed: Feed) -> Iterator[tuple[Batch, BatchLayout]]:
     for part in feed.parts:
-        yield from part
+        layout = BatchLayout(ranks=feed.total, micro_batches=len(part))
+        yield from ((batch, layout) for batch in part)
 
 
 def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -142,19 +134,21 @@ def _chosen(outputs: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
     return {name: outputs[name] for name in caller.spec.outputs} if caller.spec.outputs else outputs
 
 
-def _checked(name: str, value: Any, batch: Batch, caller: Caller) -> npt.NDArray[Any]:
+def _checked(outputs: Mapping[str, Any], batch: Batch, caller: Caller) -> dict[str, npt.NDArray[Any]]:
+    """All of them as arrays. Raises JobError where one is no row for each sample; says which can be asked for."""
+    problems = {name: why for name, value in outputs.items() if (why := _misfit(name, value, batch.rows))}
+    if problems:
+        good = tuple(name for name in outputs if name not in problems)
+        others = f", or ask for others alone: columns={good}" if good else ""
+        why = f"{next(iter(problems.values()))}: return tensors with a row for each sample{others}"
+        raise JobError([why], where=caller.where)
+    return {name: batches.array(value) for name, value in outputs.items()}
+
+
+def _misfit(name: str, value: Any, rows: int) -> str:
+    """Why an output cannot be written row by row; empty where it can."""
     if not isinstance(value, Tensor):
-        kind = type(value).__name__
-        raise JobError(
-            [f"the model's {name} is {kind}: return tensors, one row per sample, or name the outputs wanted"],
-            where=caller.where,
-        )
-    if value.dim() == 0 or value.shape[0] != batch.rows:
-        raise JobError(
-            [
-                f"the model's {name} has shape {tuple(value.shape)} for a batch of {batch.rows}: the first dimension "
-                "must be the batch; or name the outputs wanted"
-            ],
-            where=caller.where,
-        )
-    return batches.array(value)
+        return f"the model's {name} is {type(value).__name__}"
+    if value.dim() == 0 or value.shape[0] != rows:
+        return f"the model's {name} has shape {tuple(value.shape)} for a batch of {rows}"
+    return ""

@@ -5,6 +5,7 @@
 | `model.safetensors`     | the model's state dict: parameters and persistent buffers by full name      |
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
 | `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale  |
+| `local-0-of-2.…`        | buffers that data rank 0 keeps as its own (`local_state=`), and so on       |
 
 Tensors of more than 1 GiB are written to several files, `model.safetensors`, `model-2.safetensors` and so on, whose
 number is in `state.json`: they are read, and their checksums made, at the same time.
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
+from trainwright.strategies.torch.local_state import LocalState, Seat, file_of
 from trainwright.strategies.torch.packing import packed, unpacked
 from trainwright.strategies.torch.parts import WHOLE, Box, Part
 from trainwright.strategies.torch.state import HostState, Slots
@@ -45,7 +47,14 @@ Wanted = Mapping[str, Box | None]
 
 
 def write(state: HostState, writer: Writer) -> None:
-    """Write a state's files. Raises StorageError, and NonFiniteLoss for a state that nobody would want back."""
+    """Write a state's files: of data ranks with local state the first one writes all, the others write theirs alone.
+
+    Raises StorageError, and NonFiniteLoss for a state that nobody would want back.
+    """
+    if state.local is not None:
+        writer.write(state.local.seat.file, *packed(state.local.tensors))
+        if state.local.seat.rank:
+            return
     for name in state.trained:
         if not _finite(state.model[name]):
             raise NonFiniteLoss(
@@ -158,6 +167,15 @@ def read(reader: Reader, wanted: Wanted | None = None, part: Part = WHOLE) -> Ho
             if own.get(name if kind == MODEL else name.rpartition("/")[0]) == box
         },
     )
+
+
+def read_local(reader: Reader, seat: Seat) -> LocalState | None:
+    """Read what a data rank keeps as its own.
+
+    None where the model is only evaluated, by another number of data ranks. Raises CheckpointError.
+    """
+    name = file_of(reader, seat)
+    return None if name is None else LocalState(seat=seat, tensors=_tensors(reader, [name]))
 
 
 def load_weights(reader: Reader) -> dict[str, Tensor]:

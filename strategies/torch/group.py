@@ -241,6 +241,13 @@ def _foreign() -> frozenset[int]:
     return gloo.loops()
 
 
+def everybody() -> distributed.ProcessGroup:
+    """The group of all ranks."""
+    group = distributed.group.WORLD
+    assert group is not None, "this process has joined a group"
+    return group
+
+
 def compared(own: list[int], device: torch.device) -> list[list[int]]:
     """Whole numbers of every rank, in the order of the ranks. All of them call it."""
     numbers = torch.tensor(own, device=device)

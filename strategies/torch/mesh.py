@@ -68,6 +68,17 @@ class Place:
         replicas, shards, tensors = (self._group(kind) for kind in _KINDS)
         return replace(self, replicas=replicas, shards=shards, tensors=tensors)
 
+    @property
+    def others(self) -> tuple[ProcessGroup, ...]:
+        """Groups of ranks that hold this stage, and this part of its layers, and are given other data."""
+        return tuple(group for group in (self.shards, self.replicas) if group is not None)
+
+    @property
+    def kin(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """By rank: its stage and its part of layers, and these with its shard."""
+        at = [tuple(int(each) for each in (self._ranks == rank).nonzero()[0]) for rank in range(self.mesh.size)]
+        return tuple(((stage, tensor), (stage, shard, tensor)) for stage, _, shard, tensor in at)
+
     def device_mesh(self, device: torch.device) -> DeviceMesh:
         """Of the ranks that hold this stage, and this part of its layers: shards, or replicas of them."""
         assert self.shards is not None, "each parameter is divided"
@@ -76,6 +87,12 @@ class Place:
         stage, _, _, tensor = self._at
         ranks, names = self._ranks[stage, :, :, tensor], ("replicate", "shard")
         return DeviceMesh.from_group([self.replicas, self.shards], device.type, mesh=ranks, mesh_dim_names=names)
+
+    def batch_group(self) -> ProcessGroup:
+        """A new group of the ranks that hold this stage, and this part of its layers; every rank calls it."""
+        rows = self._ranks.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist()
+        groups: list[ProcessGroup] = [distributed.new_group(row, timeout=self.deadline) for row in rows]
+        return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
 
     @property
     def part(self) -> Part:

@@ -12,9 +12,10 @@ told of its gradient's noise (see `noise`), or zeros, so that the reduction is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,18 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.core.gathering import gathering
+from trainwright.core.keras_order import in_order
+from trainwright.strategies.loss_shapes import broadcast_problem
 from trainwright.strategies.torch import batches, compat
+from trainwright.strategies.torch.batch_losses import (
+    DECLARED,
+    UNCUT,
+    BatchLayout,
+    BatchRows,
+    Groups,
+    check_samples_apart,
+)
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.rescoring import Rescoring
 from trainwright.strategies.torch.vocabulary import plain
@@ -39,6 +51,7 @@ class Share:
         rows: real samples in the global batch.
         wish: the rank's wish to stop, in one of its micro-batches.
         muted: all weights count as 0.
+        layout: of the global batch.
     """
 
     batch: Batch
@@ -46,6 +59,7 @@ class Share:
     rows: int
     wish: bool = False
     muted: bool = False
+    layout: BatchLayout = UNCUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +72,8 @@ class Caller:
         autocast: the type to compute in where that is safe (`torch.autocast`); None for the model's own.
         where: the rank, for errors.
         rescoring: whether backward computes attention's scores again.
+        group: makes the process group of a batch's data ranks; None where there is none.
+        checking: look whether a sample's loss follows from what else is in its micro-batch, and refuse that.
     """
 
     spec: ModelSpec
@@ -65,6 +81,8 @@ class Caller:
     autocast: torch.dtype | None
     where: str
     rescoring: bool = False
+    group: Groups | None = None
+    checking: bool = False
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
@@ -108,30 +126,69 @@ class Caller:
         chosen = tuple(columns[name] for name in self.spec.targets)
         return chosen[0] if len(chosen) == 1 else chosen
 
-    def loss(self, model: nn.Module, columns: batches.Tensors, batch: Batch) -> Terms:
+    def loss(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT) -> Terms:
         """The loss terms of a micro-batch, sample weights included; weights never require a gradient."""
         with self.precision(), self.keeping():
             if self.spec.step:
-                with user_code("step=", self.where):
-                    result = self.spec.step(model, dict(columns))
-                return self.terms("step=", result, batch)
+                return self.terms("step=", self._stepped(model, columns, batch, layout), batch)
             outputs = self.outputs(model, columns)
-            return self.terms("loss=", self._loss(outputs, columns), batch)
+            return self.loss_of(outputs, columns, batch, layout)
 
-    def metric(self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch) -> Terms:
+    def metric(
+        self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT
+    ) -> Terms:
         """The terms of a metric."""
-        with user_code(f"metric {name!r}", self.where):
-            result = self.spec.metrics[name](outputs, self.targets(columns))
-        return self.terms(f"metric {name!r}", result, batch)
+        what, function = f"metric {name!r}", self.spec.metrics[name]
+        return self.terms(what, self._judged(what, function, outputs, columns, batch, layout), batch)
 
-    def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch) -> Terms:
+    def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT) -> Terms:
         """The loss terms of outputs that are there already."""
-        return self.terms("loss=", self._loss(outputs, columns), batch)
-
-    def _loss(self, outputs: Any, columns: batches.Tensors) -> Any:
         assert self.spec.loss is not None, "a job has loss= or step="
-        with user_code("loss=", self.where):
-            return self.spec.loss(outputs, self.targets(columns))
+        return self.terms("loss=", self._judged("loss=", self.spec.loss, outputs, columns, batch, layout), batch)
+
+    def _judged(
+        self,
+        what: str,
+        function: Callable[[Any, Any], Any],
+        outputs: Any,
+        columns: batches.Tensors,
+        batch: Batch,
+        layout: BatchLayout,
+    ) -> Any:
+        """What a loss or metric says of outputs; where it gathers all rows, of this rank's."""
+        targets, ordered = self.targets(columns), partial(in_order, function)
+        if self._compares(layout):
+            check_samples_apart(what, ordered, outputs, targets, batch, layout, self.where)
+        rows = BatchRows(batch, layout, self.group, self.where)
+        with user_code(what, self.where), gathering(rows.gather):
+            result = ordered(outputs, targets)
+        self._check_broadcast(what, outputs, targets, result)
+        return rows.own(result)
+
+    def _stepped(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> Any:
+        """What the job's own step says; where it gathers all rows, of this rank's."""
+        step = self.spec.step
+        assert step is not None, "asked for only where there is one"
+        if self._compares(layout):
+            with evaluating(model):
+                check_samples_apart(
+                    "step=", lambda given, _: step(model, dict(given)), dict(columns), (), batch, layout, self.where
+                )
+        rows = BatchRows(batch, layout, self.group, self.where)
+        with user_code("step=", self.where), gathering(rows.gather):
+            result = step(model, dict(columns))
+        return rows.own(result)
+
+    def _compares(self, layout: BatchLayout) -> bool:
+        return self.checking and not layout.whole and DECLARED not in self.spec.inexact
+
+    def _check_broadcast(self, what: str, outputs: Any, targets: Any, result: Any) -> None:
+        """Raise JobError where one output and one target were broadcast to all pairs of samples."""
+        given = (outputs, targets, result.values if isinstance(result, Terms) else result)
+        if all(isinstance(each, Tensor) for each in given):
+            problem = broadcast_problem(what, *(each.shape for each in given))
+            if problem:
+                raise self._wrong(problem)
 
     def terms(self, what: str, result: Any, batch: Batch) -> Terms:
         """What a loss or metric returned, checked, with the feed's sample weights multiplied in.
@@ -159,10 +216,9 @@ class Caller:
         if not isinstance(values, Tensor):
             raise self._wrong(f"{what} returned {type(values).__name__}: return a tensor with one value per sample")
         if values.dim() == 0:
-            raise self._wrong(
-                f'{what} returned a single number: return one loss per sample: use reduction="none", '
-                "or Terms(values, weights)"
-            )
+            loss = 'one loss per sample: use reduction="none"'
+            wanted = "one value per sample, without mean()" if what.startswith("metric") else loss
+            raise self._wrong(f"{what} returned a single number: return {wanted}, or Terms(values, weights)")
         if values.shape[0] != rows:
             raise self._wrong(
                 f"{what} returned shape {tuple(values.shape)} for a batch of {rows} rows: the first dimension must be "
@@ -205,6 +261,18 @@ class Pull:
         run_backward((self.values, self.carry), (self.slopes, self.sums))
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def run_backward(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> None:
     """Add to the gradients of all that roots come from, given theirs; what they come from is forgotten."""
     compat.run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -238,6 +306,16 @@ class Objective(nn.Module):
         self.news: tuple[Tensor, ...] = self._no_news
         self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
 
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Within, a loss whose samples see each other is refused where its batch is cut."""
+        caller = self.caller
+        self.caller = replace(caller, checking=True)
+        try:
+            yield
+        finally:
+            self.caller = caller
+
     def begin(self) -> None:
         """Forget the step before."""
         self.carry.grad = None
@@ -251,7 +329,7 @@ class Objective(nn.Module):
             UserCodeError: the user's code raised.
         """
         columns = self.caller.tensors(share.batch)
-        values, weights = self.caller.loss(self.model, columns, share.batch)
+        values, weights = self.caller.loss(self.model, columns, share.batch, share.layout)
         self._check(values)
         return values, weights, self.carry.view(-1)
 
@@ -259,7 +337,7 @@ class Objective(nn.Module):
         """What backward starts from, given a micro-batch's outputs. Raises as `forward`."""
         columns = self.caller.wanted(share.batch)
         with self.caller.precision():
-            values, weights = self.caller.loss_of(outputs, columns, share.batch)
+            values, weights = self.caller.loss_of(outputs, columns, share.batch, share.layout)
         self._check(values)
         return self.pull(share, values, weights, self.carry)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from trainwright.core.group import Group, StateTag
+from dataclasses import replace
+from typing import ClassVar
+
+from trainwright.core.group import Capabilities, Group, StateTag
 from trainwright.strategies.torch.base import TorchEngine
 
 
 class OneDevice(TorchEngine):
     """A model on one device of one worker."""
+
+    capabilities: ClassVar[Capabilities] = replace(
+        TorchEngine.capabilities, local_state=True, synchronized_batch_norm=True
+    )
 
     def form(self, group: Group) -> StateTag:
         """Take threads and device."""

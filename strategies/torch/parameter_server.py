@@ -219,12 +219,11 @@ class ParameterServer(TorchEngine):
 
     def _tag(self) -> StateTag:
         plain, count = super()._tag(), len(self._servers)
-        names = [f"shard-{server}" for server in range(count)]
         return StateTag(
             step=plain.step if self._serving else None,
             layout=f"servers-{count}",
-            pieces=frozenset({names[self._rank]} if self._serving else ()),
-            whole=frozenset(names),
+            pieces=frozenset({f"shard-{self._rank}"} if self._serving else ()),
+            total=count,
             sound=plain.sound and (self._desk is None or self._desk.sound),
         )
 

@@ -61,9 +61,9 @@ class Part:
         return tuple(Part(**dict(zip(kinds, place, strict=True)), **counts) for place in places)
 
     @property
-    def whole(self) -> frozenset[str]:
-        """Names of all parts."""
-        return frozenset(part.name for part in self.every)
+    def total(self) -> int:
+        """How many parts there are."""
+        return self.stages * self.shards * self.tensors * self.servers
 
     @property
     def suffix(self) -> str:

@@ -24,6 +24,7 @@ from trainwright.core.sections import misplaced, place_of, section_of
 from trainwright.strategies.combinations import combination
 from trainwright.strategies.staging import scanty
 from trainwright.strategies.torch import evaluation
+from trainwright.strategies.torch.batch_losses import Groups
 from trainwright.strategies.torch.batches import copied
 from trainwright.strategies.torch.compiling import compile_blocks
 from trainwright.strategies.torch.cutting import Cut
@@ -154,6 +155,11 @@ class Pipeline(Divided):
     # --- inside -------------------------------------------------------------------------------------------
 
     @property
+    def _batch_group(self) -> Groups | None:
+        """Only the last stage has outputs to gather, and making a group takes all ranks."""
+        return None
+
+    @property
     def _begun(self) -> bool:
         """Whether something of the next step is done."""
         return isinstance(self._runner, PipelineRunner) and self._runner.pipe.begun
@@ -263,7 +269,8 @@ class Pipeline(Divided):
         if self._part == WHOLE:
             return super()._warmed(feed)
         assert self._group is not None and self._job is not None and self._cut is not None, "build() comes first"
-        self._same_start()
+        self._check_start()
+        self.verify()
         # FSDP2 gives the mean over ranks.
         world = 1 if self._shards is None else self._placed.mesh.data_ranks
         objective = Objective(self._built.model, self._caller(), world=world)
@@ -275,6 +282,7 @@ class Pipeline(Divided):
             pipe=pipe,
             shared=self._shared(),
             place=self._placed,
+            others=self._placed.others,
             shards=self._shards,
         )
         self._rehearse(runner, feed)
@@ -283,7 +291,7 @@ class Pipeline(Divided):
     def _rehearse(self, runner: PipelineRunner, feed: Feed) -> None:
         """A step of weight 0 of which nothing is kept."""
         given = [(micro, replace(share, batch=copied(share.batch))) for micro, share in shares(feed, muted=True)]
-        with self._built.attempt(), random_kept(self._device):
+        with self._built.attempt(), random_kept(self._device), runner.objective.checking():
             if runner.objective.caller.autocast:
                 with self._gathering():
                     runner.pipe.rehearse(given[0][1])

@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from trainwright.core.errors import JobError
 from trainwright.core.profile import LayerCost, ModelProfile, folded, with_loss
 from trainwright.strategies.torch import batches, dynamo
+from trainwright.strategies.torch.batch_norm import batch_norms
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.files import export, take_weights
 from trainwright.strategies.torch.recomputing import recomputed_buffers
-from trainwright.strategies.torch.replica import batch_norms
+from trainwright.strategies.torch.replica import sparse_state
 from trainwright.strategies.torch.splitting import Splitter
+from trainwright.strategies.torch.survey import Surveyor, skeleton
 from trainwright.strategies.torch.tensors import Split
 from trainwright.strategies.torch.tracing import Call, Trace, Tracer, storage
-from trainwright.strategies.torch.values import Values
+from trainwright.strategies.torch.values import Following, Values
 
-__all__ = ["export", "profile_model", "take_weights"]
+__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 dynamo.postpone()
@@ -56,9 +58,11 @@ def profile_model(
 
     Raises:
         UserCodeError: `model()` raised.
-        JobError: it returned no module, or `inputs` names no column.
+        JobError: it returned no module, one with sparse tensors, or `inputs` names no column.
     """
     built = model if isinstance(model, nn.Module) else _built(model)
+    if problems := sparse_state(built):
+        raise JobError(problems)
     norms = ("batch_norm",) if batch_norms(built) else ()
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
@@ -68,21 +72,46 @@ def profile_model(
     )
     known = replace(known, recounted=next(iter(recomputed_buffers(built)), ""))
     call = inputs, keywords
-    trace = _first_traced(built.to("meta"), tensors, call, step)
+    trace, least = _first_traced(built.to("meta"), tensors, call, step), 1
+    if isinstance(trace, str):  # a norm of batches takes no less than two rows
+        least = 2
+        tensors = {name: torch.cat((value, value)) for name, value in tensors.items()}
+        trace = _first_traced(built, tensors, call, step)
     if isinstance(trace, str):
         _log.info("operations are estimated from parameters: tracing raised %s", trace)
         return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
     split, indivisible = Split(), ""
     if trace.division.blocks(trace.heads):
-        split, indivisible = _proved(built, tensors, call, step)
+        split, indivisible = _proved(built, tensors, call, step, least)
         whole = trace.division.weights(trace.heads) - _divided(built, split)
         again = _first_traced(built, tensors, call, step, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
     layers = folded(_leading(_costs(built, held, trace, rows), split))
     if inputs:
         layers = with_loss(layers, trace.calls[built].output / rows)
-    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible)
+    uncut = _uncut(built, tensors, call) if trace.asks and inputs else ""
+    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible, uncut=uncut)
+
+
+def _uncut(model: nn.Module, tensors: batches.Tensors, call: Names) -> str:
+    """Why a pipeline's stages cannot follow a forward: it asks for values of its inputs. Empty where they can."""
+    inputs, _ = call
+
+    def forward(bones: nn.Module, given: Sequence[Tensor]) -> Any:
+        return called(bones, dict(zip(inputs, given, strict=True)), call, None)
+
+    try:
+        Surveyor(skeleton(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
+    except JobError as error:
+        return error.problems[0]
+    return ""
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Size of a model's parameters and buffers, as they would be in memory."""
+    held = (*model.parameters(), *model.buffers())
+    return sum(each.numel() * each.element_size() for each in held if not nn.parameter.is_lazy(each))
 
 
 def _backend(model: nn.Module) -> str:
@@ -165,21 +194,24 @@ def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any
     return step(model, on)
 
 
-def plainly(columns: batches.Tensors, call: Names, step: Any) -> Callable[..., Any]:
-    """Calls a model on the meta device with one row of columns, or `rows` of them."""
-    meta = {name: value.to("meta") for name, value in columns.items()}
+def plainly(columns: batches.Tensors, call: Names, step: Any, least: int = 1) -> Callable[..., Any]:
+    """Calls a model on the meta device with `rows` rows of columns, by default as few as it takes.
 
-    def run(bones: nn.Module, rows: int = 1) -> Any:
-        given = {name: value.new_empty((rows, *value.shape[1:])) for name, value in meta.items()}
-        with torch.device("meta"):
+    What it asks of values that follow from the inputs is answered by the columns'.
+    """
+
+    def run(bones: nn.Module, rows: int = least) -> Any:
+        real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
+        given = {name: value.to("meta") for name, value in real.items()}
+        with Following((given[name], value) for name, value in real.items()), torch.device("meta"):
             return called(bones, given, call, step)
 
     return run
 
 
-def _proved(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any) -> tuple[Split, str]:
+def _proved(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, least: int) -> tuple[Split, str]:
     """What tensor parallelism divides of a model as it is written; why nothing, where that is so."""
-    splitter = Splitter(model, plainly(tensors, call, step), None, "profile")
+    splitter = Splitter(model, plainly(tensors, call, step, least), None, "profile")
     try:
         return splitter.found(lambda bones: traced(bones, tensors, call, step)), ""
     except JobError as error:
@@ -226,6 +258,7 @@ def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[Layer
                 shared_kept=1.0 - call.split_kept / call.kept if call.splits and call.kept else 0.0,
                 shared_traffic=1.0 - call.split_traffic / call.traffic if call.splits and call.traffic else 0.0,
                 reductions=call.reductions,
+                trained=any(each.requires_grad for each in module.parameters(recurse=False)),
             )
         )
     return costs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,16 +19,17 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.combinations import compiled
-from trainwright.strategies.torch.compat import BatchNorm
+from trainwright.strategies.torch.batch_norm import Synchronized, batch_norms, running
 from trainwright.strategies.torch.compiling import compile_whole
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.laps import Laps
+from trainwright.strategies.torch.local_state import Seat, local_buffers
 from trainwright.strategies.torch.parts import WHOLE, Box, Part, box_of
 from trainwright.strategies.torch.recomputing import recompute, recomputed_buffers
 from trainwright.strategies.torch.scaling import Scale
 from trainwright.strategies.torch.versions import Versions
 
-Kept = dict[tuple[nn.Module, str], tuple[Tensor, Tensor]]  # by place: a buffer, and a copy of what it held
+Kept = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 
 
@@ -63,7 +65,12 @@ class Replica:
         versions: of the weights; None where steps are taken at the newest.
         begun: buffers as they were when what was done of the next step began; None where nothing was.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
+        uncut: that was tried with a batch of one data rank in one micro-batch.
         outer: it takes what several local steps of others came to.
+        local: names of buffers that each data rank keeps as its own.
+        seat: the data rank whose local state it holds.
+        norms: batch norms that keep running statistics of their own share of the batch.
+        synchronized: batch norms that look at the whole batch; None where none does.
 
     Raises:
         JobError: the job's functions do not return what they should.
@@ -86,11 +93,14 @@ class Replica:
         self.step: int | None = None
         self.sound = True
         self.every_used: bool | None = None
+        self.uncut = False
         self.outer = False
         self.reseed(fold(spec.seed, -1))
         with user_code("model()", where):
             self.model = spec.model()
         _check_model(self.model, spec, plan, where)
+        together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
+        self.synchronized = Synchronized(self.model, where) if together else None
         if plan.recompute == "full":
             recompute(self.model, plan.cuts)
         self._cut = (place or self._settled)(self.model)
@@ -105,7 +115,15 @@ class Replica:
         self.initial = [settings(group) for group in self.optimizer.param_groups]
         self.laps = Laps(device)
         self._last: Any = None  # the hook of the parameter whose gradient comes last
-        self._places = [(module, key) for module in self.model.modules() for key in module._buffers]
+        self._places = {
+            f"{prefix}.{key}" if prefix else key: (module, key)
+            for prefix, module in self.model.named_modules()
+            for key in module._buffers
+        }
+        self.norms = [] if together else running(self.model)
+        self.local, self.seat = local_buffers(self.model, spec.local_state, where), Seat()
+        saved = self.model.state_dict()
+        self._fresh = {name: buffer.detach().clone() for name, buffer in self.named_buffers() if name not in saved}
 
     @contextmanager
     def finding_last(self) -> Iterator[None]:
@@ -171,16 +189,26 @@ class Replica:
         boxes = self.boxes
         return {name: boxes.get(name) for name in self.model.state_dict()}
 
-    def buffers(self) -> list[Tensor]:
-        """All buffers, those that are not saved included, as they are now."""
-        return [buffer for _, buffer in self._held()]
-
-    def _held(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
-        """Each buffer with the module and the name under which it is held."""
-        for module, key in self._places:
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """All buffers by full name, those that are not saved included, as they are now."""
+        for name, (module, key) in self._places.items():
             buffer = module._buffers[key]
             if buffer is not None:
-                yield (module, key), buffer
+                yield name, buffer
+
+    def take_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give buffers other numbers; one whose shape training changed is replaced."""
+        for name, value in tensors.items():
+            module, key = self._places[name]
+            buffer = module._buffers[key]
+            if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+                buffer.detach().copy_(value)
+            else:
+                module._buffers[key] = value.to(self.device, copy=True)
+
+    def forget_unsaved(self) -> None:
+        """Set the buffers that are not saved back to what `model()` made of them, as in a new process."""
+        self.take_buffers({name: value for name, value in self._fresh.items() if name not in self.local})
 
     @contextmanager
     def attempt(self) -> Iterator[Attempt]:
@@ -206,11 +234,12 @@ class Replica:
     def recall(self) -> None:
         """Put buffers back to before anything of the next step was done."""
         before, self.begun = self.begun, None
-        for (module, key), (buffer, kept) in (before or {}).items():
+        for name, (buffer, kept) in (before or {}).items():
+            module, key = self._places[name]
             module._buffers[key] = buffer.detach().copy_(kept)
 
     def _kept(self) -> Kept:
-        return {place: (buffer, buffer.detach().clone()) for place, buffer in self._held()}
+        return {name: (buffer, buffer.detach().clone()) for name, buffer in self.named_buffers()}
 
     def set_rates(self, step: int, where: str) -> float:
         """Set each group's learning rate for the step, and return the first group's."""
@@ -265,12 +294,14 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
-def batch_norms(model: nn.Module) -> list[str]:
-    """Names of the modules that normalize by statistics of the batch."""
+def sparse_state(model: nn.Module) -> list[str]:
+    """What is wrong with parameters and buffers that are not strided, in words: no checkpoint or rank can take them."""
     return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
+        f"{name!r} of the model is {str(tensor.layout).removeprefix('torch.')}, which cannot be saved or sent to other "
+        "ranks: keep its indices and values as dense buffers and make it of these in forward(), or hold it as a plain "
+        "attribute that is moved there with .to(input.device)"
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.layout != torch.strided
     ]
 
 
@@ -281,11 +312,18 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         problems.append(f"parameter {lazy[0]!r} has no shape yet: run one batch through lazy modules inside model()")
+    empty = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
+    if empty:
+        problems.append(
+            f"{empty[0]!r} of the model is on the meta device and holds no values: build the model on the CPU, without "
+            'torch.device("meta"); where it is too large for a device, plans shard it after that'
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         problems.append("the model has no parameter that requires a gradient: there is nothing to train")
     extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if extra:
         problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
+    problems += sparse_state(model)
     half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
     if half and plan.precision == "fp16":
         problems.append(
@@ -296,21 +334,62 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
         again = recomputed_buffers(model, plan.cuts) if plan.recompute == "full" else []
         refused = compiled(plan.recompute, again[0] if again else "")
         problems += [": ".join(refused)] if refused else []
-    norms = batch_norms(model)
-    if norms and (plan.mesh.data_ranks > 1 or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
-        problems.append(
-            f"module {norms[0]!r} is a batch norm: {plan.mesh.data_ranks} data ranks and accumulation="
-            f"{plan.accumulation} normalize smaller batches than one device would: use GroupNorm or LayerNorm, or "
-            'accept the difference with inexact=("batch_norm",)'
-        )
+    problems += _batch_norm_problems(model, spec, plan)
     if problems:
         raise JobError(problems, where=where)
+
+
+def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[str]:
+    """What of a plan would make batch norms differ from one device, without the job's accepting it."""
+    norms, ranks, together = batch_norms(model), plan.mesh.data_ranks, spec.batch_norm == "sync"
+    if not norms:
+        return []
+    problems = []
+    if ((ranks > 1 and not together) or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
+        ways = 'use GroupNorm or LayerNorm, or accept the difference with inexact=("batch_norm",)'
+        problems.append(
+            f"module {norms[0]!r} is a batch norm: {ranks} data ranks and accumulation={plan.accumulation} normalize "
+            f"smaller batches than one device would: "
+            + ("set accumulation=1, or " if together else 'set batch_norm="sync" and accumulation=1, or ')
+            + ways
+        )
+    if together and ranks > 1 and spec.compile == "inductor":
+        problems.append('batch_norm="sync" was not tried with compile="inductor": leave one of them out')
+    if ranks > 1 and plan.streamed:
+        problems.append(
+            f"module {norms[0]!r} is a batch norm: schedule={plan.schedule} begins the next step before its statistics "
+            "are averaged over the replicas: use schedule=1f1b"
+        )
+    return problems
 
 
 def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise JobError([f"optimizer() returned {kind}: return a torch.optim.Optimizer"], where=where)
+    if any("initial_lr" in group for group in optimizer.param_groups):  # torch's LRScheduler sets it
+        raise JobError(
+            [
+                "the optimizer has a torch.optim.lr_scheduler, whose count is neither saved nor sent to a worker that "
+                "is replaced: leave it out, and give the job schedule=, a function (step, total_steps) -> factor: "
+                "StepLR(optimizer, 10, 0.5) is lambda step, total: 0.5 ** (step // 10)"
+            ],
+            where=where,
+        )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter not in names for parameter in held):
         raise JobError(["the optimizer holds a tensor that is no parameter of the model"], where=where)
+    if _needs_closure(optimizer):
+        kind = type(optimizer).__name__
+        problem = (
+            f"optimizer() returned {kind}, whose step() takes a closure that computes the loss again, and a step here "
+            "computes it once, over all workers: return an optimizer without one, such as Adam or SGD"
+        )
+        raise JobError([problem], where=where)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() of an optimizer cannot be called without an argument."""
+    given = inspect.signature(optimizer.step).parameters.values()
+    named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    return any(each.default is each.empty for each in named)

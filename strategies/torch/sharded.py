@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import distributed, nn
@@ -21,7 +22,7 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.torch.compat import queue_backward_callback
 from trainwright.strategies.torch.compiling import compile_blocks
 from trainwright.strategies.torch.divided import Divided
-from trainwright.strategies.torch.dividing import Calls, divide, gathered, released
+from trainwright.strategies.torch.dividing import Calls, divide, freezing, gathered, released
 from trainwright.strategies.torch.noise import Probe
 from trainwright.strategies.torch.objective import Objective
 from trainwright.strategies.torch.parts import WHOLE, Box
@@ -117,7 +118,8 @@ class Sharded(Divided):
         super()._let_go()
 
     def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
-        replica = super()._made(spec, plan)
+        step = None if spec.step is None else partial(freezing, spec.step)
+        replica = super()._made(replace(spec, step=step), plan)
         self._calls = Calls(replica.model, replica.names)
         return replica
 
@@ -134,7 +136,8 @@ class Sharded(Divided):
         if self._part == WHOLE:
             return super()._warmed(feed)
         assert self._calls is not None, "build() comes first"
-        self._same_start()
+        self._check_start()
+        self.verify()
         place = self._placed
         objective = Objective(self._built.model, self._caller(), world=place.mesh.data_ranks)
         runner = ShardedRunner(
@@ -144,6 +147,7 @@ class Sharded(Divided):
             local=self._unreplicated,
             calls=self._calls,
             place=place,
+            others=place.others,
         )
         self._throwaway(runner, feed)
         self._calls.take()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.distillation import Inline
+from trainwright.core.keras_order import in_order
 from trainwright.strategies.divergences import Tensors
 from trainwright.strategies.torch.compat import tree_leaves
 
@@ -45,8 +46,8 @@ class _Torch:
     def precisely(self, like: Tensor) -> AbstractContextManager[Any]:
         return nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
 
-    def called(self, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
-        return function(outputs, targets)
+    def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
+        return in_order(function, outputs, targets)
 
     def answers(self, teacher: Inline, columns: Mapping[str, Tensor], like: Tensor) -> Mapping[str, Tensor]:
         """The module is loaded once a process, onto the device of `like`; one of other weights makes room."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.serialization import safe_globals
 
-from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.torch.local_state import LocalState
 from trainwright.strategies.torch.parts import WHOLE, Box, Part, divided, local
 from trainwright.strategies.torch.replica import Replica, set_option, settings
 from trainwright.strategies.torch.scaling import Scale
@@ -24,6 +24,7 @@ OUTER = "outer_momentum"  # among the same: that of servers, for what several lo
 _Memory = dict[tuple[str, ...], Tensor]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, type(None))
+_LOCAL = ("local", "state")  # after a buffer's name in a state's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class HostState:
         part: of the model, that is held.
         boxes: what is held of each tensor that is divided, by name, or `<parameter>/<key>` in the optimizer.
         weights_only: without the optimizer's state, for a model that is not trained further.
+        local: what this data rank keeps as its own; None where a job has no such state.
     """
 
     step: int | None
@@ -53,6 +55,7 @@ class HostState:
     part: Part = WHOLE
     boxes: Mapping[str, Box] = field(default_factory=dict)
     weights_only: bool = False
+    local: LocalState | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -64,6 +67,8 @@ class HostState:
         """All tensors, by name, and by parameter name and key."""
         slots = ((name, key, value) for name, entries in self.slots.items() for key, value in entries.items())
         own: _Memory = {(name,): value for name, value in self.model.items()}
+        if self.local is not None:
+            own |= {(name, *_LOCAL): value for name, value in self.local.tensors.items()}
         return own | {(name, key): value for name, key, value in slots if isinstance(value, Tensor)}
 
 
@@ -97,7 +102,11 @@ class Copies:
             for name, entries in state.slots.items()
         }
         model = {name: _host(value, spare.get((name,))) for name, value in state.model.items()}
-        copy = replace(state, model=model, slots=slots)
+        own = state.local
+        if own is not None:
+            tensors = {name: _host(value, spare.get((name, *_LOCAL))) for name, value in own.tensors.items()}
+            own = replace(own, tensors=tensors)
+        copy = replace(state, model=model, slots=slots, local=own)
         weakref.finalize(copy, self._take_back, copy.memory).atexit = False
         return copy
 
@@ -125,11 +134,21 @@ def held(replica: Replica) -> HostState:
         trained=tuple(replica.names.values()),
         part=replica.part,
         boxes=replica.boxes | _slot_boxes(replica, slots),
+        local=local_of(replica),
     )
+
+
+def local_of(replica: Replica) -> LocalState | None:
+    """What its data rank keeps as its own, in the replica's own tensors; None where the job has no such state."""
+    tensors = {name: buffer for name, buffer in replica.named_buffers() if name in replica.local}
+    return LocalState(seat=replica.seat, tensors=tensors) if replica.local else None
 
 
 def restore(replica: Replica, state: HostState) -> None:
     """Make a replica equal to a state; everything is checked before anything is changed.
+
+    Buffers that are not saved are as in a new process afterwards. A state without local state gives its data rank the
+    model's own buffers, which are those of data rank 0.
 
     Raises:
         CheckpointError: names, shapes or types do not fit; says which and what to do.
@@ -139,7 +158,14 @@ def restore(replica: Replica, state: HostState) -> None:
     replica.sound = False
     with torch.no_grad():
         for name, value in own.items():
-            local(value).copy_(state.model[name])
+            if name not in replica.local:
+                local(value).copy_(state.model[name])
+        replica.forget_unsaved()
+        replica.take_buffers(
+            state.local.tensors
+            if state.local
+            else {name: value for name, value in state.model.items() if name in replica.local}
+        )
         if state.weights_only:
             replica.step, replica.sound = state.step, True
             return
@@ -160,7 +186,7 @@ def broadcast(
     device: torch.device,
     group: distributed.ProcessGroup | None = None,
 ) -> None:
-    """Make every rank of a process group equal to rank `source`, bit by bit. All of them call it.
+    """Make every rank of a process group equal to rank `source`, bit by bit, but for local state. All of them call it.
 
     Args:
         replica: this rank's.
@@ -174,21 +200,12 @@ def broadcast(
     if rank != source:
         replica.sound = False
         _make_slots(replica, slots)
-    tensors = [*replica.model.parameters(), *replica.buffers(), *(value for _, _, value in _slot_tensors(replica))]
+    buffers = [buffer for name, buffer in replica.named_buffers() if name not in replica.local]
+    tensors = [*replica.model.parameters(), *buffers, *(value for _, _, value in _slot_tensors(replica))]
     _broadcast_tensors([local(tensor.detach()) for tensor in tensors], source, device, group)
     if rank != source:
         _set_options(replica, options)
         replica.step, replica.sound, replica.every_used, replica.scale = step, True, every_used, scale
-
-
-def checksum(model: nn.Module) -> int:
-    """A 62-bit number that depends on every bit of the parameters that are trained."""
-    sums = [
-        int(_bits(parameter.detach().reshape(-1)).sum(dtype=torch.int64))
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    return fold(*sums) >> 1
 
 
 def changed_options(replica: Replica) -> list[dict[str, Any]]:
@@ -353,7 +370,7 @@ def _sendable(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """A flat tensor's memory as integers, so that every type can be sent and summed."""
+    """A flat tensor's memory as integers, so that every type can be sent."""
     return flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
 
 
@@ -366,7 +383,7 @@ def _host(tensor: Tensor, spare: Tensor | None) -> Tensor:
 
 def _check(own: Mapping[str, Tensor], replica: Replica, state: HostState) -> None:
     """Raise CheckpointError unless a state fits."""
-    problems = [*_misfits(own, replica.boxes, state)]
+    problems = [*_misfits({name: value for name, value in own.items() if name not in replica.local}, replica, state)]
     if not state.weights_only:
         problems += _other_optimizer(replica, state)
     if problems:
@@ -390,8 +407,9 @@ def _other_optimizer(replica: Replica, state: HostState) -> Iterator[str]:
         yield f"optimizer: {found} parameter groups in the checkpoint, {expected} in the job"
 
 
-def _misfits(own: Mapping[str, Tensor], boxes: Mapping[str, Box], state: HostState) -> Iterator[str]:
-    """Parameters and buffers that do not fit, in words."""
+def _misfits(own: Mapping[str, Tensor], replica: Replica, state: HostState) -> Iterator[str]:
+    """Parameters and buffers that do not fit, in words; training may change the shape of local state."""
+    boxes = replica.boxes
     found = {name: _form(value, state.boxes.get(name)) for name, value in state.model.items()}
     for name, value in own.items():
         form = _form(value, boxes.get(name))
@@ -401,7 +419,7 @@ def _misfits(own: Mapping[str, Tensor], boxes: Mapping[str, Box], state: HostSta
             yield f"{name}: {found[name]} in the checkpoint, {form} in the job"
         elif state.boxes.get(name) != boxes.get(name):
             yield f"{name}: another part of it than this rank holds"
-    for name in sorted(set(found) - set(own)):
+    for name in sorted(set(found) - set(own) - replica.local):
         yield f"{name}: {found[name]} in the checkpoint, none in the job"
 
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from trainwright.core.data import Feed, StepReport, fold
 from trainwright.core.errors import JobError
 from trainwright.strategies.failures import non_finite, shown, spoiled
+from trainwright.strategies.torch.batch_losses import BatchLayout
+from trainwright.strategies.torch.batch_norm import average, counted
 from trainwright.strategies.torch.compat import multiply
 from trainwright.strategies.torch.failures import user_code
 from trainwright.strategies.torch.noise import Probe
@@ -49,6 +51,7 @@ class Runner:
         local: a context in which backward does not reduce.
         every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
         tells_own: what a rank does by itself can be told from what it waits for.
+        others: groups of ranks with other data, which together reach all of them.
     """
 
     objective: Objective
@@ -57,6 +60,7 @@ class Runner:
     local: Callable[[], AbstractContextManager[Any]] = nullcontext
     every_used: bool = False
     tells_own: bool = True
+    others: tuple[distributed.ProcessGroup, ...] = ()
 
     @property
     def where(self) -> str:
@@ -74,6 +78,8 @@ class Runner:
         for number, (micro, share) in enumerate(each):
             replica.reseed(fold(replica.spec.seed, feed.step, micro, share.data_rank, 0))
             last = number == len(each) - 1
+            if replica.synchronized is not None:
+                replica.synchronized.counts = counted(share.batch) > 0
             with self.ending() if last else self.local():
                 run(self, share, replica.laps.forward)
             replica.laps.backward(reduced=last and self.reduced is not self.objective)
@@ -101,6 +107,7 @@ def train(replica: Replica, runner: Runner, feed: Feed) -> StepReport:
         probe.send()
         with probe.watching() if sampled else nullcontext():
             runner.accumulate(replica, feed, sampled=sampled)
+        average(replica.norms, feed, runner.others)
         wants_norm = spec.clip_norm is not None or spec.guard or scale is not None
         gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
         length = None if totals.norm is None else totals.norm / runner.objective.scale
@@ -152,15 +159,19 @@ def run(runner: Runner, share: Share, forward_done: Callable[[], None] = lambda:
 def shares(feed: Feed, *, muted: bool = False) -> list[tuple[int, Share]]:
     """Micro-batches in order with their number; the wish goes with the last."""
     flat = [
-        (micro, data_rank, batch)
+        (micro, Share(batch=batch, data_rank=data_rank, rows=feed.rows, muted=muted, layout=layout_of(feed)))
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
     ]
-    last = len(flat) - 1
-    return [
-        (micro, Share(batch=batch, data_rank=data_rank, rows=feed.rows, wish=feed.wish and number == last, muted=muted))
-        for number, (micro, data_rank, batch) in enumerate(flat)
-    ]
+    if feed.wish:
+        micro, last = flat[-1]
+        flat[-1] = micro, replace(last, wish=True)
+    return flat
+
+
+def layout_of(feed: Feed) -> BatchLayout:
+    """Into what the global batch is cut."""
+    return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]))
 
 
 def _gradients(replica: Replica, runner: Runner) -> list[Tensor]:

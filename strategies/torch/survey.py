@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.compat import tree_flatten, tree_leaves
 from trainwright.strategies.torch.following import Call, Follower, Forward, Key, Result, Route, Watched
+from trainwright.strategies.torch.values import Following
 
 
 class Surveyor:
@@ -98,16 +99,18 @@ class Surveyor:
         return found
 
     def _tried(self, inputs: Sequence[Tensor]) -> Any:
-        """A forward without data."""
+        """A forward without data, in which what is made of constants alone has values."""
         try:
-            return self._forward(self._model, inputs)
+            with Following():
+                return self._forward(self._model, inputs)
         except JobError:
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise self._wrong(
                 f"the model cannot be cut: followed without data, its forward raised {what}: let it not look at the "
-                'values of tensors, or use strategy="data_parallel" or "sharded"'
+                "values of its inputs (a model of Hugging Face's looks at its mask unless it is loaded with "
+                'attn_implementation="eager"), or use strategy="data_parallel" or "sharded"'
             ) from error
 
     def _wrong(self, problem: str) -> JobError:

@@ -88,13 +88,15 @@ class TensorParallel(Divided):
         """A runner that has run once on all ranks."""
         if self._part == WHOLE:
             return super()._warmed(feed)
-        self._same_start()
+        self._check_start()
+        self.verify()
         objective = Objective(self._built.model, self._caller(), world=1)
         runner = MeshRunner(
             objective=objective,
             reduced=objective,
             probe=Probe(objective, ()),  # no rank sees a gradient of its own
             place=self._placed,
+            others=self._placed.others,
         )
         self._throwaway(runner, feed)
         return runner

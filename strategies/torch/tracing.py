@@ -63,12 +63,14 @@ class Trace:
         heads: of attention that can be computed apart; 0 where there is none.
         tokens: of the longest sequence that attends; 1 where there is none.
         division: what became of the outputs of linear layers.
+        asks: the flow asked for values of tensors, which followed from the inputs or from constants.
     """
 
     calls: Mapping[nn.Module, Call]
     heads: int
     tokens: int
     division: Division
+    asks: bool = False
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -133,7 +135,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _settle(call, divided, table)
         self._saved.clear()
         found = self._scores
-        return Trace(calls=self._calls, heads=found.heads, tokens=found.tokens, division=self._division)
+        return Trace(
+            calls=self._calls, heads=found.heads, tokens=found.tokens, division=self._division, asks=self._values.asked
+        )
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """A fused kernel: two products, and scores that are never written."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainwright.strategies.torch.compat import tree_flatten, tree_map
+from trainwright.strategies.torch.compat import TorchDispatchMode, tree_flatten, tree_map
 
 _log = logging.getLogger(__name__)
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
@@ -24,10 +25,14 @@ class Values:
 
     Args:
         inputs: (on the meta device, with values) of each.
+
+    Attributes:
+        asked: the flow has asked for values.
     """
 
     def __init__(self, inputs: list[tuple[Tensor, Tensor]]) -> None:
         self._known: Any = WeakIdKeyDictionary()
+        self.asked = False
         for meta, real in inputs:
             self._known[meta] = real.clone()
 
@@ -36,6 +41,7 @@ class Values:
         given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
         known = all(each in self._known for each in given) and torch.Tag.nondeterministic_seeded not in func.tags
         if known and torch.Tag.data_dependent_output in func.tags:
+            self.asked = True
             return self._real(func, args, kwargs)
         if known and torch.Tag.dynamic_output_shape in func.tags:
             return tree_map(self._meta, self._real(func, args, kwargs))
@@ -85,3 +91,18 @@ class Values:
         if isinstance(each, Tensor):
             return self._known[each]
         return torch.device("cpu") if isinstance(each, torch.device) else each
+
+
+class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within, what is asked of tensors on the meta device is answered where it follows from constants and inputs.
+
+    Args:
+        inputs: as of `Values`; none where a flow must be the same for all of them.
+    """
+
+    def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values = Values([*inputs])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._values.run(func, args, kwargs or {})

@@ -196,6 +196,14 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     return tensor.like(func(tensor.held, *args[1:], **kwargs), claim)
 
 
+def _selected(func: Any, args: Any, kwargs: Any) -> Any:
+    """Rows by number, along another dimension than the vocabulary's."""
+    tensor, dimension, *_ = args
+    if not isinstance(tensor, Parted) or not tensor.apart or dimension % tensor.dim() == tensor.along:
+        return None
+    return tensor.like(func(tensor.held, *args[1:], **kwargs), _claimed(func, args, kwargs))
+
+
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
     """A plain tensor that is made after another's shape."""
     stand_in = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
@@ -266,6 +274,7 @@ _RULES: Mapping[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(_SHAPES, _shape),
     _aten.expand: _expanded,
+    _aten.index_select: _selected,
     **dict.fromkeys(_COPIES, _copy),
     **dict.fromkeys(_LIKE, _new),
     **dict.fromkeys((_aten.slice_backward, _aten.select_backward), _back),

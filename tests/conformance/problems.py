@@ -26,7 +26,8 @@ class Problem:
         accumulation: micro-batches of a data rank.
         loss: `cross_entropy` of target `y`; `weighted`: the same as Terms with the weights of column `w`;
             `tokens`: squared error to column `t`, (rows, k), as Terms with the weights of column `m`.
-        optimizer: `sgd` with momentum 0.9, `plain` without, or `adam`, at RATE.
+        optimizer: `sgd` with momentum 0.9, `plain` without, or `adam`, at RATE; of TensorFlow `averaged`, whose
+            weights become their moving averages after the last step.
         inputs: `x`, or `x` and `z`, which the model joins.
         silent: batches of each epoch in which all weights are 0 (`weighted` only).
         zero_rank_of: with n, every row at a position p = 1 (mod n) of its batch has weight 0 (`weighted` only).

@@ -22,6 +22,7 @@ from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
 from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
+from trainwright.core.keras_order import takes_targets_first
 from trainwright.core.plan import Plan
 from trainwright.datasets.feeds import weightless
 
@@ -110,9 +111,9 @@ class Session:
         return self.engine.form(group)
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """With a loss that can be made to fail, unless it is an object of the framework's."""
+        """With a loss that can be made to fail, unless it is an object of the framework's or in Keras' order."""
         self.faulty = Faulty(spec.loss)
-        plain = isinstance(spec.loss, FunctionType | partial)
+        plain = isinstance(spec.loss, FunctionType | partial) and not takes_targets_first(spec.loss)
         return self.engine.build(replace(spec, loss=self.faulty) if plain else spec, plan)
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
@@ -122,11 +123,13 @@ class Session:
         self._stepping(self.engine.warm, feed)
 
     def train(self, feeds: Sequence[Feed], fault: str = "") -> list[StepReport]:
-        """Steps; `fault` strikes in the last of them."""
+        """Steps; `fault` strikes in the last of them. Without one all ranks compare what they hold afterwards."""
         reports = []
         for feed in feeds:
             self.faulty.arm(fault if feed is feeds[-1] else "")
             reports.append(self._stepping(self.engine.train_step, feed))
+        if not fault:
+            self._stepping(self.engine.verify)
         return reports
 
     def train_past(self, feeds: Sequence[Feed]) -> list[StepReport]:

@@ -56,6 +56,8 @@ def net(problem: Problem) -> keras.Model:
 def optimizer(name: str, parameters: Any) -> keras.optimizers.Optimizer:
     if name == "adam":
         return keras.optimizers.Adam(RATE)
+    if name == "averaged":
+        return keras.optimizers.SGD(RATE, use_ema=True, ema_momentum=0.8)
     return keras.optimizers.SGD(RATE, momentum=0.9)
 
 
@@ -126,6 +128,7 @@ def by_hand(
         rule.apply(gradients, model.trainable_variables)
         losses.append(float(loss))
         norms.append(norm)
+    rule.finalize_variable_values(model.trainable_variables)
     return losses, norms, {name: variable.numpy() for name, variable in by_name.items()}
 
 

@@ -110,7 +110,7 @@ def bent() -> nn.Module:
     return nn.Sequential(ends[0], *(Bent() for _ in range(3)), ends[1])
 
 
-@pytest.mark.parametrize("layout", ["parallel", "stages"])
+@pytest.mark.parametrize("layout", [pytest.param("parallel", marks=pytest.mark.soak), "stages"])
 def test_models_compiled_by_inductor(pool: Pool, layout: str) -> None:
     """Whole or by blocks; micro-batches of unequal rows are compiled once more."""
     how = replace(LAYOUTS[layout], cuts=("2.out",) if layout == "stages" else ())

@@ -223,10 +223,6 @@ def no_model() -> Any:
     return "a model"
 
 
-def scaled(variables: Any) -> Any:
-    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE))
-
-
 def test_batch_norm_under_accumulation_is_refused_unless_it_is_accepted(pool: Pool) -> None:
     with pytest.raises(JobError, match="'norm' is a batch norm: 1 data ranks and accumulation=2"):
         train(pool, ALONE, changed(model=normed))
@@ -237,7 +233,6 @@ WRONG: tuple[tuple[dict[str, Any], type[TrainwrightError], str], ...] = (
     ({"loss": broken}, UserCodeError, "ZeroDivisionError: on purpose"),
     ({"loss": total}, JobError, "return one loss per sample"),
     ({"model": no_model}, JobError, "return a keras.Model"),
-    ({"optimizer": scaled}, JobError, "LossScaleOptimizer"),
     ({"optimizer": functools.partial(str)}, JobError, "return a keras.optimizers.Optimizer"),
 )
 

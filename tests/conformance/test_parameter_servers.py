@@ -45,14 +45,15 @@ def plan_of(batch_size: int, workers: int, *, servers: int, in_flight: int = 1, 
 
 @pytest.mark.parametrize("case", [CASE], ids=label)  # so that the pool imports what it needs
 def test_one_worker_and_one_step_in_flight_equal_one_device(pool: Pool, case: Case) -> None:
-    """All problems of the suite, in float64, each built anew in the same cluster."""
-    plans = {name: replace(case.plan(problem, 1), servers=1) for name, problem in PROBLEMS.items()}
+    """All problems of the suite, in float64, each built anew in the same cluster; and averages of weights."""
+    every = {**PROBLEMS, "averaged": replace(PROBLEMS["dividing"], optimizer="averaged", steps=STEPS)}
+    plans = {name: replace(case.plan(problem, 1), servers=1) for name, problem in every.items()}
     first = PROBLEMS["dividing"]
     world = World(pool, "tensorflow", plans["dividing"], tensorflow_case.spec(first), reusable=False)
     with world:
         world.start()
         chief = world.ranks[CHIEF]
-        for name, problem in PROBLEMS.items():
+        for name, problem in every.items():
             data, ids = problems.columns(problem), problems.batches(problem, STEPS)
             steps = [problems.feeds(problem, plans[name], step, ids[step], data)[CHIEF] for step in range(STEPS)]
             chief.call("build", tensorflow_case.spec(problem), plans[name])
@@ -74,11 +75,18 @@ def _refusals(world: World, feed: Feed) -> None:
     eager = replace(tensorflow_case.spec(PROBLEMS["dividing"]), compile="eager")
     with pytest.raises(JobError, match="run compiled functions"):
         chief.call("build", eager, world.plan)
+    scaled = replace(tensorflow_case.spec(PROBLEMS["dividing"]), optimizer=loss_scaled)
+    with pytest.raises(JobError, match="cannot follow a loss scale"):
+        chief.call("build", scaled, world.plan)
     (batch,) = feed.parts[0]
     row = int(np.flatnonzero(batch.columns["w"])[0])  # one that counts
     with pytest.raises(NonFiniteLoss, match="data ranks 0") as caught:
         chief.call("train", [replace(feed, parts=((broken_at(batch, row),),))])
     assert caught.value.samples == (int(batch.samples[row]),)
+
+
+def loss_scaled(parameters: Any) -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
 
 
 def net() -> keras.Model:

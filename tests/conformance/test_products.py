@@ -105,6 +105,7 @@ PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
     "fsdp x pp x tp": (Mesh(pipeline=2, shard=2, tensor=2), "1f1b", 2, 0.22),
 }
 
+LARGER = ("dp x fsdp x tp", "dp x pp x tp")  # eight ranks, each product of which is among the others
 
 SEQUENCE = ("fsdp x tp", "pp x tp")  # tokens are divided between the layers that are
 
@@ -155,7 +156,9 @@ def expected(pool: Pool) -> tuple[list[StepReport], dict[str, Any]]:
         return world.train(feeds)[0], torch_case.state(world.files())
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LARGER else name for name in PRODUCTS]
+)
 def test_a_language_model_is_that_of_one_device(pool: Pool, name: str) -> None:
     reports, whole = expected(pool)
     loss = apart if PRODUCTS[name][0].tensor > 1 else torch_case.cross_entropy

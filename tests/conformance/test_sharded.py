@@ -70,7 +70,7 @@ def test_ranks_that_form_again_go_on_with_what_they_hold(pool: Pool, name: str) 
         world.train_with_fault(feeds[: PART + 1], workers - 1, "error")
         tags = world.form()
         assert {tag.step for tag in tags} == {PART} and all(tag.sound for tag in tags)
-        assert frozenset().union(*(tag.pieces for tag in tags)) == tags[0].whole
+        assert len(frozenset().union(*(tag.pieces for tag in tags))) == tags[0].total
         world.train(feeds[PART:])
         assert_same(whole.end, state_of(case, world))
 
@@ -90,7 +90,7 @@ def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool, name: str, alone:
         spare, rehearsal = world.ranks[1], Generation(token=0, number=0)
         peer = Peer(rank=0, address=spare.call("reserve", rehearsal, "worker"))
         spare.call("form", Group(generation=rehearsal, rank=0, peers=(peer,)))
-        assert spare.call("build", world.spec, world.plan).whole == alone
+        assert spare.call("build", world.spec, world.plan).pieces == alone
         spare.call("warm", feeds[0][1])
         spare.call("leave")
         world.built(1)

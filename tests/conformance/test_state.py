@@ -131,9 +131,8 @@ def test_a_newcomer_gets_the_state_of_a_survivor(pool: Pool, case: Case, workers
         world.replace(new)
         tags = world.form()
         assert [tag.step for tag in tags] == [None if rank == new else PART for rank in range(workers)]
-        assert all(
-            tag.sound and tag.pieces <= tag.whole == frozenset().union(*(tag.pieces for tag in tags)) for tag in tags
-        )
+        together = frozenset().union(*(tag.pieces for tag in tags))
+        assert all(tag.sound and tag.total == len(together) for tag in tags)
         assert {tag.step for tag in world.settle((new + 1) % workers, feeds[PART])} == {PART}
         world.train(feeds[PART:])
         assert_same(whole.end, state_of(case, world))

@@ -19,7 +19,7 @@ from trainwright.views import show
 PACED = """
 from tests.jobs import keep_pace
 
-job = job.replace(schedule=lambda step, total: keep_pace({storage!r}, step, 10, "little") or 1.0)
+job = job.replace(preflight=False, schedule=lambda step, total: keep_pace({storage!r}, step, 10, "little") or 1.0)
 """
 
 

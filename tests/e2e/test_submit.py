@@ -63,7 +63,7 @@ def job(name="patient"):
         name=name, model=build, loss=lambda given, labels: functional.cross_entropy(given, labels, reduction="none"),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2), schedule=wait, inputs="x", targets="y",
         train=tw.datasets.table({{"x": x, "y": (x[:, 0] > 0).astype("int64")}}), batch_size=10, workers=1, spares=0,
-        keeper_s=0, storage={storage!r},
+        keeper_s=0, preflight=False, storage={storage!r},
     )
 """
 SHOWN = (

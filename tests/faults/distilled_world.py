@@ -174,7 +174,7 @@ def distillation(folder: Path, way: Any, script: Script = Script(), **fields: An
             "name": NAME, "model": Build(Small, marks, script), "loss": cross_entropy, "optimizer": momentum,
             "inputs": "x", "targets": "y", "train": tw.datasets.table(table()), "batch_size": BATCH, "epochs": EPOCHS,
             "seed": 3, "workers": 2, "strategy": "data_parallel", "checkpoint_steps": 5, "storage": str(folder),
-            "spares": 0, "keeper_s": 0, "hang_deadline_s": 30.0, **fields,
+            "spares": 0, "keeper_s": 0, "hang_deadline_s": 30.0, "preflight": False, **fields,
         }
     )  # fmt: skip
     big = tw.Teacher(name="big", model=Build(Big, marks, script), inputs=("x", "id"), batch_size=ASKED)

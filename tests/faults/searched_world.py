@@ -94,6 +94,7 @@ def search(folder: Path, *held: str) -> tw.Search:
         name="faulty", model=Build(Script(Marks(str(folder.parent)), held)), loss=cross_entropy, optimizer=adam,
         inputs="x", targets="y", train=tw.datasets.table(jobs.data()), evaluate=tw.datasets.table(jobs.data()),
         metrics={"accuracy": accuracy}, batch_size=16, epochs=3, seed=SEED, storage=str(folder), hang_deadline_s=60.0,
+        preflight=False,
     )  # fmt: skip
     big = tw.Teacher(name="big", model=teacher, inputs="x")
     return tw.Search(

@@ -95,6 +95,7 @@ def job(folder: Path, *, worker: int = 0, server: int = 0, number: int = signal.
     return tw.Job(
         **{
             "name": "apart",
+            "preflight": False,  # faults are in the job's functions
             "model": build,
             "loss": loss,
             "optimizer": lambda parameters: Sgd(learning_rate=RATE),

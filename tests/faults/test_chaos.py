@@ -19,6 +19,15 @@ STEP_S = 0.1
 STEP = jobs.make_step(())
 
 
+def test_a_kill_is_given_and_its_run_compared(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
+    job = processes.write_job(tmp_path, folder, step_s=STEP_S, epochs=2)
+    found = tw.chaos(str(job), faults=["kill"], seed=5)
+    assert found.passed and found.agrees and not found.missed
+    assert {(cost.given.fault, cost.source, cost.steps_lost) for cost in found.costs} == {("kill", "replica", 0)}
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_the_command_gives_faults_that_take_every_state_and_a_store_that_fails(
     tmp_path: Path, forked_workers: None

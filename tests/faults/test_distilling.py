@@ -65,6 +65,7 @@ def rows_of(part: str) -> range:
     return range(int(start), int(stop))
 
 
+@pytest.mark.soak
 def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
     """An actor of the pool and the driver while targets are computed, the driver and a worker while it trains; and
     another actor of the pool freezes, which is found by what batches took before."""
@@ -102,6 +103,7 @@ def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
     assert f"pid {frozen})" in note
 
 
+@pytest.mark.soak
 def test_online_everything_fails_once(folder: Path, whole: State) -> None:
     """The driver is killed; then an actor of the teacher, which is replaced, another one freezes, and a worker dies."""
     marks = Marks(str(folder.parent))

@@ -17,7 +17,7 @@ from trainwright.datasets.stream import schedule_of
 JOB_FILE = """
 from tests import exactly_once, jobs
 kill = jobs.Kill(rank=1, step=6, folder={marks!r})
-job = exactly_once.job({folder!r}, {marks!r}, kills=(kill,), fatal={fatal})
+job = exactly_once.job({folder!r}, {marks!r}, kills=(kill,), fatal={fatal}, held=25)
 """
 
 
@@ -48,11 +48,12 @@ def struck(marks: Path, fatal: int) -> bool:
     return all((marks / f"{what}-{fatal}").exists() for what in ("pool", "actor"))
 
 
-def stop_after(run: tw.Run, folder: Path, step: int) -> None:
-    """Ask the run to stop once it has committed that step."""
+def stop_after(run: tw.Run, folder: Path, step: int, held: Path) -> None:
+    """Ask the run to stop once it has committed that step, and release those who are held a little later."""
     while committed(folder) < step and not run.wait(0.1):
         assert run.state == "running"
     run.stop()
+    held.touch()
     assert run.wait(120.0) and run.state == "stopped"
 
 
@@ -70,8 +71,9 @@ def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None) ->
 
     kill = jobs.Kill(rank=2, step=after_driver + 3, folder=marks)
     fatal = id_at((after_driver + 5) * exactly_once.BATCH + 77)
-    run = tw.start(exactly_once.job(str(folder), marks, kills=(kill,), fatal=fatal, workers=3), resume=True)
-    stop_after(run, folder, after_driver + 10)
+    held = after_driver + 13
+    job = exactly_once.job(str(folder), marks, kills=(kill,), fatal=fatal, held=held, workers=3)
+    stop_after(tw.start(job, resume=True), folder, after_driver + 10, exactly_once.released(marks, held))
     assert kill.mark.exists() and struck(tmp_path, fatal)
     with_three = committed(folder)
     assert after_driver < with_three < 50

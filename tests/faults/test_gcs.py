@@ -62,6 +62,7 @@ def head() -> Iterator[Machine]:
         yield made
 
 
+@pytest.mark.nodes
 def test_a_run_outlives_the_loss_of_the_gcs(
     head: Machine, folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:

@@ -22,6 +22,7 @@ from trainwright.prepare import prepare
 from trainwright.store import open_store
 
 STEP_S = 0.3
+BY_REFERENCE = "\nimport trainwright.arguments\ntrainwright.arguments.INLINE_BYTES = 0\n"  # as large groups are sent
 
 
 def lasting_actors() -> list[dict[str, str]]:
@@ -35,8 +36,13 @@ def steps_told(folder: Path) -> int:
 
 
 def killed_driver(folder: Path, tmp_path: Path, **fields: object) -> Path:
-    """A run whose driver was killed after some steps; no checkpoint but the last."""
+    """A run whose driver was killed after some steps; no checkpoint but the last.
+
+    What this driver and the next one send to several workers lies in Ray's object store, and goes with its driver.
+    """
     file = processes.write_job(tmp_path, folder, step_s=STEP_S, checkpoint_steps=1000, **fields)
+    with file.open("a") as source:
+        source.write(BY_REFERENCE)
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
         processes.wait_until(lambda: steps_told(folder) >= 5, driver)
         processes.kill(driver)

@@ -82,6 +82,45 @@ def test_fit_goes_on_in_the_middle_of_an_epoch(folder: Path, ray_cluster: None, 
     assert [(event.step, event.metrics) for event in broken] == [(event.step, event.metrics) for event in whole]
 
 
+def test_a_gan_is_killed_and_resumed_without_a_trace(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
+    """Its optimizers make their variables in the first step, which follows on the checkpoint."""
+    tw.fit(keras_jobs.gan_job(tmp_path / "whole"))
+    kill = Kill(rank=0, step=13, folder=str(tmp_path))
+    run = tw.fit(keras_jobs.gan_job(folder, (kill,), epochs=2))
+    assert run.state == "done" and kill.mark.exists()
+    assert list(run.history.learning_rate) == pytest.approx([0.03] * 18)
+    tw.fit(keras_jobs.gan_job(folder), resume=True)
+    assert final_state(folder, "faulty") == final_state(tmp_path / "whole", "faulty")
+
+
+def test_settings_of_keras_reach_the_workers(folder: Path, ray_cluster: None) -> None:
+    import keras
+
+    def settings() -> tuple[Any, ...]:
+        named = keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()
+        return (*named, keras.config.dtype_policy().name)
+
+    def set_all(floatx: str, epsilon: float, image_data_format: str, policy: str) -> None:
+        keras.config.set_floatx(floatx)
+        keras.config.set_epsilon(epsilon)
+        keras.config.set_image_data_format(image_data_format)
+        keras.config.set_dtype_policy(policy)
+
+    before, own = settings(), ("float64", 1e-3, "channels_first", "mixed_bfloat16")
+
+    def model() -> Any:
+        if settings() != own:
+            raise ValueError(settings())
+        return keras_jobs.make_model()()
+
+    set_all(*own)
+    try:
+        run = tw.fit(keras_jobs.fit_job(folder, model=model, epochs=1, evaluate=None))
+    finally:
+        set_all(*before)
+    assert run.state == "done"
+
+
 def test_a_callback_ends_the_training(folder: Path, ray_cluster: None) -> None:
     run = tw.fit(keras_jobs.fit_job(folder, patience=1))
     assert (run.state, final_state(folder, "faulty").step, committed(folder)) == ("done", 18, 18)

@@ -74,6 +74,7 @@ def figures(found: Found) -> Found:
     return replace(found, uri="", teachers=tuple(replace(each, latency_s={}) for each in found.teachers), **models)
 
 
+@pytest.mark.soak
 def test_a_killed_search_goes_on(folder: Path, whole: tuple[Path, Found]) -> None:
     """The driver in the third run, after one is done and one was stopped; then driver and worker in the last one."""
     marks = Marks(str(folder.parent))

@@ -49,12 +49,10 @@ def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return run
 
 
-CASES = pytest.mark.parametrize(
-    ("framework", "consistency"), [("torch", "sync"), ("torch", "async"), ("tensorflow", "async")]
-)
+CASES = [("torch", "sync"), ("torch", "async"), ("tensorflow", "async")]
 
 
-@CASES
+@pytest.mark.parametrize(("framework", "consistency"), CASES)
 def test_processes_are_killed_and_frozen(
     framework: str,
     consistency: str,
@@ -92,7 +90,9 @@ def test_a_server_that_dies_within_its_save_leaves_no_checkpoint(
     check_end("torch", "sync", folder, unbroken)
 
 
-@CASES
+@pytest.mark.parametrize(
+    ("framework", "consistency"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.soak) for case in CASES[1:])]
+)
 def test_the_driver_is_killed(
     framework: str, consistency: str, folder: Path, tmp_path: Path, unbroken: Callable[[str, str], Path]
 ) -> None:

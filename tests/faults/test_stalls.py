@@ -69,6 +69,7 @@ def while_stepping(run: Stalls) -> None:
 
 
 def while_recovering(run: Stalls) -> None:
+    processes.wait_until(lambda: run.happened(events.Steps) > 0, run.driver)
     placed: Any = told(run.folder, "faulty", events.Placed)
     os.kill(placed[-1].pid, signal.SIGKILL)
 
@@ -85,21 +86,24 @@ def while_taking_over(run: Stalls) -> None:
     processes.wait_until(lambda: run.head() != head, run.driver)
 
 
-MOMENTS = {
-    "gate": [while_placing, while_recovering, while_taking_over],
-    "all": [
-        while_placing, while_stepping, while_recovering, while_taking_over, while_saving, while_recovering,
-        while_stepping, while_taking_over, while_recovering, while_saving,
-    ],
-}  # fmt: skip
+TEN = [
+    while_placing, while_stepping, while_recovering, while_taking_over, while_saving, while_recovering,
+    while_stepping, while_taking_over, while_recovering, while_saving,
+]  # fmt: skip
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "moments", [[while_recovering, while_taking_over], pytest.param(TEN, marks=pytest.mark.soak)], ids=["two", "ten"]
+)
 def test_a_driver_that_stood_still_harms_nothing(
-    folder: Path, tmp_path: Path, unbroken: Callable[[int], State], ray_cluster: None
+    moments: list[Callable[[Stalls], None]],
+    folder: Path,
+    tmp_path: Path,
+    unbroken: Callable[[int], State],
+    ray_cluster: None,
 ) -> None:
-    moments = MOMENTS[os.environ.get("TRAINWRIGHT_STALLS", "gate")]
-    steps = 5 if len(moments) > 4 else 1000
+    steps = 5 if while_saving in moments else 1000
     step_s = STEP_S * len(moments) / 3
     file = processes.write_job(tmp_path, folder, step_s=step_s, checkpoint_steps=steps, keep=50, workers=2)
     with ExitStack() as stack:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load
 
 import trainwright as tw
 from tests import jobs, processes
 from tests.processes import ROOT
-from tests.runs import State, final_state, told
-from trainwright.checkpoints import CheckpointWriter
+from tests.runs import State, final_state, reader_of, told
+from trainwright import views
+from trainwright.adoption import Beats
+from trainwright.checkpoints import CheckpointWriter, newest_good, write_manifest
 from trainwright.core import events
 from trainwright.core.errors import DataError, JobError, RunConflict, StorageError, UserCodeError
+from trainwright.log import RunLog
+from trainwright.report import write_report
+from trainwright.store import open_store
+from trainwright.strategies.torch.files import read as read_state
 
 
 def stop_at(folder: Path, step: int, workers: int = 2) -> None:
@@ -82,11 +94,88 @@ def test_a_torn_manifest_and_an_altered_shard_with_3_workers(folder: Path, unbro
     assert told(folder, "faulty", events.Formed)[-1].step == 5
 
 
+class Bomb:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def bombs(mark: Path) -> dict[str, bytes]:
+    """What makes the folder where it is read by pickle, by torch.load or by numpy.load."""
+    saved, array = io.BytesIO(), io.BytesIO()
+    torch.save({"weight": Bomb(mark)}, saved)
+    np.save(array, np.array([Bomb(mark)], dtype=object), allow_pickle=True)
+    return {"pickle": pickle.dumps(Bomb(mark)), "torch": saved.getvalue(), "numpy": array.getvalue()}
+
+
+def signed(folder: Path) -> None:
+    """Have the manifest of the newest checkpoint, and the log, name the files as they are now."""
+    manifest, entry = newest(folder) / "MANIFEST.json", max((folder / "faulty" / "log").glob("*.json"))
+    facts = json.loads(manifest.read_text())
+    for file in facts["files"]:
+        data = (manifest.parent / file["name"]).read_bytes()
+        file |= {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest.write_text(json.dumps(facts))
+    facts = json.loads(entry.read_text())
+    facts["checkpoints"][-1]["manifest_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    entry.write_text(json.dumps(facts))
+
+
+def errors_of(*readers: Callable[[], object]) -> list[str]:
+    """Errors of ours that come of reading."""
+    errors = []
+    for read in readers:
+        try:
+            read()
+        except tw.TrainwrightError as error:
+            errors.append(str(error))
+    return errors
+
+
+def load_newest(folder: Path) -> object:
+    """Read the state as a worker does."""
+    entry = RunLog(open_store(str(folder)), "faulty").head()
+    assert entry is not None
+    ref, _ = newest_good(open_store(str(folder)), "faulty", entry.checkpoints)
+    return ref and read_state(reader_of(folder, "faulty", ref))
+
+
+def test_no_file_of_a_run_executes_when_it_is_read(stopped: Path, folder: Path, tmp_path: Path) -> None:
+    """Whoever can write to the store can put anything there, under checksums that fit."""
+    mark = tmp_path / "executed"
+    shutil.copytree(stopped, folder)
+    kinds = {re.sub(r"\d+", "", str(path.relative_to(folder))): path for path in folder.rglob("*") if path.is_file()}
+    load = partial(load_newest, folder)
+    others = (
+        load, partial(views.show, str(folder), "faulty"), lambda: list(views.logs(str(folder), "faulty")),
+        partial(views.runs, str(folder)), partial(write_report, open_store(str(folder)), "faulty"),
+    )  # fmt: skip
+    assert len(kinds) > 8 and not errors_of(*others)
+    whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    weights = [path for path in whole if path.parent == newest(folder) and path.name != "MANIFEST.json"]
+    planted = [(path, bomb) for path in weights for bomb in bombs(mark).values()]
+    planted += [(path, bombs(mark)["pickle"]) for path in kinds.values() if "checkpoints" not in str(path)]
+    for path, bomb in planted:
+        path.write_bytes(bomb)
+        if path in weights:
+            signed(folder)
+        errors = errors_of(*([load] if path in weights else others))
+        assert not mark.exists() and (path not in weights or "cannot be read" in errors[0]), path
+        for each, data in whole.items():
+            each.write_bytes(data)
+    pickle.loads(bombs(mark)["pickle"])
+    assert mark.exists()
+
+
 def test_a_changed_job_is_shown_and_refused(stopped: Path, folder: Path) -> None:
     shutil.copytree(stopped, folder)
     with pytest.raises(RunConflict) as caught:
         tw.fit(jobs.job(folder, batch_size=12))
-    assert "batch_size: 24 -> 12" in str(caught.value) and "--fresh" in str(caught.value)
+    assert "batch_size: 24 -> 12" in str(caught.value) and "fresh=True" in str(caught.value)
 
 
 def test_a_finished_job_is_not_trained_again_unless_asked(folder: Path, unbroken: Callable[[int], State]) -> None:
@@ -217,18 +306,47 @@ def hung_until(go: Path) -> Callable[[Any, dict[str, Any]], Any]:
 def test_a_write_that_hangs_is_told_while_training_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
-    """A folder mounted hard never gives an error."""
+    """A folder mounted hard never gives an error: first a worker waits for it, then the driver."""
     monkeypatch.setattr("trainwright.driver.world.OVERDUE_S", 0.5)
-    go = tmp_path / "go"
-    run = tw.start(jobs.job(folder, step=hung_until(go)))
+    worker, driver = tmp_path / "worker", tmp_path / "driver"
 
-    def said() -> list[str]:
+    def late(*given: Any) -> str:
+        processes.wait_for(driver.exists)
+        return write_manifest(*given)
+
+    monkeypatch.setattr("trainwright.ledger.write_manifest", late)
+    run = tw.start(jobs.job(folder, step=hung_until(worker)))
+
+    def said(words: str) -> list[str]:
         run._session.flush()
         noted: Any = told(folder, "faulty", events.Noted)
-        return [event.text for event in noted if "does not answer" in event.text]
+        return [event.text for event in noted if words in event.text]
 
-    processes.wait_for(lambda: bool(said()))
-    go.touch()
+    by = r"checkpoints/00000005-1 for 500 ms by now: the store at \S+ does not answer. Training goes on"
+    for word, go in (("writes", worker), ("commits", driver)):
+        processes.wait_for(lambda word=word: bool(said(f" {word} ")))
+        go.touch()
     assert run.wait(100) and final_state(folder, "faulty") == unbroken(2)
-    text = said()[0]
-    assert re.match(r"worker 0 on \S+ writes checkpoints/00000005-1 for 500 ms by now: the store at", text), text
+    assert re.match(rf"worker 0 on \S+ writes {by}", said(" writes ")[0])
+    assert re.match("the driver commits the checkpoint of step 5 for 500 ms by now: the store at", said(" commits ")[0])
+
+
+def test_beats_that_cannot_be_sent_are_told_at_once_and_sent_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
+) -> None:
+    """Without them all workers would end by themselves a minute later."""
+    monkeypatch.setattr("trainwright.driver.world.BEAT_S", 0.1)
+    sent, send = list[Any](), Beats.send
+
+    def broken(self: Beats, actors: Any, token: int) -> Any:
+        sent.append(actors)
+        if len(sent) < 4:
+            raise ZeroDivisionError("a bug")
+        return send(self, actors, token)
+
+    monkeypatch.setattr(Beats, "send", broken)
+    tw.fit(jobs.job(folder))
+    noted: Any = told(folder, "faulty", events.Noted)
+    text = "the workers could not be told that their driver lives: ZeroDivisionError: a bug"
+    assert [event.text for event in noted] == [text] and sent[-1]
+    assert final_state(folder, "faulty") == unbroken(2)

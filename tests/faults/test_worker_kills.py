@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from trainwright.core import events
 from trainwright.core.errors import WorkerLost
 
 TOTAL = 27
+LONG_STEP_S = 1.8
 
 
 def check_samples(state: State) -> None:
@@ -32,9 +36,25 @@ def check_samples(state: State) -> None:
     assert np.isclose(shares.sum(), TOTAL)
 
 
-def test_a_killed_worker_costs_nothing(folder: Path, unbroken: Callable[[int], State]) -> None:
+def test_a_killed_worker_costs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
+) -> None:
+    """Its successor runs the code that the run began with, though a module was changed that steps import themselves."""
     kill = jobs.Kill(rank=1, step=12, point="synchronisation", folder=str(folder.parent))
-    run = tw.fit(jobs.job(folder, (kill,)))
+    file = folder.parent / "late.py"
+    file.write_text("FACTOR = 1.0")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    made = jobs.make_step((kill,))
+
+    def step(model: Any, batch: Any) -> Any:
+        import late
+
+        if jobs.rank() == 1 and int(getattr(model, "module", model).steps) == 12:
+            file.write_text("FACTOR = 2.0")
+        return made(model, batch) * late.FACTOR
+
+    run = tw.fit(jobs.job(folder, (kill,), step=step))
+    sys.modules.pop("late", None)
     assert run.state == "done"
     pid = int(kill.mark.read_text())
     failed: Any = told(folder, "faulty", events.Failed)
@@ -71,23 +91,33 @@ def test_a_frozen_worker_is_replaced_and_costs_no_step(folder: Path, unbroken: C
 
 
 def test_a_worker_that_waits_for_ever_is_replaced_and_the_report_shows_where_it_stood(
-    folder: Path, unbroken: Callable[[int], State]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
+    """How long it may wait is learnt from the steps before: 3 times the longest wait here, and not 30 times."""
+    monkeypatch.setattr("trainwright.driver.milestones._PATIENCE", 3.0)
+    monkeypatch.setattr("trainwright.driver.milestones._LEAST_S", 3.0)
     mark = folder.parent / "stuck"
     step = jobs.make_step(())
 
     def sometimes_stuck(model: Any, batch: Any) -> Any:
-        if jobs.rank() == 1 and int(getattr(model, "module", model).steps) == 13 and not mark.exists():
+        now = int(getattr(model, "module", model).steps) if jobs.rank() == 1 else 0
+        if now == 7:
+            time.sleep(LONG_STEP_S)  # no hang, however quick the others were
+        if now == 13 and not mark.exists():
             mark.touch()
             threading.Event().wait()
         return step(model, batch)
 
-    tw.fit(jobs.job(folder, step=sometimes_stuck, hang_deadline_s=5.0))
+    tw.fit(jobs.job(folder, step=sometimes_stuck, hang_deadline_s=None))
     assert state_of(folder, "faulty") == unbroken(2)
     stood: Any = told(folder, "faulty", events.Stacks)
     assert {event.rank for event in stood} == {0, 1}
     assert "sometimes_stuck" in next(event.text for event in stood if event.rank == 1)
-    culprit: Any = told(folder, "faulty", events.Failed)[-1]
+    silence, culprit = told(folder, "faulty", events.Failed)
+    learnt_s = float(re.search(r"did not move for ([\d.]+) s while running", silence.cause)[1])
+    assert 2 * LONG_STEP_S <= learnt_s < 60, "steps are told of each 0.2 s"
+    before: Any = [event for event in told(folder, "faulty", events.Steps) if event.time_s < silence.time_s]
+    assert before[-1].step[-1] == 13 and silence.time_s - before[-1].time_s > learnt_s - 0.5
     assert culprit.rank == 1 and "sometimes_stuck" in culprit.detail
     assert "sometimes_stuck" in (folder / "faulty" / "report.html").read_text()
 

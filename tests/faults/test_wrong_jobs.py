@@ -25,7 +25,7 @@ def job(folder: Path, **fields: Any) -> tw.Job:
     given: dict[str, Any] = {
         "name": "wrong", "model": lambda: nn.Linear(3, 1), "loss": squared, "train": tw.datasets.table(data),
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "inputs": "x", "targets": "y",
-        "batch_size": 10, "workers": 2, "storage": str(folder / "runs"),
+        "batch_size": 10, "workers": 2, "storage": str(folder / "runs"), "preflight": False,
     }  # fmt: skip
     return tw.Job(**{**given, **fields})
 

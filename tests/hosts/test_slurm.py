@@ -48,7 +48,7 @@ def job(name="whole", workers=1):
     return tw.Job(
         name=name, model=lambda: Mlp((8, 16, 4)), loss=cross_entropy, schedule=rate, inputs="x", targets="y", epochs=3,
         optimizer=lambda parameters: Sgd(learning_rate=0.1, momentum=0.9), batch_size=24, seed=3, workers=workers,
-        spares=0, keeper_s=0, checkpoint_steps=1000, hang_deadline_s=170.0,
+        spares=0, keeper_s=0, checkpoint_steps=1000, hang_deadline_s=170.0, preflight=False,
         train=tw.datasets.table({{"x": x, "y": x[:, :4].argmax(1)}}), storage=str(folder / "runs"),
     )
 """

@@ -89,6 +89,7 @@ def distillation(
     job = tw.Job(
         name=f"student-{way}", model=LINEAR[student](np.zeros((WIDTH, CLASSES), np.float32)), inputs="x", targets="y",
         train=tw.datasets.table(data()), batch_size=ROWS, epochs=STEPS, workers=1, storage=str(folder), spares=0,
+        preflight=False,  # of Keras it takes seconds in a process that has used TensorFlow
         **OWN[student],
     )  # fmt: skip
     big = tw.Teacher(name="big", **{"model": LINEAR[teacher](kernel(classes)), "inputs": "x", **about})
@@ -137,7 +138,8 @@ def test_a_worker_that_holds_both_frameworks_loads_torchs_compiler() -> None:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own, of its variables
 @pytest.mark.parametrize(
-    ("student", "teacher", "ways"), [("torch", "keras", ("online",)), ("keras", "torch", ("offline", "online"))]
+    ("student", "teacher", "ways"),
+    [pytest.param("torch", "keras", ("online",), marks=pytest.mark.soak), ("keras", "torch", ("offline", "online"))],
 )
 def test_a_student_learns_from_a_teacher_of_another_framework(
     student: str, teacher: str, ways: tuple[str, ...], tmp_path: Path

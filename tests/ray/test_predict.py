@@ -204,7 +204,7 @@ def test_another_question_is_refused_until_it_is_asked_afresh(
     newer = train(chosen, 5, columns_of)
     with pytest.raises(RunConflict, match="step: 3 -> 5") as caught:
         tw.predict(chosen, data, to=out)
-    assert "--step 3" in caught.value.remedy and tw.predict(chosen, data, to=out, step=3).computed == 0
+    assert "step=3" in caught.value.remedy and tw.predict(chosen, data, to=out, step=3).computed == 0
     fresh = tw.predict(chosen, data, to=out, workers=1, range_rows=50, fresh=True)
     assert (fresh.step, fresh.parts, fresh.computed) == (5, 5, 5) and json.loads(manifest.read_bytes())["step"] == 5
     with torch.no_grad():

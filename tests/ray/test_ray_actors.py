@@ -80,6 +80,12 @@ def marked(folder: Path, what: str) -> set[int]:
     return {int(mark.name.partition("-")[2]) for mark in folder.glob(f"{what}-*")}
 
 
+def process_of(fetcher: RayFetcher) -> int:
+    """The process of the feeder that serves now."""
+    process: int = ray.get(fetcher._feeder.__ray_call__.remote(lambda feeder: os.getpid()))
+    return process
+
+
 @pytest.fixture
 def plain(tmp_path: Path) -> Iterator[Dataset]:
     """The same, computed in this process, which leaves its marks elsewhere."""
@@ -124,14 +130,17 @@ def test_what_was_lost_with_a_process_is_computed_again(tmp_path: Path, plain: D
 def test_a_constructor_that_raises_is_told_to_all_and_not_tried_again(tmp_path: Path) -> None:
     data = dataset(tmp_path, kind=Broken, number=0)
     (fetcher,) = start(data)
+    feeders = {process_of(fetcher)}
     for rank in (0, 1):
         with pytest.raises(
             UserCodeError, match="constructor of the transform Broken raised FileNotFoundError"
         ) as caught:
             next(stream(data, rank, 2, fetcher).feeds(0))
         assert 'raise FileNotFoundError("no weights here")' in caught.value.detail
+        feeders.add(process_of(fetcher))
     fetcher.close()
-    assert len(marked(tmp_path, "tried")) == 1
+    # Ray 2.60 may end a feeder whose execution it cancels ("submitted_task_ref_count > 0"): the next tries once more.
+    assert 1 <= len(marked(tmp_path, "tried")) <= len(feeders)
 
 
 def test_a_constructor_that_ends_its_process_is_told_after_a_few(tmp_path: Path) -> None:

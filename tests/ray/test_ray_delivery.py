@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -21,6 +20,7 @@ import ray
 
 from tests.processes import ROOT
 from tests.unit.test_stream import collect, same
+from trainwright.core.byvalue import dumps, loads
 from trainwright.core.data import Feed, Feeding
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, pipeline, table
@@ -106,7 +106,7 @@ def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
     recipe = pipeline.Recipe(dataset=data, index=data.index(), columns=None, schedule=schedule, length=2)
 
     async def ask() -> None:
-        local = Feeders([cloudpickle.dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
+        local = Feeders([dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
         window = local._window = _Window(number=7, start=4, total=1)
         assert await local.admit(7, 12) and not await local.admit(6, 4)
         late = asyncio.ensure_future(local.admit(7, 14))
@@ -137,7 +137,7 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     fetcher = feeder(data)
 
     def scrambled(stored: Any, pieces: Any, free: Any, gate: Any) -> Iterator[Any]:
-        made = cloudpickle.loads(ray.get(stored))
+        made = loads(ray.get(stored))
         contents = [(piece, made.transform(made.read(piece), 1)) for piece in pieces]
         blocks = [pipeline._block(piece, content, ()) for piece, content in reversed(contents)]
         yield from (ray.put(pa.concat_tables(blocks[start : start + 3])) for start in range(0, len(blocks), 3))
@@ -146,7 +146,7 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     recipe = pipeline.Recipe(
         dataset=data, index=data.index(), columns=None, schedule=fetcher._schedule, length=fetcher._length
     )
-    local = Feeders([cloudpickle.dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
+    local = Feeders([dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
     monkeypatch.setattr(local, "_handle", lambda: None)
     chunk = recipe.schedule.chunk(9, recipe.length)
     answer = asyncio.run(answer_of(local, chunk.start))
@@ -178,7 +178,7 @@ def test_a_pipeline_takes_pieces_as_it_needs_them(monkeypatch: pytest.MonkeyPatc
             yield piece
 
     monkeypatch.setattr(pipeline, "_TASKS", 12)
-    blocks = pipeline.run(ray.put(cloudpickle.dumps(recipe)), pieces(), {"CPU": 2.0}, OpenGate(None, 0))
+    blocks = pipeline.run(ray.put(dumps(recipe)), pieces(), {"CPU": 2.0}, OpenGate(None, 0))
     made = [ray.get(next(blocks))]
     assert len(taken) == 12
     made += [ray.get(next(blocks)) for _ in range(23)]
@@ -306,6 +306,7 @@ print({gpu for columns in found for name in ("gpus", "held") for gpu in columns[
 """
 
 
+@pytest.mark.soak
 def test_a_function_that_asks_for_a_gpu_gets_one(forked_workers: None) -> None:
     """As Ray counts them: the machine needs none."""
     command = [sys.executable, "-c", ON_A_GPU]

@@ -87,6 +87,7 @@ def finished_before(folder: Path, runs: tuple[str, ...]) -> None:
         log.release(log.acquire(Owner.here(), {"model": "another one"}).token, "done")
 
 
+@pytest.mark.soak
 def test_two_stages_go_on_where_they_were(tmp_path: Path, ray_cluster: None) -> None:
     """Of which there are older runs: they begin again. The driver is killed while two teachers train, before either
     stage began, and the second stage fails once."""

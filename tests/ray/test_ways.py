@@ -21,6 +21,7 @@ def distillation(folder: Path, **fields: Any) -> tw.Distillation:
     return tw.Distillation(student=student, teachers=(tw.Teacher(name="big", model=wide, inputs="x"),), **fields)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_three_ways_are_tried_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsing, "SECONDS", 0.2)

@@ -51,9 +51,9 @@ class Labour:
         if self.shop is not None:
             return self.shop.tag(process)
         if process.plan is None:
-            return process.tag(self.scenario.layout, self.whole)
+            return process.tag(self.scenario.layout, len(self.whole))
         stages = process.plan.mesh.pipeline
-        return process.tag(f"{process.plan.strategy}-{stages}", whole_of(stages))
+        return process.tag(f"{process.plan.strategy}-{stages}", len(whole_of(stages)))
 
     def is_whole(self, names: list[str]) -> bool:
         """Whether files together hold a state, each once."""

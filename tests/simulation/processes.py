@@ -88,10 +88,10 @@ class Process:
         self.step, self.lineage, self.sound, self.trained = 0, FRESH, True, False
         self.copies: dict[str, tuple[str, int, int]] = {}  # by the verb that they are for
 
-    def tag(self, layout: str, whole: frozenset[str]) -> StateTag:
+    def tag(self, layout: str, total: int) -> StateTag:
         """What it says it holds."""
         step = self.step if self.trained else None
-        return StateTag(step=step, layout=layout, pieces=frozenset({self.piece}), whole=whole, sound=self.sound)
+        return StateTag(step=step, layout=layout, pieces=frozenset({self.piece}), total=total, sound=self.sound)
 
     @property
     def guilty(self) -> bool:

@@ -73,7 +73,7 @@ class Shop:
         """What one holds: a server its shard, a worker nothing."""
         pieces = frozenset({process.piece}) if self._serves(process) else frozenset()
         step = process.step if process.trained else None
-        return StateTag(step=step, layout="shards", pieces=pieces, whole=self._labour.whole, sound=process.sound)
+        return StateTag(step=step, layout="shards", pieces=pieces, total=len(self._labour.whole), sound=process.sound)
 
     # --- calls --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ WHOLE = frozenset("abc")
 
 
 def shard(step: int | None, pieces: str, sound: bool = True) -> StateTag:
-    return StateTag(step=step, layout="sharded", pieces=frozenset(pieces), whole=WHOLE, sound=sound)
+    return StateTag(step=step, layout="sharded", pieces=frozenset(pieces), total=len(WHOLE), sound=sound)
 
 
 def test_replicas_go_to_the_highest_step() -> None:
@@ -60,7 +60,7 @@ TAGS = st.builds(
     step=st.one_of(st.none(), st.integers(0, 3)),
     layout=st.just("sharded"),
     pieces=st.frozensets(st.sampled_from("abc"), min_size=1),
-    whole=st.just(WHOLE),
+    total=st.just(len(WHOLE)),
     sound=st.booleans(),
 )
 WORLDS = st.lists(TAGS, min_size=1, max_size=6).map(lambda tags: dict(enumerate(tags)))

@@ -16,8 +16,8 @@ from trainwright.driver import messages as m
 from trainwright.driver.state import Phase
 from trainwright.narration import event_line
 
-SERVER = StateTag(step=None, layout="shards", pieces=frozenset({"shard-0"}), whole=frozenset({"shard-0"}))
-WORKER = StateTag(step=None, layout="shards", pieces=frozenset(), whole=frozenset({"shard-0"}))
+SERVER = StateTag(step=None, layout="shards", pieces=frozenset({"shard-0"}))
+WORKER = StateTag(step=None, layout="shards", pieces=frozenset())
 
 
 def running(**changes: Any) -> Story:

@@ -182,6 +182,19 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(store: Store, kind: str
     assert len(notes) == 1 and "step 30 is passed over" in notes[0] and name.rpartition("/")[2] in notes[0]
 
 
+def test_a_manifest_torn_at_any_byte_costs_its_checkpoint_and_no_more() -> None:
+    """Or filled with zeros from there on, as file systems leave it after a power cut."""
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    refs = chain(store, 10, 20)
+    place = f"{RUN}/{refs[-1].path}/{MANIFEST}"
+    whole = store.get(place)
+    for length in range(len(whole)):
+        for left in (whole[:length], whole[:length].ljust(len(whole), b"\0")):
+            store.put(place, left)
+            ref, notes = newest_good(store, RUN, refs, checksums=False)
+            assert ref == refs[0] and "step 20 is passed over: the manifest is torn" in notes[0]
+
+
 @pytest.mark.parametrize("kind", ["truncated shard", "altered shard", "missing shard"])
 def test_a_reader_refuses_a_damaged_file(store: Store, kind: str) -> None:
     name, damage, said = DAMAGES[kind]

@@ -27,7 +27,7 @@ ATTRIBUTES = {
     "torch:UntypedStorage": ("_cdata",),
     "torch:operator": ("_overloadpacket", "_schema"),
     "torch:FSDPState": ("_get_fsdp_state",),
-    "keras:Layer": ("_layers", "_flatten_layers", "_trainable_variables"),
+    "keras:Layer": ("_layers", "_flatten_layers", "_trainable_variables", "_deferred_dependencies"),
     "keras:Dropout": ("_seed_generators",),
     "keras:Metric": ("_fn", "_fn_kwargs"),
     "keras:Optimizer": ("_all_reduce_sum_gradients", "_learning_rate"),

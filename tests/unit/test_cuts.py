@@ -124,3 +124,25 @@ def test_a_wide_cut_is_gone_round() -> None:
     plan = tw.Plan.parse("pp=2,micro_batch=1")
     even, uneven = (ModelProfile(framework="", layers=(layer, part, layer, layer)) for part in (layer, wide))
     assert cut(plan, even, 80 * GIB) == (2, 2) and cut(plan, uneven, 80 * GIB) in ((1, 3), (3, 1))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=3, max_size=9),
+    st.integers(2, 3),
+)
+def test_each_stage_has_a_layer_that_is_trained(layers: list[tuple[int, bool]], stages: int) -> None:
+    made = tuple(
+        LayerCost(
+            name=str(number), parameters=8, parameter_bytes=32, flops=1e9 * cost, output_numbers=8.0, cut_numbers=8.0,
+            trained=trained,
+        )
+        for number, (cost, trained) in enumerate(layers)
+    )  # fmt: skip
+    profile = ModelProfile(framework="torch", layers=made)
+    plan = tw.Plan.parse(f"pp={stages},accumulation=4")
+    sizes = cuts(profile, Machine.of(NODE), plan, batch_size=16, precision="fp32", room_bytes=80 * GIB)
+    trained = [trained for _, trained in layers]
+    if sum(trained) >= stages:
+        assert all(any(run) for run in runs(trained, sizes))
+    else:
+        assert profile.most_stages < stages

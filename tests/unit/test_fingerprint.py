@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -254,12 +255,32 @@ def test_values_are_compared_by_value() -> None:
         (dict.fromkeys(range(5000), 0), dict.fromkeys(range(5000), 1)), (torch.float32, torch.float64),
         (np.array(["a", None]), np.array(["b", None])), (torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)),
         (torch.nn.Dropout(0.1), torch.nn.Dropout(0.2)), (np.sin, np.cos), (tw.Pad(value=0), tw.Pad(value=1)),
-    ]  # fmt: skip
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)), (defaultdict(lambda: 1), defaultdict(lambda: 2)),
+        (torch.nn.Sequential(OrderedDict(a=torch.nn.ReLU(), b=torch.nn.Tanh())),
+         torch.nn.Sequential(OrderedDict(b=torch.nn.Tanh(), a=torch.nn.ReLU()))),
+            ]  # fmt: skip
     for one, other in pairs:
         assert digest(one) == digest(one) != digest(other), (one, other)
     assert digest(random.Random(1)) == digest(random.Random(2))
     assert digest(threading.Lock()) == digest(threading.Lock())
     assert digest(np.zeros(5_000_000)) != digest(np.ones(5_000_000))
+
+
+COMPILED = """
+import torch
+h = torch.compile(lambda x: x * 1, backend="eager")
+m = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+f = lambda x: h(m(x))
+"""
+
+
+def test_what_torch_compiles_is_compared_by_what_it_was_made_of() -> None:
+    """The wrappers hold much that is another in each process."""
+    first, again = (cell(number, COMPILED) for number in (5, 6))
+    reached, now = dict[str, str](), dict[str, str]()
+    assert Fingerprints().digest(first["f"], reached) == Fingerprints().digest(again["f"], now) and reached == now
+    for old, new in (("x * 1", "x * 2"), ("Linear(2, 2", "Linear(2, 3")):
+        assert digest(cell(7, COMPILED.replace(old, new))["f"]) != digest(first["f"])
 
 
 def cell(number: int, text: str, **names: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulation.plans import Plans, stage_piece, staged, whole_of
+from tests.simulation.plans import Plans, stage_piece, staged
 from tests.unit.story import HEAD, Story
 from trainwright.core import events
 from trainwright.core.checkpoint import FileEntry
@@ -146,7 +146,7 @@ def test_the_newest_state_lives_on_where_the_driver_before_had_more_or_fewer_rep
             step=9 if held.get(worker) == stage else None,
             layout="pp",
             pieces=frozenset({stage_piece(stage, 2)}),
-            whole=whole_of(2),
+            total=2,
         )
         for worker, stage in zip(members, stages, strict=True)
     ]

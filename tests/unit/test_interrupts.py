@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,9 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.unit.test_worker_parts import order_of, table_job
-from trainwright.core.errors import PeerLost
+from trainwright import ranks
+from trainwright.actors import WorkerProcess
+from trainwright.core.errors import HangError, PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.driver.layouts import Reservation
 from trainwright.store import Store
@@ -93,6 +95,36 @@ def test_generations_of_a_driver_that_was_taken_over_from_are_over(worker: Any) 
         worker.form(group(FIRST))
     worker.reserve(Reservation(generation=Generation(token=2, number=1)))
     assert worker.called == ["reserve", "interrupt", "reserve"]
+
+
+class _Here:
+    """What `Ranks` needs of Ray, for processes that are threads here."""
+
+    @staticmethod
+    def wait(refs: list[Future[Any]], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        done = wait(refs, timeout=timeout).done
+        return [ref for ref in refs if ref in done], [ref for ref in refs if ref not in done]
+
+    @staticmethod
+    def get(ref: Future[Any]) -> Any:
+        return ref.result()
+
+
+def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call to each rank is that of a worker's process, which frees the rank and gives its stacks."""
+    monkeypatch.setattr(ranks, "ray", _Here)
+    worker.reserve(Reservation(generation=Generation(token=ranks.TOKEN, number=3)))
+    process: Any = object.__new__(WorkerProcess)
+    process._worker, process._refusal = worker, lambda token: None
+    together: Any = object.__new__(ranks.Ranks)
+    with ThreadPoolExecutor(1) as threads:
+        remote = SimpleNamespace(remote=lambda *arguments: threads.submit(process.interrupt, *arguments))
+        together._number, together._actors, together._nodes = 3, [SimpleNamespace(interrupt=remote)], ["a"]
+        with pytest.raises(HangError) as caught:
+            together._answers([Future()], 0.0, HangError("the workers did not evaluate"))
+    assert caught.value.where == "rank 0, a"
+    assert caught.value.detail.startswith("rank 0 stood at:\nthread MainThread") and "_explained" in caught.value.detail
+    assert worker.called == ["reserve", "interrupt"]
 
 
 # --- parameter servers ------------------------------------------------------------------------------------------------

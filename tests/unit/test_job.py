@@ -15,6 +15,17 @@ from trainwright.cli import app
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.jobfile import load, load_distillation, load_job
 
+
+class Summed:
+    """Stands where the losses of Keras do."""
+
+    __module__ = "keras.src.losses.loss"
+    reduction = "sum"
+
+    def __call__(self, y_true: Any, y_pred: Any) -> Any:
+        return y_true - y_pred
+
+
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0]})
 
 
@@ -45,6 +56,12 @@ def test_all_problems_are_said_at_once_with_the_nearest_name() -> None:
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"on_crash_loop": "skip", "failures": 2}, "set failures=3 or more"),
+        ({"local_state": "hidden", "min_workers": 1}, "leave min_workers= and max_workers= out"),
+        ({"batch_norm": "sync", "accumulation": 2}, "leave accumulation= out"),
+        ({"sample_weight": "w", "class_weight": {0: 2.0}, "targets": "y"}, "exclude each other"),
+        ({"loss": None, "step": max, "sample_weight": "w"}, "sample_weight= has no place with step="),
+        ({"class_weight": {0: 2.0}}, "class_weight= needs one column of targets="),
+        ({"loss": Summed()}, 'loss= has reduction="sum"'),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:

@@ -111,8 +111,7 @@ def test_a_keeper_that_dies_on_the_way_leaves_the_version_before() -> None:
 
 def test_the_next_copy_waits_for_the_answers_to_one_that_will_not_be() -> None:
     """An answer does not say to which copy; it must not be taken for one to a newer."""
-    both = frozenset({"a", "b"})
-    tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), whole=both) for piece in "ab"]
+    tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
     story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
     story.now_s += 10.0
     story.expires("pause").segment(7, stopped=True)
@@ -153,8 +152,7 @@ def test_replicas_on_two_nodes_need_no_copy_unless_processes_end_with_each_failu
 def test_each_piece_is_on_two_nodes_or_as_many_as_hold_it(ranks: list[tuple[str, set[int]]]) -> None:
     nodes = [node for node, _ in ranks]
     tags = {
-        rank: StateTag(step=1, pieces=frozenset(map(str, pieces)), whole=frozenset(map(str, range(5))))
-        for rank, (_, pieces) in enumerate(ranks)
+        rank: StateTag(step=1, pieces=frozenset(map(str, pieces)), total=5) for rank, (_, pieces) in enumerate(ranks)
     }
     keepers = keepers_of(tags, nodes, "new_process")
     for piece in map(str, range(5)):

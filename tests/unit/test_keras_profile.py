@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 import trainwright as tw
 from trainwright.core.profile import ModelProfile
+from trainwright.fingerprint import Fingerprints
 from trainwright.strategies.tensorflow.profile import profile_model
 from trainwright.strategies.torch.profile import profile_model as profile_torch
 
@@ -126,3 +129,11 @@ def test_a_step_of_ones_own_and_a_model_that_is_no_graph() -> None:
     counted = profile_model(asking, sample, ("x",))
     assert counted.parameters == 36 and counted.untraced and counted.flops == 2 * 36
     assert "call" not in vars(asking.dense), "nothing is left behind"
+
+
+def test_what_tf_function_wraps_counts_for_the_fingerprint() -> None:
+    def caller(wrapped: Any) -> Any:
+        return lambda x: wrapped(x)
+
+    one, again, other = (caller(tf.function(call)) for call in (lambda x: x * 1, lambda x: x * 1, lambda x: x * 2))
+    assert Fingerprints().digest(one) == Fingerprints().digest(again) != Fingerprints().digest(other)

@@ -42,6 +42,7 @@ PUBLIC = {
     "evaluate",
     "export",
     "fit",
+    "gather",
     "generate",
     "load_model",
     "plan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulation.plans import stage_piece, whole_of
+from tests.simulation.plans import stage_piece
 from tests.unit.story import FILES, HEAD, Story
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Failed, Leaving, Promoted, Resized
@@ -73,7 +73,7 @@ def test_a_slow_store_does_not_make_those_who_go_late() -> None:
 
 def half(rank: int, step: int | None) -> StateTag:
     """What a rank of two stages holds."""
-    return StateTag(step=step, layout="pp", pieces=frozenset({stage_piece(rank, 2)}), whole=whole_of(2))
+    return StateTag(step=step, layout="pp", pieces=frozenset({stage_piece(rank, 2)}), total=2)
 
 
 def test_a_late_answer_of_an_upload_given_up_is_no_part_of_the_next_one() -> None:

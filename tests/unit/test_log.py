@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -242,21 +241,3 @@ def test_a_driver_goes_on_behind_an_entry_of_its_own_that_was_torn(tmp_path: Pat
     committed = log.commit(token, ref(10, token), 3)
     (tmp_path / f"{RUN}/log/HINT").write_bytes(b"2")
     assert committed.number == 3 and log_of(store).head() == committed
-
-
-def test_an_entry_is_whole_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    fsync, link = os.fsync, os.link
-
-    def note(number: int) -> None:
-        place = Path(os.readlink(f"/proc/self/fd/{number}"))
-        calls.append("folder" if place.is_dir() else "named" if place.suffix == ".json" else "unnamed")
-        fsync(number)
-
-    monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(os, "link", lambda *places: (calls.append("link"), link(*places)))
-    store = open_store(str(tmp_path))
-    assert store.create(f"{RUN}/log/00000001.json", b"{}")
-    assert calls[:3] == ["unnamed", "link", "named"] and calls.count("folder") >= 3  # log, run, store
-    assert not store.create(f"{RUN}/log/00000001.json", b"[]") and store.get(f"{RUN}/log/00000001.json") == b"{}"
-    assert [path.name for path in (tmp_path / RUN / "log").iterdir()] == ["00000001.json"]

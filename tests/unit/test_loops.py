@@ -191,3 +191,47 @@ def test_a_wish_to_stop_ends_the_pause() -> None:
     story.raises(0, "run", "peer", RuntimeError("gone")).start()
     assert "backoff" in story.state.timers
     assert story.tell(m.StopAsked()).state.phase is Phase.RESERVING
+
+
+def raised(story: Story, cause: str, times: int) -> Story:
+    """Rank 1 raises the same error of ours again and again, in new processes, in the first step."""
+    for _ in range(times):
+        worker = story.state.members[1].worker
+        story.raises(worker, "run", "internal", TrainwrightError(cause, detail="here"))
+        story.raises(0, "run", "peer", RuntimeError("gone")).start()
+        if "backoff" in story.state.timers:
+            story.now_s += 100
+            story.expires("backoff")
+        if story.state.phase is Phase.RESERVING:
+            reforms(story, at=0).returns("heal", StateTag(step=0))
+    return story
+
+
+def test_an_error_of_code_is_tried_twice_and_neither_samples_nor_memory_are_blamed() -> None:
+    error = raised(Story(failures=9, samples_of=samples_of).running(), "TypeError: no such argument", 2).state.error
+    assert isinstance(error, TrainwrightError) and error.detail == "here"
+    assert "step 1 failed 2 times on rank 1: TypeError: no such argument" in error.what
+    assert "a new process raised the same error" in error.what and "sample" not in error.what
+    assert "traceback" in error.remedy and "memory" not in error.remedy
+
+
+def test_errors_that_may_pass_by_themselves_are_tried_as_often_as_the_job_says() -> None:
+    assert raised(Story(failures=3).running(), "ConnectionError: refused", 3).state.error is None
+    assert raised(Story(failures=3).running(), "ConnectionError: refused", 4).state.error is not None
+    assert raised(Story(failures=9, pass_limit=1).running(), "TypeError: torn row", 3).state.error is None
+
+
+def test_an_error_of_code_while_the_model_is_built_ends_the_run_the_second_time() -> None:
+    story = Story(failures=9).running()
+    story.raises(1, "run", "internal", TrainwrightError("KeyError: 'a'")).raises(0, "run", "peer", RuntimeError("gone"))
+    story.start()
+    for _ in range(2):
+        if "backoff" in story.state.timers:
+            story.now_s += 100
+            story.expires("backoff")
+        story.returns("reserve", Address(host="h", port=1))
+        story.raises(story.state.members[1].worker, "form", "internal", TrainwrightError("ValueError: meta"))
+        story.raises(story.state.members[0].worker, "form", "peer", RuntimeError("gone")).start()
+    error = story.state.error
+    assert isinstance(error, TrainwrightError) and "ValueError: meta; a new process raised the same" in error.what
+    assert "traceback" in error.remedy

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from random import Random
+
 import pytest
 
-from tests.simulation.mutants import Mutant, load
+from tests.simulation.mutants import Mutant, load, load_storage
 from tests.simulation.scenario import draw
+from tests.simulation.store import Violation
+from tests.simulation.tears import attack, attack_create, record
 from tests.simulation.world import simulate
 
-SCHEDULES = 500
+SCHEDULES, CUTS = 500, 1_000
 
 MUTANTS = (
     Mutant(
@@ -38,7 +43,7 @@ MUTANTS = (
     Mutant(
         name="gives one spare to two ranks",
         module="staffing",
-        fragment="spares={number: other for number, other in state.spares.items() if number != worker},",
+        fragment="spares=state.spares.without({worker}),",
         replacement="spares=state.spares,",
         also=("kill two", "kill all"),
     ),
@@ -52,8 +57,8 @@ MUTANTS = (
     Mutant(
         name="forgets who has which rank when the world shrinks",
         module="staffing",
-        fragment="turn.change(members=members, rank_of={member.worker: rank for rank, member in enumerate(members)})",
-        replacement="turn.change(members=members)",
+        fragment="turn.change(members=PersistentList(members), rank_of=ranks)",
+        replacement="turn.change(members=PersistentList(members))",
     ),
     Mutant(
         name="grows beyond its bounds",
@@ -111,14 +116,14 @@ MUTANTS = (
     Mutant(
         name="agrees on the lowest step",
         module="agree",
-        fragment="if tag.sound}, reverse=True)",
-        replacement="if tag.sound})",
+        fragment="-1 if step is None else step, reverse=True)",
+        replacement="-1 if step is None else step)",
     ),
     Mutant(
         name="takes a torn state for a sound one",
         module="agree",
-        fragment="if tags[rank].sound and tags[rank].step == step",
-        replacement="if tags[rank].step == step",
+        fragment="if tags[rank].sound:",
+        replacement="if True:",
     ),
     Mutant(
         name="sends nothing to newcomers",
@@ -331,6 +336,77 @@ MUTANTS = (
     ),
 )
 
+STORAGE_MUTANTS = (
+    Mutant(
+        name="ends with a torn entry",
+        module="log",
+        fragment="        except ValueError:\n            return None\n",
+        replacement="        except ValueError as error:\n            raise StorageError('torn') from error\n",
+    ),
+    Mutant(
+        name="writes a burnt number again",
+        module="log",
+        fragment="number = self._top + 1\n",
+        replacement="number = head.number + 1 if head else 1\n",
+    ),
+    Mutant(
+        name="believes a hint that names a torn entry alone",
+        module="log",
+        fragment="return self._newest(numbers) or self._newest(self._numbers(0))",
+        replacement="return self._newest(numbers)",
+    ),
+    Mutant(
+        name="gives up behind a torn entry of its own",
+        module="log",
+        fragment="last, number = self._read(number) or last, number + 1",
+        replacement="last, number = self._read(number), number + 1",
+    ),
+    Mutant(
+        name="takes what a torn packed file had for lost",
+        module="eventfiles",
+        fragment="                damaged[file] = str(error)\n                return True\n",
+        replacement="                yield from self._lost({file: str(error)})\n",
+    ),
+    Mutant(
+        name="takes a packed file that ends early for whole",
+        module="eventfiles",
+        fragment="        if number <= file.last:\n",
+        replacement="        if False:\n",
+    ),
+    Mutant(
+        name="deletes batches that only a torn packed file covers",
+        module="summary",
+        fragment="return shared and file.path not in self._sound and self._whole(file) is None",
+        replacement="return False",
+    ),
+    Mutant(
+        name="believes a summary that is torn",
+        module="summary",
+        fragment="    except (MissingFile, ValueError, TypeError, KeyError, AttributeError):\n",
+        replacement="    except MissingFile:\n",
+    ),
+)
+LINKS = (
+    Mutant(
+        name="names an entry before the disk has it",
+        module="store",
+        fragment="            file.flush()\n            os.fsync(file.fileno())\n",
+        replacement="",
+    ),
+    Mutant(
+        name="forgets the folder of an entry",
+        module="store",
+        fragment="            _link(self._folder / path, data)\n            self._sync(path)\n",
+        replacement="            _link(self._folder / path, data)\n",
+    ),
+    Mutant(
+        name="replaces what another wrote",
+        module="store",
+        fragment="            os.link(unnamed, place)\n",
+        replacement="            place.unlink(missing_ok=True)\n            os.link(unnamed, place)\n",
+    ),
+)
+
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, record_property: pytest.RecordProperty) -> None:
@@ -343,6 +419,24 @@ def test_mutant_is_caught(mutant: Mutant, record_property: pytest.RecordProperty
             print(f"{mutant.name}: caught by schedule {seed}: {type(error).__name__}: {str(error)[:100]}")
             return
     pytest.fail(f"{SCHEDULES} schedules did not notice a driver that {mutant.name}")
+
+
+@pytest.mark.parametrize("mutant", STORAGE_MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_of_what_is_stored_is_caught(mutant: Mutant) -> None:
+    code = load_storage(mutant)
+    for seed in range(CUTS):
+        try:
+            attack(record(Random(seed)), Random(seed), code)
+        except Exception as error:  # wrong code may fail in any way
+            print(f"{mutant.name}: caught by cut {seed}: {type(error).__name__}: {str(error)[:100]}")
+            return
+    pytest.fail(f"{CUTS} power cuts did not notice code that {mutant.name}")
+
+
+@pytest.mark.parametrize("mutant", LINKS, ids=lambda mutant: mutant.name)
+def test_mutant_of_a_create_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    with pytest.raises(Violation):
+        attack_create(tmp_path, load_storage(mutant))
 
 
 def test_a_fragment_must_occur_exactly_once() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +13,13 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from trainwright.core import generators
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets import from_huggingface, from_torch
+from trainwright.datasets import from_huggingface, from_torch, mix, split, table
 from trainwright.datasets.columns import Field
 from trainwright.datasets.objects import group_rows
+from trainwright.datasets.sources import Dataset
 from trainwright.datasets.stream import Stream
 
 
@@ -125,10 +129,109 @@ def test_values_that_change_are_refused_unless_that_is_declared() -> None:
     noisy = Squares(30, lambda row: {"x": rng.random()})
     with pytest.raises(DataError, match="other values each time") as caught:
         from_torch(noisy).index()
-    assert "replayable=False" in caught.value.remedy
+    assert "global generators" in caught.value.remedy
     declared = from_torch(noisy, replayable=False)
-    assert declared.index().hash == declared.index().hash
-    assert not declared.source.replayable  # type: ignore[attr-defined]
+    index = declared.index()
+    assert index.hash == declared.index().hash
+    reader = declared.reader(index, None)
+    first, second = (reader.gather(np.arange(30), epoch)["x"] for epoch in (0, 1))
+    assert (first != second).all()
+
+
+class Augmented(Squares):
+    """Draws from all global generators, in every third row or in each."""
+
+    def __init__(self, rows: int, every: int = 1) -> None:
+        super().__init__(rows, lambda row: {"x": self.drawn() if row % every == 0 else 0.0, "row": row})
+        self.asked = 0
+
+    def drawn(self) -> float:
+        self.asked += 1
+        return random.random() + float(np.random.random()) + float(torch.rand(()))
+
+
+class Beside(Augmented):
+    def __getitem__(self, row: int) -> Any:
+        return {"x": self.drawn(), "sample": row}
+
+
+class AugmentedTogether(Augmented):
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return [self.made(row) for row in rows]
+
+
+def streamed(data: Dataset, epochs: int, rank: int = 0, of: int = 1, start: int = 0) -> dict[tuple[int, int], float]:
+    """The value of each row in each epoch."""
+    feeding = Feeding(data_ranks=range(rank, rank + 1), total=of)
+    stream = Stream(data, batch_size=8, epochs=epochs, seed=5, feeding=feeding)
+    with stream.feeds(start) as feeds:
+        return {
+            (stream.cursor(feed.step).epoch, row): value
+            for feed in feeds
+            for batch in feed.parts[0]
+            for row, value in zip(batch.columns["row"], batch.columns["x"], strict=True)
+        }
+
+
+@pytest.mark.parametrize("kind", [Augmented, AugmentedTogether])
+@pytest.mark.parametrize("every", [1, 3])
+def test_random_transforms_are_fresh_in_each_epoch_and_replayable(kind: type[Augmented], every: int) -> None:
+    data = from_torch(kind(40, every))
+    found = streamed(data, 3)
+    drawing = [row for row in range(40) if row % every == 0]
+    assert all(len({found[epoch, row] for epoch in range(3)}) == 3 for row in drawing)
+    assert len({found[0, row] for row in drawing}) == len(drawing)
+    assert found == streamed(data, 3)
+    assert found == {key: value for rank in range(2) for key, value in streamed(data, 3, rank, 2).items()}
+    later = streamed(data, 3, start=7)
+    assert later == {key: found[key] for key in later}
+    seeds = [float(data.read(data.index(), [0], seed=seed)["x"][0]) for seed in (5, 6)]
+    assert seeds[0] == found[0, 0] != seeds[1]
+
+
+def test_rows_that_draw_nothing_are_asked_for_once_and_leave_the_generators_alone() -> None:
+    plain = Squares(40, lambda row: {"x": float(row), "row": row})
+    asked: list[int] = []
+    made, plain.made = plain.made, lambda row: asked.append(row) or made(row)
+    data = from_torch(plain)
+    index = data.index()
+    asked.clear()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    before = generators.states()
+    reader = data.reader(index, None)
+    for epoch in range(3):
+        reader.gather(np.arange(40), epoch)
+    assert sorted(asked) == list(range(40))
+    from_torch(Augmented(40)).reader(index, None).gather(np.arange(40))
+    assert generators.states() == before
+
+
+@pytest.mark.parametrize("derive", ["split", "beside", "mix"])
+def test_random_rows_are_fresh_in_each_epoch_through_what_is_made_of_a_data_set(derive: str) -> None:
+    data = from_torch(Augmented(40))
+    made = {
+        "split": lambda: split(data, {"a": 0.7, "b": 0.3})["a"],
+        "beside": lambda: table({"y": np.arange(40), "row": np.arange(40)}).beside(from_torch(Beside(40))),
+        "mix": lambda: mix({"only": data}),
+    }[derive]()
+    found = streamed(made, 2)
+    rows = {row for _, row in found}
+    assert len(rows) > 20 and all(found[0, row] != found[1, row] for row in rows)
+    assert found == streamed(made, 2)
+
+
+def test_rows_are_not_drawn_while_a_step_runs() -> None:
+    data = from_torch(Augmented(40))
+    reader = data.reader(data.index(), None)
+    with ThreadPoolExecutor(1) as pool:
+        with generators.LOCK:
+            reading = pool.submit(reader.gather, np.arange(4))
+            torch.manual_seed(3)
+            drawn = [torch.rand(()).item() for _ in range(1000)]
+            assert not reading.done()
+        reading.result()
+    torch.manual_seed(3)
+    assert drawn == [torch.rand(()).item() for _ in range(1000)]
 
 
 def test_a_stream_over_an_object_delivers_each_row_once() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,12 +18,14 @@ from pathlib import Path
 import pytest
 
 from trainwright.core.errors import StorageError
-from trainwright.ordeal import outage
+from trainwright.ordeal import course, driving, outage
+from trainwright.ordeal.catalogue import CATALOGUE
 from trainwright.ordeal.hands import Hands, send
 from trainwright.ordeal.leftovers import Surroundings
 from trainwright.ordeal.outage import FolderOutage, cannot_fail, through
 from trainwright.ordeal.proxy import Proxy
 from trainwright.ordeal.scene import Process
+from trainwright.ordeal.schedule import Strike
 from trainwright.owner import started_ticks
 from trainwright.store import open_store
 
@@ -197,3 +200,34 @@ def test_a_semaphore_is_in_use_while_its_process_lives() -> None:
     now = Surroundings(shared=frozenset({name}), actors=frozenset())
     assert (Path("/dev/shm") / name).exists()
     assert now.new(Surroundings(shared=frozenset(), actors=frozenset()), "net", "") == ()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("ends", ""),
+        ("acts", r"that stood still went on with the run that another had taken over: Formed\("),
+        ("succeeds", "that stood still ended as if the run were its own"),
+        ("hangs", "that stood still did not end within 1 s"),
+    ],
+)
+def test_a_driver_that_stood_still_may_do_nothing_but_end(
+    how: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on once another one trains."""
+    monkeypatch.setattr(driving, "SUBJECT", "tests.standing_driver")
+    monkeypatch.setattr(course, "REPLACED_S", 1.0 if how == "hangs" else 30.0)
+    order = tmp_path / "order.job"
+    order.write_text(how)
+    (stall,) = (fault for fault in CATALOGUE if fault.name == "stall")
+    said = list[str]()
+    runner = course.Runner(
+        "run", order, environment={}, silence_s=60, strikes=[Strike(fault=stall)], outages={}, say=said.append
+    )
+    found = runner.run()
+    assert re.search(error, found.error) if error else not found.error
+    pid = (tmp_path / "order.first").read_text()
+    assert [(given.fault, given.step, given.whom) for given in found.given] == [
+        ("stall", 5, (f"driver (pid {pid}) SIGSTOP",))
+    ]
+    assert not found.missed and not found.remaining and "another driver is started" in said

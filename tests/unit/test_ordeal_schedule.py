@@ -54,7 +54,7 @@ def test_each_fault_is_spread_once_over_the_run_in_growing_steps(seed: int) -> N
     assert strikes[0].fault.starting and steps[0] == 0
     assert names(strikes)[-1] == "storage", "what came behind would wait for its end"
     assert steps == sorted(steps) and steps[1] > 50 and steps[-1] < 950
-    assert all(later - earlier >= 1000 / 9 * 0.4 for earlier, later in pairwise(steps[1:]))
+    assert all(later - earlier >= 1000 / 10 * 0.4 for earlier, later in pairwise(steps[1:]))
 
 
 @pytest.mark.parametrize("total", [1, 2, 5])
@@ -66,7 +66,7 @@ def test_random_faults_go_on_and_a_start_is_struck_only_behind_a_driver() -> Non
     found = names(every(CATALOGUE, 1, 20, 400))
     assert len(found) >= 400 and set(found) == set(FAULTS) and found[0] == "start"
     behind = [found[place - 1] for place, name in enumerate(found) if name == "start" and place]
-    assert behind and set(behind) == {"driver"}
+    assert set(behind) == {"driver", "stall"}
 
 
 def test_a_fault_waits_until_the_run_has_settled() -> None:
@@ -125,7 +125,8 @@ def test_the_scene_follows_processes_through_promotion_loss_and_a_new_driver() -
 def test_faults_that_do_not_fit_are_refused_all_at_once_with_the_remedy() -> None:
     alone = Stage(workers=1, spares=0, storage="it is a cloud")
     assert set(FAULTS) == {fault.name for fault in chosen((), STAGE)}
-    assert {fault.name for fault in chosen((), alone)} == {"start", "kill", "kill-all", "stop", "again", "driver"}
+    fitting = {"start", "kill", "kill-all", "stop", "again", "driver", "stall"}
+    assert {fault.name for fault in chosen((), alone)} == fitting
     with pytest.raises(JobError) as caught:
         chosen(("kil", "kill-two", "spare", "storage"), alone)
     text = str(caught.value)

@@ -111,6 +111,18 @@ def test_why_a_strategy_cannot_be() -> None:
     assert refused.chosen.strategy == "one_device" and "batch_norm" in refused.infeasible[0].reason
     accepted = decide(profile=norms, workers=2, inexact=("batch_norm",))
     assert "batch_norm" in accepted.chosen.notes[0]
+    assert any('set batch_norm="sync"' in one.hint for one in refused.infeasible)
+
+
+def test_batch_norm_over_the_whole_batch_and_local_state_need_replicas() -> None:
+    norms = replace(PROFILE, inexact=("batch_norm",))
+    together = decide(profile=norms, workers=2, batch_norm="sync").chosen
+    assert (together.strategy, together.accumulation, together.notes) == ("data_parallel", 1, ())
+    for fields, asked in (({"batch_norm": "sync"}, 'batch_norm="sync"'), ({"local_state": "seen"}, "local_state=")):
+        with pytest.raises(PlanError, match=f"{asked} needs all of the model on each worker"):
+            decide(workers=2, strategy="sharded", **fields)
+        with pytest.raises(PlanError, match=f"{asked} is for torch models"):
+            decide(profile=replace(norms, framework="tensorflow"), **fields)
 
 
 def test_the_estimate_adds_up() -> None:

@@ -93,10 +93,10 @@ def test_what_is_missing_is_what_has_no_part() -> None:
     assert missing(ranges, [*names], "out") == (ranges[0], ranges[2])
     with pytest.raises(RunConflict, match=r"are no parts of these predictions, such as train\.parquet") as caught:
         missing(ranges, [*names, "train.parquet"], "out")
-    assert "--fresh" not in caught.value.remedy
+    assert "fresh=True" not in caught.value.remedy
     with pytest.raises(RunConflict) as caught:
         missing(ranges, ["part-000000000000-000000000011.parquet"], "out")
-    assert "--fresh" in caught.value.remedy
+    assert "fresh=True" in caught.value.remedy
 
 
 # --- manifest ---------------------------------------------------------------------------------------------------------
@@ -128,14 +128,14 @@ def test_another_question_is_refused_with_what_differs(changes: dict[str, Any], 
     with pytest.raises(RunConflict) as caught:
         MANIFEST.check(replace(MANIFEST, **changes), "out")
     assert f"\n    {line}\n" in caught.value.what and caught.value.where == "out"
-    assert "--fresh" in caught.value.remedy and "--step" not in caught.value.remedy
+    assert "fresh=True" in caught.value.remedy and "step=" not in caught.value.remedy
 
 
 def test_a_newer_checkpoint_is_refused_and_the_older_one_offered() -> None:
     asked = replace(MANIFEST, checkpoint="checkpoints/00000024-1", checkpoint_sha256="c" * 64, step=24)
     with pytest.raises(RunConflict, match="step: 12 -> 24") as caught:
         MANIFEST.check(asked, "out")
-    assert "--step 12" in caught.value.remedy
+    assert "step=12" in caught.value.remedy
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", MANIFEST.encode().replace(b'"format": 1', b'"format": 2')])

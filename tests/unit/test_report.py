@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.processes import wait_for
 from tests.unit.sample_run import DECISION, started, stepped, whole_run
+from trainwright import tensorboard
 from trainwright.core import events
+from trainwright.core.errors import StorageError
 from trainwright.history import History
 from trainwright.journal import Journal
 from trainwright.planview import plan_from
@@ -198,7 +202,7 @@ def test_tensorboard_in_a_folder_grows_with_the_run(tmp_path: Path) -> None:
     for event in whole_run()[:5]:
         board.on(event)
     file = tmp_path / "demo" / "tensorboard" / "events.out.tfevents.0000000001.000000"
-    assert len(scalars(file.read_bytes())[0]["train/loss"]) == 10
+    wait_for(lambda: file.exists() and len(scalars(file.read_bytes())[0].get("train/loss", [])) == 10)
     for event in whole_run()[5:]:
         board.on(event)
     board.close()
@@ -212,6 +216,22 @@ def test_tensorboard_in_a_folder_grows_with_the_run(tmp_path: Path) -> None:
         "train/loss", "train/learning_rate", "train/gradient_norm", "speed/samples_per_s", "speed/wait_share",
         "evaluation/accuracy", "evaluation/loss",
     }  # fmt: skip
+
+
+def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network folder that is mounted hard may never answer, and the driver's thread tells of events."""
+    answers, append = threading.Event(), tensorboard._append
+    monkeypatch.setattr(tensorboard, "_append", lambda *given: answers.wait(30) and append(*given))
+    monkeypatch.setattr(tensorboard, "_MOST_BYTES", 1_000)
+    board = TensorBoard(open_store(str(tmp_path)), "demo")
+    for event in whole_run()[:5]:
+        board.on(event)
+    with pytest.raises(StorageError, match="does not answer, and too many records wait"):
+        board.on(whole_run()[7])
+    answers.set()
+    board.close()
+    data = (tmp_path / "demo" / "tensorboard" / "events.out.tfevents.0000000001.000000").read_bytes()
+    assert len(scalars(data)[0]["train/loss"]) == 12
 
 
 def test_tensorboard_in_an_object_store_adds_a_file_at_each_checkpoint_and_the_end() -> None:

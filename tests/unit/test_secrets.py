@@ -28,7 +28,8 @@ SECRET = (
     "AZURE_STORAGE_SAS_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_APIKEY", "MLFLOW_TRACKING_PASSWORD",
     "RAY_AUTH_TOKEN", "github_token", "PGPASSWORD", "MYSQL_PWD", "MYSQL_ROOT_PASSWORD", "SMTP_PASS", "SSHPASS",
     "GITHUB_PAT", "AZURE_STORAGE_CONNECTION_STRING", "SENTRY_DSN", "SLACK_WEBHOOK_URL", "NPM_CONFIG__AUTH",
-    "CLIENTSECRET", "API_KEYS", "DJANGO_SECRET_KEY",
+    "CLIENTSECRET", "API_KEYS", "DJANGO_SECRET_KEY", "DB_PASSWORD2", "LDAP_BIND_PW", "VENDOR_CREDS",
+    "DOCKER_AUTH_CONFIG", "CI_JOB_JWT_V2", "API_BEARER",
 )  # fmt: skip
 PLAIN = (
     "TOKENIZERS_PARALLELISM", "KEYBOARD", "PATH", "MONKEYS", "RAY_AUTH_TOKEN_PATH", "SSH_AUTH_SOCK", "HOME",
@@ -69,6 +70,12 @@ def test_a_secret_is_found_as_it_is_quoted_and_none_hides_a_part_of_another() ->
         ("DATABASE_URL", "mysql://me:p%40ss%2Fw0rd@db/runs", "p@ss/w0rd"),
         ("REDIS_URL", "redis://:pass-w0rd@10.0.0.7:6379/0", "pass-w0rd"),
         ("ANY_NAME", "broker=amqp://me:pass@w0rd@mq//", "pass@w0rd"),
+        ("GIT_REMOTE", "https://ghp_0123456789abcdef@github.com/me/code.git", "ghp_0123456789abcdef"),
+        ("DATABASE_URL", "postgresql://db/runs?user=me&password=pass-w0rd&sslmode=require", "pass-w0rd"),
+        ("JDBC_URL", "jdbc:sqlserver://db:1433;user=me;password=pass-w0rd;encrypt=true", "pass-w0rd"),
+        ("SIGNED", "https://b.s3.amazonaws.com/x?X-Amz-Expires=60&X-Amz-Signature=0f1e2d3c4b5a", "0f1e2d3c4b5a"),
+        ("BLOB", "https://me.blob.core.windows.net/c/x?sv=2024&sp=r&sig=cGFzcw%2Fw0rd%3D", "cGFzcw/w0rd="),
+        ("PG_DSN", "host=db user=me password=pass-w0rd dbname=runs", "pass-w0rd"),
         ("AZURE_STORAGE_CONNECTION_STRING", "AccountKey=cGFzcw+/w0rd==;EndpointSuffix=x", "cGFzcw+/w0rd=="),
     ],
 )
@@ -86,13 +93,22 @@ def test_a_password_in_an_address_is_hidden_wherever_it_comes_from() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["abfss://container@account.dfs.core.windows.net/x", "ssh://git@host/x", "http://host:80/a@b", "s3://b/a:b@c"],
+    [
+        "abfss://container@account.dfs.core.windows.net/x",
+        "ssh://git@host/x",
+        "http://host:80/a@b",
+        "s3://b/a:b@c",
+        "http://host/x?token_count=7&tokens=9",
+        "s3://bucket/sig=1/x",
+        "the password=secret;token=1",
+    ],
 )
 def test_an_address_without_a_password_stays(text: str) -> None:
     assert without_secrets(text, {}) == text and json_without_secrets(json.dumps(text), {}) == json.dumps(text)
 
 
 def test_what_is_no_secret_stays() -> None:
+    assert without_secrets("/home/thomas", {"REPOSITORY": "https://thomas@git.example.org/x"}) == "/home/thomas"
     text = "the learning rate true is no number"
     assert without_secrets(text, {"SOME_KEY": "true", "PATH": "learning rate"}) == text
 

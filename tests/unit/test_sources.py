@@ -127,7 +127,7 @@ def test_tables_of_three_kinds_are_the_same() -> None:
         ({"x": np.zeros(0)}, "no rows"),
         ({"x": np.zeros(2), "y": np.zeros(3)}, "differ in length: 'x' 2, 'y' 3"),
         ({"x": 3.0}, "single value"),
-        ({"x": [[1], [1, 2]]}, "make no array"),
+        ({"x": [[[1], [1, 2]], [[1]]]}, "make no array"),
         ({"x": np.array(["a", None], dtype=object)}, "None"),
         (pd.DataFrame({"x": ["a", None]}), "1 of 2 values are missing"),
         (pd.DataFrame({"x": pd.array([1, None], dtype="Int64")}), "missing"),

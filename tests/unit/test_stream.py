@@ -335,7 +335,7 @@ def test_the_steps_of_a_run_follow_from_the_index() -> None:
     index = ids(100).index()
     schedule = schedule_of(index, batch_size=8, epochs=3, seed=5, shuffle=True, drop_last=False, window=None)
     assert schedule.total_steps == stream(ids(100), epochs=3).total_steps
-    with pytest.raises(DataError, match="100 rows"):
+    with pytest.raises(DataError, match="an epoch has 100 rows"):
         stream(ids(100), batch_size=101, drop_last=True)
 
 

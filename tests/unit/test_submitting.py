@@ -249,7 +249,10 @@ def test_credentials_and_what_is_outside_of_the_folder_stay_behind(
     outside, root = tmp_path / "outside", folder(tmp_path / "in")
     outside.mkdir()
     (outside / "passwd").write_text("root")
-    secret = (".env", ".env.prod", "conf/.aws/credentials", "deploy/key.PEM", "job/service-account-7.json")
+    secret = (
+        ".env", ".env.prod", "conf/.aws/credentials", "conf/secrets.toml", "deploy/key.PEM",
+        "job/service-account-7.json", "kaggle.json",
+    )  # fmt: skip
     for name in (*secret, ".env.example", "lib/environment.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
@@ -266,7 +269,7 @@ def test_credentials_and_what_is_outside_of_the_folder_stay_behind(
     assert {name for name in names if not name.startswith(("data/", "notes"))} == {
         ".gitignore", "job.py", "lib/helper.py", "lib/alias.py", "lib/environment.py", ".env.example"
     }  # fmt: skip
-    assert found.credentials == (*secret[:3], "deploy/key.PEM", "job/service-account-7.json", "lib/settings.txt")
+    assert found.credentials == (*secret, "lib/settings.txt")
     assert found.links == ("lib/passwd",)
     assert ".env, .env.prod" in str(found) and "links that leave the folder: lib/passwd" in str(found)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -288,6 +289,24 @@ def test_while_the_store_is_away_nothing_is_known_and_nobody_waits(
     monkeypatch.undo()
     wait_for(lambda: heart.error is None)
     assert heart.assure()
+
+
+def test_a_store_that_hangs_is_waited_for_once_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network folder that is mounted hard gives no error: a driver must not stand still at each event."""
+    monkeypatch.setattr("trainwright.owner.CONFIRM_S", 0.2)
+    store, clock, notes, answers = memory_store(), Clock(), list[str](), threading.Event()
+    monkeypatch.setattr(Store, "put", lambda *_, **__: answers.wait(30))
+    heart = Heartbeat(store, RUN, 1, every_s=0.01, note=notes.append, clock=lambda: clock.now_s)
+    heart.start()
+    clock.now_s += LEASE_S
+    begun_s = time.monotonic()
+    assert not any(heart.assure() for _ in range(20)) and time.monotonic() - begun_s < 2.0
+    (told,) = notes
+    assert "a heartbeat has not been answered for 5.0 s: the store hangs" in told
+    answers.set()
+    wait_for(lambda: len(notes) == 2)
+    assert "the store is back" in notes[1] and heart.assure()
+    heart.stop()
 
 
 def test_a_heartbeat_outlives_an_error_that_nobody_expected(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ def test_elements_become_columns(element: Callable[[Any], Any], columns: set[str
     source = datasets.from_tf(lambda: tf.data.Dataset.range(5).map(element))
     index = source.index()
     assert set(index.schema) == columns
+    assert index.weight == ("weight" if "weight" in columns else "")
     assert {len(array) for array in source.read(index, [3, 1]).values()} == {2}
 
 

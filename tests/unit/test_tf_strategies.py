@@ -149,9 +149,61 @@ def test_a_last_batch_that_fit_would_weigh_unevenly_is_refused(
         prepare.plan_for(prepared, CPU)
     dropped = prepare.prepare(job(**{**fields, "train": data, "drop_last": True}))
     assert prepare.plan_for(dropped, CPU).chosen.devices_per_worker == 2
-    both = prepare.prepare(job(**{**fields, "train": data, "drop_last": True, "evaluate": data}))
-    with pytest.raises(JobError, match="last batch of evaluate has 13 rows"):
-        prepare.plan_for(both, CPU)
+    evaluated = prepare.prepare(job(**{**fields, "train": data, "drop_last": True, "evaluate": data}))
+    assert prepare.plan_for(evaluated, CPU).chosen.devices_per_worker == 2
+
+
+def ready(folder: Path, **fields: Any) -> prepare.Prepared:
+    return prepare.prepare(job(storage=str(folder), batch_size=2, workers=1, **fields))
+
+
+def test_columns_that_nothing_uses_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "profile_job", lambda *_: KERAS)
+    data = tw.datasets.table({name: [[1.0]] * 4 for name in ("x", "y", "w", "id")})
+    said = "columns of train that nothing uses: {}; inputs=, targets= and sample_weight= name what is used"
+
+    def told(**fields: Any) -> list[str]:
+        notes = prepare.plan_for(ready(tmp_path, train=data, targets="y", **fields), CPU).chosen.notes
+        return [note for note in notes if "nothing uses" in note]
+
+    assert told() == [said.format("w, id")]
+    assert told(sample_weight="w") == [said.format("id")]
+    assert told(loss=None, step=max, inputs=(), optimizer=list) == [], "a step takes what it likes"
+    with pytest.raises(JobError) as caught:
+        ready(tmp_path, train=data, evaluate=data, sample_weight="v")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "sample_weight='v' is no column of train", "sample_weight='v' is no column of evaluate"
+    ]  # fmt: skip
+
+
+def test_a_pipelines_weights_are_used_or_refused(tmp_path: Path) -> None:
+    def make() -> Any:
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices(([[1.0]] * 4, [1.0] * 4, [2.0] * 4))
+
+    data = tw.datasets.from_tf(make)
+    with pytest.raises(JobError, match=r"gives \(x, y, weight\), and nothing uses the weight: set sample_weight="):
+        ready(tmp_path, train=data, targets="y")
+    assert ready(tmp_path, train=data, targets="y", sample_weight="weight").unused == ()
+    assert ready(tmp_path, train=data, targets=("y", "weight")).unused == ()
+
+
+@pytest.mark.parametrize("fields", [{"sample_weight": "y"}, {"class_weight": {1: 2.0}}])
+def test_weights_of_samples_are_for_tensorflow(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "profile_job", lambda *_: ModelProfile(framework="torch", layers=(LAYER,)))
+    data = tw.datasets.table({"x": [[1.0]] * 4, "y": [1.0] * 4})
+    with pytest.raises(JobError, match=r"_weight= is for Keras models on TensorFlow: name the weights in targets="):
+        prepare.plan_for(ready(tmp_path, train=data, targets="y", **fields), CPU)
+
+
+def test_a_loss_scale_is_not_for_parameter_servers() -> None:
+    scaled = planned(decide(GPUS, replace(KERAS, loss_scale=True)))
+    refused = scaled["tf_parameter_server"]
+    assert isinstance(refused, Infeasible) and "mixed_bfloat16" in refused.hint
+    assert isinstance(scaled["tf_multi_worker_mirrored"], Plan)
 
 
 def test_parameter_servers_stand_beside_the_workers_and_are_never_chosen_for_speed() -> None:

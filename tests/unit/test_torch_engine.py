@@ -80,6 +80,34 @@ def test_values_of_weight_zero_do_not_count_even_if_they_are_not_finite() -> Non
     assert whole.loss == pytest.approx(first.loss, rel=1e-6)
 
 
+def test_functions_in_keras_order_are_called_in_it() -> None:
+    def swapped_loss(y_true: torch.Tensor, y_pred: torch.Tensor) -> torch.Tensor:
+        return loss(y_pred, y_true)
+
+    def swapped_accuracy(y_true: torch.Tensor, y_pred: torch.Tensor) -> torch.Tensor:
+        return accuracy(y_pred, y_true)
+
+    usual = one_device(spec(metrics={"accuracy": accuracy}))
+    other = one_device(spec(loss=swapped_loss, metrics={"accuracy": swapped_accuracy}))
+    assert other.train_step(feed()) == usual.train_step(feed())
+    assert other.evaluate_step(feed()) == usual.evaluate_step(feed())
+
+
+def column_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs[:, :1] - targets) ** 2
+
+
+@pytest.mark.parametrize("function", [{"loss": column_of}, {"metrics": {"mse": column_of}}])
+def test_outputs_and_targets_that_broadcast_to_all_pairs_are_refused(function: dict[str, Any]) -> None:
+    class Column(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[:, :1]
+
+    engine = one_device(spec(model=Column, **{"loss": lambda outputs, targets: outputs[:, 0] - targets, **function}))
+    with pytest.raises(JobError, match=r"outputs of shape \(12, 1\) and targets of shape \(12,\) to \(12, 12\)"):
+        engine.train_step(feed()) if "loss" in function else engine.evaluate_step(feed())
+
+
 def test_no_weight_at_all_applies_nothing_and_counts_the_step() -> None:
     engine = one_device(spec(model=lambda: Net(middle=lambda: nn.BatchNorm1d(8))))
     before = saved(engine).files["model.safetensors"]
@@ -199,6 +227,20 @@ def test_evaluation_sums_and_leaves_each_module_in_its_mode() -> None:
     assert sums.totals["loss"][1] == 12.0
     assert engine._replica is not None
     assert [module.training for module in engine._replica.model.children()] == [False, True, True]
+
+
+class Carrying(Net):
+    """Gives a state too, by layers and not by samples, as an LSTM does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"logits": super().forward(x), "state": torch.zeros(2, len(x), 3), "cache": object()}
+
+
+def test_predictions_of_outputs_that_are_not_row_by_row_say_which_can_be_asked_for() -> None:
+    with pytest.raises(JobError, match=r"model's state has shape \(2, 12, 3\) .*columns=\('logits',\)"):
+        one_device(spec(model=Carrying)).predict_step(feed())
+    found = one_device(spec(model=Carrying, outputs=("logits",))).predict_step(feed())
+    assert list(found) == ["logits"] and found["logits"].shape == (12, 3)
 
 
 def test_a_loss_that_is_not_finite_names_step_and_samples_and_changes_nothing() -> None:

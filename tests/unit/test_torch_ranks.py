@@ -37,6 +37,7 @@ from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, UserCodeError
 from trainwright.core.group import Address, Group, Move, Peer
+from trainwright.core.plan import Plan
 from trainwright.strategies.torch.data_parallel import DataParallel
 from trainwright.strategies.torch.files import load_weights
 from trainwright.strategies.torch.group import interface_of
@@ -88,16 +89,22 @@ def run_ranks(scenario: Scenario, world: int) -> list[Any]:
 
 
 def formed(
-    rank: int, exchange: Exchange, job: ModelSpec, *, engine: DataParallel | None = None, ranks: Sequence[int] = ()
-) -> DataParallel:
-    """An engine in a group of the ranks alive."""
+    rank: int,
+    exchange: Exchange,
+    job: ModelSpec,
+    *,
+    engine: Any = None,
+    ranks: Sequence[int] = (),
+    how: Plan | None = None,
+) -> Any:
+    """An engine, by default of data parallelism, in a group of the ranks alive."""
     engine = engine or DataParallel()
     addresses = [address for address in exchange(engine.reserve(GENERATION, "worker")) if isinstance(address, Address)]
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
     place = ranks.index(rank) if ranks else rank
     engine.form(Group(generation=GENERATION, rank=place, peers=peers, deadline_s=20.0))
     if engine._replica is None:
-        engine.build(job, plan(ranks=len(peers)))
+        engine.build(job, how or plan(ranks=len(peers)))
     return engine
 
 

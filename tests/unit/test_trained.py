@@ -85,7 +85,7 @@ def test_there_are_fewer_replicas_where_there_is_less_room(tmp_path: Path) -> No
     assert placed.workers == 2 and (placed.placement.accelerator, placed.placement.accelerators) == ("GPU", 1)
     with pytest.raises(ResourceError, match="needs 8 workers; the cluster has room for 3") as caught:
         plan_on(Cluster(nodes=(accelerated,)), layout, job(tmp_path))
-    assert "--here" in caught.value.remedy
+    assert "here=True" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

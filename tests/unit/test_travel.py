@@ -16,7 +16,7 @@ import pytest
 import trainwright as tw
 from trainwright.core.errors import JobError
 from trainwright.describe import changes, describe
-from trainwright.travel import pack
+from trainwright.travel import pack, unpack
 
 SIZE = 3
 
@@ -38,6 +38,37 @@ def test_functions_of_a_module_that_a_worker_cannot_import_travel(tmp_path: Path
         [sys.executable, "-c", read, tmp_path / "packed"], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.stdout.strip() == "{'width': 3}", done.stderr
+
+
+def test_modules_that_are_imported_late_are_as_they_were_when_the_job_was_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, where they are not, or here after a change: all workers run the same code."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    (home / "own" / "deep").mkdir(parents=True)
+    elsewhere.mkdir()
+    (home / "own" / "__init__.py").write_text("from own.scale import FACTOR\n")
+    (home / "own" / "scale.py").write_text("FACTOR = 2\n")
+    (home / "own" / "deep" / "__init__.py").write_text("from . import model\n")
+    (home / "own" / "deep" / "model.py").write_text("from .. import scale\ndef made():\n    return scale.FACTOR\n")
+    building = "def build():\n    from own.deep.model import made\n    return made(), made.__code__\n"
+    (home / "building.py").write_text(building)
+    monkeypatch.syspath_prepend(str(home))
+    (tmp_path / "packed").write_bytes(pack(job(model=importlib.import_module("building").build)))
+    assert "own" not in sys.modules, "nothing was run"
+    (home / "own" / "scale.py").write_text("FACTOR = 3\n")
+    read = "import sys; from trainwright.travel import unpack; job = unpack(open(sys.argv[1], 'rb').read()); "
+    read += "made, code = job.model()"
+    for folder in (home, elsewhere):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{read}; print(made, code.co_filename)", tmp_path / "packed"],
+            capture_output=True, text=True, check=False, cwd=folder,
+        )  # fmt: skip
+        assert done.stdout.split() == ["2", str(home / "own" / "deep" / "model.py")], done.stderr
+    assert not list((home / "own").rglob("*.pyc"))
+    assert unpack((tmp_path / "packed").read_bytes()).model()[0] == 3, "this process has its own"
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("own", "building")]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_what_cannot_travel_is_said() -> None:

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.sample_run import started, stepped, whole_run
-from trainwright import views
+from trainwright import cli, views
 from trainwright.core import events
 from trainwright.core.errors import StorageError
 from trainwright.history import read_history
@@ -259,6 +259,27 @@ def test_nothing_that_was_stored_is_carried_out_by_a_terminal() -> None:
     assert "\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\r\\x08\\u202e" in told
     assert not set(bad) & set(told) - set(" ]0;title[231mJ") and "one\ttwo\n" in told
     assert not set(bad) & set("".join(views.logs(uri, "demo", as_json=True))) - set(" ]0;title[231mJ")
+
+
+def test_names_of_files_and_errors_are_not_carried_out_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(str(tmp_path), [started(), events.Formed(nodes={"a\x9b31m": "0"})])
+    Compactor(open_store(str(tmp_path)), "demo").compact()
+    (place,) = (tmp_path / "demo" / "events").glob("SUMMARY.json")
+    place.write_text(place.read_text().replace("\\\\x9b31m", "\x9b31m"))
+    folder = tmp_path / "demo" / "checkpoints" / "00000010-1\u202e"
+    folder.mkdir(parents=True)
+    (folder / "MANIFEST.json").touch()
+    view = views.show(str(tmp_path), "demo")
+    assert view.data["nodes"] == {"a\\x9b31m": "0"}
+    assert "checkpoints/00000010-1\\u202e" in printed(view) and "\u202e" not in printed(view)
+    folder.rename(folder.with_name("00000010-1\x1b]0;title\x07"))
+    monkeypatch.setattr("sys.argv", ["trainwright", "show", "demo", "--storage", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    told = capsys.readouterr().err
+    assert "\\x1b]0;title\\x07" in told and not {"\x1b", "\x07"} & set(told)
 
 
 def test_logs_follow_until_the_run_ends() -> None:

@@ -1,40 +1,89 @@
-"""Virtual epochs: lengths count samples, passes over the data stay as they are."""
+"""Virtual epochs: lengths count samples, passes over the data follow each other as they are."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.data import Feeding
+from trainwright.core.errors import DataError
 from trainwright.datasets import table
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.stream import Stream, schedule_of
 
 
-def stream(rows: int, batch: int, epochs: int, samples: int | None, drop_last: bool = False) -> Stream:
+def stream(rows: int, batch: int, epochs: int, samples: int | None, rank: int = 0, of: int = 1, **more: Any) -> Stream:
+    data = table({"id": np.arange(rows)}).map(lambda row, rng: {"id": row["id"], "random": rng.random()})
     return Stream(
-        table({"id": np.arange(rows)}), batch_size=batch, epochs=epochs, epoch_samples=samples, seed=2,
-        drop_last=drop_last, feeding=Feeding(data_ranks=range(1), total=1),
+        data, batch_size=batch, epochs=epochs, epoch_samples=samples, seed=2,
+        feeding=Feeding(data_ranks=range(rank, rank + 1), total=of), **more,
     )  # fmt: skip
 
 
-def fed(of: Stream, start: int = 0) -> list[list[int]]:
+def fed(of: Stream, start: int = 0) -> list[list[tuple[int, float]]]:
+    """(row, random number) of the real samples of each step."""
     with of.feeds(start) as feeds:
-        return [feed.parts[0][0].samples.tolist() for feed in feeds]
+        batches = [feed.parts[0][0] for feed in feeds]
+    return [
+        [
+            (row, random)
+            for row, random, weight in zip(batch.columns["id"], batch.columns["random"], batch.weights, strict=True)
+            if weight
+        ]
+        for batch in batches
+    ]
 
 
-@given(st.integers(1, 60), st.integers(1, 16), st.integers(1, 4), st.integers(1, 90))
-def test_a_virtual_run_is_the_beginning_of_the_endless_one(rows: int, batch: int, epochs: int, samples: int) -> None:
+@settings(max_examples=40)
+@given(st.integers(1, 60), st.integers(1, 16), st.integers(1, 4), st.integers(1, 90), st.integers(1, 3))
+def test_an_epoch_has_as_many_samples_as_it_says_and_passes_follow_each_other(
+    rows: int, batch: int, epochs: int, samples: int, ranks: int
+) -> None:
     virtual = stream(rows, batch, epochs, samples)
-    assert virtual.steps_per_epoch == -(-samples // batch)
-    assert virtual.total_steps == epochs * virtual.steps_per_epoch
-    passes = -(-virtual.total_steps * batch // rows) + 1
-    assert fed(virtual) == fed(stream(rows, batch, passes, None))[: virtual.total_steps]
+    steps = fed(virtual)
+    sizes = [len(step) for step in steps]
+    length = virtual.steps_per_epoch
+    assert [sum(sizes[first : first + length]) for first in range(0, len(sizes), length)] == [samples] * epochs
+    flat = [each for step in steps for each in step]
+    passes = fed(stream(rows, batch, -(-len(flat) // rows), None))
+    assert flat == [each for step in passes for each in step][: len(flat)]
+    steps_of = schedule_of(
+        table({"id": np.arange(rows)}).index(), batch_size=batch, epochs=epochs, seed=2, shuffle=True, drop_last=False,
+        epoch_samples=samples,
+    )  # fmt: skip
+    chunk = steps_of.chunk(len(steps) - 1, 3)
+    counts = [len(steps_of.share(chunk, rank, ranks).samples) for rank in range(ranks)]
+    assert steps_of.share_rows(chunk, ranks).tolist() == counts
+    shares = [fed(stream(rows, batch, epochs, samples, rank, ranks)) for rank in range(ranks)]
+    assert [sorted(each for share in step for each in share) for step in zip(*shares, strict=True)] == (
+        [sorted(step) for step in steps]
+    )
 
 
-def test_each_pass_has_each_sample_once_and_a_start_in_the_middle_is_the_same() -> None:
-    virtual = stream(50, 8, 4, 33)
+def test_40_samples_of_10_rows_are_10_batches_of_4_and_a_start_in_the_middle_is_the_same() -> None:
+    virtual = stream(10, 4, 2, 40)
     batches = fed(virtual)
-    assert sorted(sample for batch in batches[:7] for sample in batch) == list(range(50))
-    assert fed(virtual, 11) == batches[11:]
-    assert (virtual.cursor(7).epoch, virtual.cursor(7).position) == (1, 0)
+    assert [len(batch) for batch in batches] == [4] * 20
+    assert sorted(row for batch in batches[:5] for row, _ in batch) == sorted([*range(10)] * 2)
+    assert fed(virtual, 7) == batches[7:]
+    assert (virtual.cursor(2).epoch, virtual.cursor(2).position) == (0, 8)
+    assert (virtual.cursor(3).epoch, virtual.cursor(3).position) == (1, 2)
+
+
+def test_drop_last_leaves_out_the_short_batch_of_a_virtual_epoch() -> None:
+    assert [len(batch) for batch in fed(stream(10, 4, 2, 18, drop_last=True))] == [4] * 8
+    with pytest.raises(DataError, match="an epoch has 3 rows, less than a batch of 4"):
+        stream(10, 4, 2, 3, drop_last=True)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 90), st.integers(1, 4))
+def test_static_shapes_hold_the_largest_share_of_a_batch_over_two_passes(
+    rows: int, batch: int, samples: int, ranks: int
+) -> None:
+    for rank in range(ranks):
+        with stream(rows, batch, 2, samples, rank, ranks, static_shapes=True).feeds() as feeds:
+            assert len({feed.parts[0][0].rows for feed in feeds}) == 1

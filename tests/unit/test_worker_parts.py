@@ -194,7 +194,11 @@ def blank_stream() -> SimpleNamespace:
 
 
 def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at a segment's end, nor before or at a batch that is passed by; one that was not asked for is kept."""
+    """Not at a segment's end, nor before or at a batch that is passed by; one that was not asked for is kept.
+
+    At a segment's end replicas are compared.
+    """
+    compared: list[int] = []
     told: list[tuple[int, int | None]] = []
 
     def train_step(feed: Feed) -> StepReport:
@@ -207,6 +211,7 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     worker: Any = Worker(order_of(table_job(on_nonfinite="skip")))
     worker._plan = replace(worker._plan, mesh=Mesh(pipeline=2), schedule="pipedream")
     worker._engine, worker._stream = SimpleNamespace(train_step=train_step), blank_stream()
+    worker._engine.verify = lambda: compared.append(worker._step)
     worker._feeds = Given()
     worker._passing.begin({4: "it ends the workers"}, worker._stream, 0)
     worker._coming = Coming(worker._feeds, worker._plan.ahead, worker._passing.told)
@@ -214,7 +219,7 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     for until in (3, 10, 10):
         ended.append(worker.run(range(worker._step, until)).step)
         told.append((-1, None))
-    assert ended == [3, 7, 10]
+    assert ended == compared == [3, 7, 10]
     assert told == [
         (0, 1), (1, 2), (1, 2), (2, None), (-1, None),
         (3, None), (4, None), (5, 6), (6, 7), (-1, None),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import ray
 from ray._private.runtime_env.context import RuntimeEnvContext
 
 from tests import worker_start
-from tests.nursery import nursery, order
+from tests.nursery import Forked, nursery, order
 from tests.worker_start import CONTEXT, bare, rays_own
 
 SCRIPT = """
@@ -90,6 +92,22 @@ def test_a_forked_process_is_as_if_it_had_been_started(
     same |= {"name": "__main__", "group": True, "had": True}
     assert found == [same | {"argv": [str(script), f"--{n}"], "pid": child} for n, child in enumerate(children)]
     assert len(draws) == 2 and err == "done\ndone\n"
+
+
+def test_a_forked_driver_is_used_as_any_process(named: str, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text("import sys; print(sys.argv, __name__); sys.stderr.write('no'); sys.exit(3)\n")
+    (tmp_path / "still.py").write_text("import signal; print('begun', flush=True); signal.pause()\n")
+    environment = dict(os.environ)
+    told = Forked(named, ["-m", "told", "--more"], environment, str(tmp_path))
+    assert told.communicate(timeout=30) == (f"['{tmp_path / 'told.py'}', '--more'] __main__\n", "no")
+    assert told.returncode == told.poll() == told.wait() == 3
+    still = Forked(named, ["-m", "still"], environment, str(tmp_path))
+    with pytest.raises(subprocess.TimeoutExpired):
+        still.communicate(timeout=0.2)
+    assert still.poll() is None and os.getpgid(still.pid) == still.pid
+    still.kill()
+    assert still.wait(timeout=30) == -signal.SIGKILL
+    still.kill()
 
 
 def test_it_ends_with_who_made_it() -> None:

@@ -70,7 +70,7 @@ def spec(**changes: Any) -> ModelSpec:
 
 def plan(ranks: int = 1, **changes: Any) -> Plan:
     fields: dict[str, Any] = {"strategy": "test", "engine": "", "batch_size": 12, "placement": Placement(cpus=1)}
-    return Plan(mesh=Mesh(data=ranks), **{**fields, **changes})
+    return Plan(**{"mesh": Mesh(data=ranks), **fields, **changes})
 
 
 def batch(rows: int = 12, first: int = 0, dtype: type = np.float32, **columns: Any) -> Batch:

@@ -1,0 +1,48 @@
+"""The global random generators of torch, NumPy and Python, which all threads of a process share."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+LOCK = threading.RLock()  # held by whoever seeds them and draws from them: a step, or rows that are read beside it
+
+
+def seed(number: int) -> None:
+    """Make what all of them draw next a function of `number` alone, 64 bits of it."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    if torch := _torch():
+        torch.default_generator.manual_seed(number)
+
+
+def kept() -> Callable[[], None]:
+    """Remember their states; what it returns sets them again, as often as it is called."""
+    python, numpy, torch = random.getstate(), np.random.get_state(), _torch()
+    state = torch.get_rng_state() if torch else None
+
+    def again() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if torch:
+            torch.set_rng_state(state)
+
+    return again
+
+
+def states() -> tuple[object, ...]:
+    """Their states, to compare: they differ once something was drawn."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    torch = _torch()
+    state = torch.get_rng_state().numpy().tobytes() if torch else b""
+    return random.getstate(), name, np.asarray(keys).tobytes(), tuple(rest), state
+
+
+def _torch() -> Any:
+    """Torch, once something in the process has imported it."""
+    return sys.modules.get("torch")

@@ -1,0 +1,102 @@
+"""A worker with state of its own is killed: the run, and each evaluation of it, is bitwise the unbroken one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainwright as tw
+from tests import jobs
+from tests.runs import State, final_state, told
+from trainwright import ranks
+from trainwright.core import events
+from trainwright.core.errors import JobError
+
+STEP_S = 0.02  # so slow a step leaves time for copies
+Found = tuple[State, list[dict[str, Any]]]
+
+
+class Carrying(jobs.Net):
+    """With a batch norm, and a count of how often this rank saw each sample, in a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16)
+        self.norm = nn.BatchNorm1d(jobs.WIDTH)
+        self.register_buffer("counts", torch.zeros(jobs.ROWS), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.norm(x))
+
+
+def counting(inner: Callable[..., torch.Tensor], model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A step whose loss depends on what its rank saw before."""
+    net: Any = getattr(model, "module", model)
+    if net.training:
+        threading.Event().wait(STEP_S)
+        net.counts[batch["id"]] += 1
+    return inner(model, batch) * (1 + 0.1 * net.counts[batch["id"]])
+
+
+def job(folder: Path, *kills: jobs.Kill, awaits: dict[int, jobs.Awaited] | None = None, **fields: Any) -> tw.Job:
+    given = {"model": Carrying, "inexact": ("batch_norm",), "evaluate": tw.datasets.table(jobs.data()), **fields}
+    step = partial(counting, jobs.make_step(kills, awaits=awaits, storage=str(folder)))
+    return jobs.job(folder, step=step, local_state="counts", **given)
+
+
+def found(folder: Path) -> Found:
+    """The last state, local state included, and all evaluations."""
+    evaluated: Any = told(folder, "faulty", events.Evaluated)
+    return final_state(folder, "faulty"), [dict(event.metrics) for event in evaluated]
+
+
+@pytest.fixture(scope="module")
+def unharmed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run lies that nothing happened to."""
+    folder = tmp_path_factory.mktemp("unharmed")
+    tw.fit(job(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(unharmed: Path) -> Found:
+    state, evaluations = found(unharmed)
+    assert {"local-0-of-2.safetensors", "local-1-of-2.safetensors"} <= state.files.keys() and len(evaluations) == 3
+    return state, evaluations
+
+
+def test_the_checkpoint_evaluates_as_the_run_did(unharmed: Path, whole: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of as many workers with its own state; they are told all the while that somebody wants them."""
+    monkeypatch.setattr(ranks, "BEAT_S", 0.05)
+    assert tw.evaluate(job(unharmed)) == pytest.approx(whole[1][-1], rel=1e-9)
+
+
+def test_all_go_back_to_the_checkpoint_that_holds_what_the_worker_kept(folder: Path, whole: Found) -> None:
+    kill = jobs.Kill(rank=1, step=12, point="synchronisation", folder=str(folder.parent))
+    saved = {12: jobs.Awaited(kind=events.Checkpointed)}
+    tw.fit(job(folder, kill, awaits=saved))
+    assert kill.mark.exists() and found(folder) == whole
+    formed: Any = told(folder, "faulty", events.Formed)[-1]
+    assert formed.source == "checkpoint" and formed.step in (5, 10) and formed.steps_lost == 12 - formed.step
+
+
+def test_all_go_back_to_the_copy_in_memory_that_holds_it(folder: Path, whole: Found) -> None:
+    kill = jobs.Kill(rank=0, step=21, folder=str(folder.parent))
+    kept = {20: jobs.Awaited(kind=events.Kept)}
+    tw.fit(job(folder, kill, awaits=kept, checkpoint_steps=100, keeper_s=0.05))
+    assert kill.mark.exists() and found(folder) == whole
+    formed: Any = told(folder, "faulty", events.Formed)[-1]
+    assert formed.source == "keeper" and formed.step + formed.steps_lost == 21
+
+
+def test_what_is_not_declared_ends_the_run_before_a_checkpoint_holds_it(folder: Path) -> None:
+    with pytest.raises(JobError, match=r"after step 5 ranks 0 and 1 differ in buffer 'counts'") as caught:
+        tw.fit(job(folder).replace(local_state=()))
+    assert "declare local_state=('counts',)" in str(caught.value)
+    assert not told(folder, "faulty", events.Checkpointed)

@@ -1,0 +1,18 @@
+"""Processes for engines that drive several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conformance.harness import Pool
+from tests.programs.keras.engines import TENSORFLOW
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Rank processes that are forked from one with TensorFlow."""
+    shared = Pool(["tensorflow", "keras", f"{TENSORFLOW}.fit"])
+    yield shared
+    shared.close()

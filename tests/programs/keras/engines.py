@@ -1,0 +1,116 @@
+"""Programs of Keras users through the engines, without Ray: one device in this process, several in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import trainwright as tw
+from tests.conformance.harness import Pool, World
+from tests.conformance.rank import Files
+from trainwright.core.data import Feed, StepReport, Sums
+from trainwright.core.engine import ModelSpec
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.datasets.stream import Stream
+from trainwright.use import lone_engine
+
+TENSORFLOW = "trainwright.strategies.tensorflow"
+ENGINES = {
+    ("step", 1): f"{TENSORFLOW}.one_device:OneDevice",
+    ("step", 2): f"{TENSORFLOW}.mirrored:Mirrored",
+    ("fit", 1): f"{TENSORFLOW}.fit:FitOneDevice",
+    ("fit", 2): f"{TENSORFLOW}.fit:FitMirrored",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run came to.
+
+    Attributes:
+        reports: of its steps.
+        means: of an evaluation at its end; empty where the job has no evaluation set.
+        files: of a checkpoint at its end.
+        model: with its weights, where it was trained in this process.
+    """
+
+    reports: Sequence[StepReport]
+    means: Mapping[str, float]
+    files: Mapping[str, bytes]
+    model: Any = None
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the steps."""
+        return [report.loss for report in self.reports]
+
+
+def plan_of(job: tw.Job, devices: int = 1) -> Plan:
+    """One worker with so many devices."""
+    return Plan(
+        strategy="programs", engine=ENGINES[job.run, devices], mesh=Mesh(data=devices), batch_size=job.batch_size,
+        placement=Placement(cpus=1), devices_per_worker=devices,
+    )  # fmt: skip
+
+
+def spec_of(job: tw.Job, steps: int) -> ModelSpec:
+    """What a worker gives its engine."""
+    validation = partial(_validation, job) if job.run == "fit" and job.evaluate is not None else None
+    return job.model_spec(steps, partial(job.train.row, job.train.index(), job.columns), validation)
+
+
+def _validation(job: tw.Job) -> list[Feed]:
+    return feeds(job, plan_of(job), evaluate=True)
+
+
+def feeds(job: tw.Job, plan: Plan, *, evaluate: bool = False, rank: int = 0) -> list[Feed]:
+    """Of the whole run, or of an evaluation."""
+    dataset, feeding = job.evaluate if evaluate else job.train, plan.feed_of(rank)
+    stream = Stream(dataset, columns=job.columns, feeding=feeding, **job.ordering(evaluate=evaluate))
+    return list(stream.feeds(0))
+
+
+def train(job: tw.Job, files: Mapping[str, bytes] | None = None, steps: slice = slice(None)) -> Trained:
+    """Train on one device of this process, from a checkpoint or from the start."""
+    plan = plan_of(job)
+    every = feeds(job, plan)
+    engine = lone_engine(spec_of(job, len(every)), plan, guest=True)
+    if files is None:
+        engine.transfer([])
+    else:
+        engine.load(Files(files))
+    engine.warm(every[steps][0])
+    reports: list[StepReport] = []
+    for feed in every[steps]:
+        reports.append(engine.train_step(feed))
+        if reports[-1].finished:
+            break
+    judged = feeds(job, plan, evaluate=True) if job.evaluate is not None else []
+    means = sum((engine.evaluate_step(feed) for feed in judged), Sums()).means()
+    saved = Files()
+    engine.save(engine.snapshot(), saved)
+    return Trained(reports=reports, means=means, files=saved.files, model=engine._built.model)  # type: ignore[attr-defined]
+
+
+def train_mirrored(pool: Pool, job: tw.Job) -> Trained:
+    """Train on two devices of another process; the job's functions are found by their names there."""
+    plan = plan_of(job, devices=2)
+    every = feeds(job, plan)
+    with World(pool, "tensorflow", plan, spec_of(job, len(every)), reusable=False) as world:
+        world.start([every[0]])
+        (reports,) = world.train([[feed] for feed in every])
+        judged = feeds(job, plan, evaluate=True) if job.evaluate is not None else []
+        means: Mapping[str, float] = {}
+        if judged:
+            (sums,) = world.every("evaluate", lambda rank: (judged,))
+            means = sums.means()
+        return Trained(reports=reports, means=means, files=world.files())
+
+
+def epochs(losses: Sequence[float], rows: int, batch_size: int) -> list[float]:
+    """Means over the samples of each epoch, of the losses of steps."""
+    sizes = [min(batch_size, rows - first) for first in range(0, rows, batch_size)]
+    parts = [losses[first : first + len(sizes)] for first in range(0, len(losses), len(sizes))]
+    return [sum(loss * size for loss, size in zip(part, sizes, strict=True)) / rows for part in parts]

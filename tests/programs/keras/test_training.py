@@ -1,0 +1,263 @@
+"""What Keras' `fit` does beside steps (masks, weights, averages, loss scales, callbacks), beside `fit` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import trainwright as tw
+from tests.conformance.harness import Pool, World
+from tests.programs.keras.engines import TENSORFLOW, Trained, epochs, feeds, plan_of, spec_of, train, train_mirrored
+from trainwright.core.errors import JobError
+from trainwright.core.plan import Mesh
+from trainwright.strategies.tensorflow.profile import take_weights
+
+ROWS, BATCH, EPOCHS, STEPS, WORDS = 48, 16, 2, 6, 9
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(ROWS, 8)).astype("float32")
+Y = (X[:, :1] + RANDOM.normal(0.0, 0.7, (ROWS, 1)) > 0).astype("float32")
+LENGTHS = RANDOM.integers(1, STEPS, (ROWS, 1))
+TOKENS = np.where(np.arange(STEPS) < LENGTHS, RANDOM.integers(1, WORDS, (ROWS, STEPS)), 0)
+TAGS = TOKENS % 3
+WEIGHTS = RANDOM.uniform(0.0, 3.0, (ROWS, STEPS)).astype("float32")
+layers, losses = keras.layers, keras.losses
+
+
+def job(columns: Mapping[str, Any], **fields: Any) -> tw.Job:
+    data = tw.datasets.table(dict(columns))
+    given = {"inputs": "x", "targets": "y", "batch_size": BATCH, "epochs": EPOCHS, "shuffle": False}
+    return tw.Job(name="training", train=data, evaluate=data, **{**given, **fields})
+
+
+def by_fit(model: keras.Model, x: Any, y: Any, **fit: Any) -> tuple[list[float], list[Any]]:
+    """Losses of the epochs, and the weights at the end."""
+    given = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    history = model.fit(x, y, **{**given, **fit}).history
+    return history["loss"], model.get_weights()
+
+
+def weights_of(model: keras.Model, trained: Trained) -> list[Any]:
+    """Of a checkpoint, in a model of its shape."""
+
+    class Reader:
+        def names(self) -> tuple[str, ...]:
+            return tuple(trained.files)
+
+        def read(self, name: str) -> bytes:
+            return trained.files[name]
+
+    take_weights(model, Reader())  # type: ignore[arg-type]  # all that it asks for
+    found: list[Any] = model.get_weights()
+    return found
+
+
+def assert_alike(
+    trained: Trained, model: keras.Model, expected: tuple[list[float], list[Any]], rel: float = 1e-6
+) -> None:
+    assert epochs(trained.losses, ROWS, BATCH) == pytest.approx(expected[0], rel=rel)
+    for own, theirs in zip(weights_of(model, trained), expected[1], strict=True):
+        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-6)
+
+
+# --- masks and weights ------------------------------------------------------------------------------------------------
+
+
+def tagger() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((STEPS,), dtype="int64"),
+            layers.Embedding(
+                WORDS, 6, mask_zero=True, embeddings_initializer=keras.initializers.RandomNormal(seed=1), name="words"
+            ),
+            layers.Dense(3, activation="softmax", kernel_initializer=keras.initializers.RandomNormal(seed=2)),
+        ]
+    )
+
+
+def quick(variables: Any) -> Any:
+    return keras.optimizers.SGD(0.5)
+
+
+def test_masked_steps_and_weights_count_as_in_fit_on_one_worker_and_two(pool: Pool) -> None:
+    given = job(
+        {"x": TOKENS, "y": TAGS, "w": WEIGHTS}, model=tagger, optimizer=quick, sample_weight="w",
+        loss=losses.sparse_categorical_crossentropy, metrics={"right": keras.metrics.sparse_categorical_accuracy},
+    )  # fmt: skip
+    model = tagger()
+    model.compile(quick(None), "sparse_categorical_crossentropy", metrics=["sparse_categorical_accuracy"])
+    expected = by_fit(model, TOKENS, TAGS, sample_weight=WEIGHTS)
+    right = model.evaluate(TOKENS, TAGS, verbose=0)[1]
+    for trained in (train(given), train_on_workers(pool, given)):
+        assert_alike(trained, tagger(), expected)
+        assert trained.means["right"] == pytest.approx(right, rel=1e-6)
+
+
+def tagging() -> keras.Model:
+    model = tagger()
+    model.compile(quick(None), "sparse_categorical_crossentropy")
+    return model
+
+
+def test_fit_with_a_mask_is_refused_on_several_devices(pool: Pool) -> None:
+    with pytest.raises(JobError, match="use devices=1, or leave run= out"):
+        train_mirrored(pool, job({"x": TOKENS, "y": TAGS}, model=tagging, run="fit"))
+
+
+def train_on_workers(pool: Pool, given: tw.Job) -> Trained:
+    """Train on two workers of one device each."""
+    plan = replace(plan_of(given), engine=f"{TENSORFLOW}.multi_worker:MultiWorkerMirrored", mesh=Mesh(data=2))
+    shares = [_shares(given, plan, evaluate) for evaluate in (False, True)]
+    with World(pool, "tensorflow", plan, spec_of(given, len(shares[0])), reusable=False) as world:
+        world.start(shares[0][0])
+        reports, _ = world.train(shares[0])
+        sums = world.every("evaluate", lambda rank: ([step[rank] for step in shares[1]],))
+        return Trained(reports=reports, means=(sums[0] + sums[1]).means(), files=world.files())
+
+
+def _shares(given: tw.Job, plan: Any, evaluate: bool) -> list[list[Any]]:
+    """Of each step, each worker's feed."""
+    ranks = [feeds(given, plan, evaluate=evaluate, rank=rank) for rank in range(plan.workers)]
+    return [list(step) for step in zip(*ranks, strict=True)]
+
+
+def binary(policy: str = "float32") -> keras.Model:
+    ones = keras.initializers.RandomNormal(seed=1)
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(4, activation="tanh", kernel_initializer=ones, dtype=policy),
+            layers.Dense(1, activation="sigmoid", kernel_initializer=ones, dtype="float32"),
+        ]
+    )
+
+
+def compiled(**fields: Any) -> keras.Model:
+    model = binary()
+    model.compile(quick(None), "binary_crossentropy", **fields)
+    return model
+
+
+@pytest.mark.parametrize("run", ["step", "fit"])
+@pytest.mark.parametrize("weighed", ["sample_weight", "class_weight"])
+def test_weights_of_samples_and_classes(run: str, weighed: str) -> None:
+    weights = RANDOM.uniform(0.0, 3.0, ROWS).astype("float32")
+    own: dict[str, Any] = {"sample_weight": "w"} if weighed == "sample_weight" else {"class_weight": {0: 0.5, 1: 4.0}}
+    whose = {"optimizer": quick, "loss": losses.BinaryCrossentropy()} if run == "step" else {"run": "fit"}
+    trained = train(job({"x": X, "y": Y, "w": weights}, model=binary if run == "step" else compiled, **own, **whose))
+    model, judging = compiled(), {"sample_weight": weights} if weighed == "sample_weight" else {}
+    assert_alike(trained, binary(), by_fit(model, X, Y, **(judging or own)))
+    judged = model.evaluate(X, Y, verbose=0, **judging)
+    assert trained.means["loss"] == pytest.approx(judged, rel=1e-6)
+
+
+def focal(y_true: Any, y_pred: Any) -> Any:
+    likely = y_true * y_pred + (1 - y_true) * (1 - y_pred)
+    return tf.reduce_mean(-((1 - likely) ** 2) * tf.math.log(likely), axis=-1)
+
+
+@pytest.mark.parametrize("loss", [focal, losses.BinaryCrossentropy(reduction="sum")], ids=["function", "sum"])
+def test_losses_that_fit_is_given_are_as_in_compile(loss: Any) -> None:
+    model = binary()
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    given = job({"x": X, "y": Y}, model=binary, run="fit", loss=loss, optimizer=lambda _: keras.optimizers.SGD(0.01))
+    trained = train(given)
+    assert_alike(trained, binary(), by_fit(model, X, Y))
+
+
+# --- averages and loss scales -----------------------------------------------------------------------------------------
+
+
+def averaged(variables: Any) -> Any:
+    return keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.8)
+
+
+def test_averages_of_weights_are_taken_at_the_end_as_in_fit(pool: Pool) -> None:
+    given = job({"x": X, "y": Y}, model=binary, optimizer=averaged, loss=losses.BinaryCrossentropy())
+    model = binary()
+    model.compile(averaged(None), "binary_crossentropy")
+    expected = by_fit(model, X, Y)
+    judged = model.evaluate(X, Y, verbose=0)
+    for trained in (train(given), train_mirrored(pool, given)):
+        assert_alike(trained, binary(), expected)
+        assert trained.means["loss"] == pytest.approx(judged, rel=1e-6), "of the weights that are saved"
+
+
+def half() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return binary("mixed_float16")
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def tiny(y_true: Any, y_pred: Any) -> Any:
+    """Its gradients are nothing in float16."""
+    return tf.reduce_mean((y_true - y_pred) ** 2, -1) * 1e-6
+
+
+def huge(y_true: Any, y_pred: Any) -> Any:
+    """Its gradients are too large for float16 until the loss scale has been halved some times."""
+    return tf.reduce_mean((y_true - y_pred) ** 2, -1) * 4000
+
+
+def fast(variables: Any) -> Any:
+    return keras.optimizers.SGD(1e5, momentum=0.5)
+
+
+def slow(variables: Any) -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+@pytest.mark.parametrize(("loss", "optimizer", "overflows"), [(tiny, fast, False), (huge, slow, True)])
+def test_float16_has_the_loss_scale_of_fit(pool: Pool, loss: Any, optimizer: Any, overflows: bool) -> None:
+    given = job({"x": X, "y": Y}, model=half, optimizer=optimizer, loss=loss)
+    model = half()
+    model.compile(optimizer(None), loss)
+    expected = by_fit(model, X, Y)
+    whole = train(given)
+    assert_alike(whole, half(), expected)
+    assert any(report.overflowed for report in whole.reports) == overflows
+    begun = train(given, steps=slice(0, 2))
+    rest = train(given, begun.files, slice(2, None))
+    assert rest.losses == whole.losses[2:], "the scale is saved"
+    if overflows:
+        mirrored = train_mirrored(pool, given)
+        assert mirrored.losses == pytest.approx(whole.losses, rel=0.01), "parts of a batch are rounded by themselves"
+        assert any(report.overflowed for report in mirrored.reports)
+
+
+def test_a_fixed_loss_scale_changes_nothing() -> None:
+    def scaled(variables: Any) -> Any:
+        return keras.optimizers.SGD(0.5, loss_scale_factor=64.0)
+
+    model = compiled()
+    trained = train(job({"x": X, "y": Y}, model=binary, optimizer=scaled, loss=losses.BinaryCrossentropy()))
+    assert_alike(trained, binary(), by_fit(model, X, Y))
+
+
+# --- what is saved, and what is told of it ----------------------------------------------------------------------------
+
+
+def restoring() -> list[Any]:
+    return [keras.callbacks.EarlyStopping("val_loss", mode="max", patience=1, restore_best_weights=True)]
+
+
+@pytest.mark.parametrize("how", ["restored", "averaged"])
+def test_the_evaluation_at_the_end_of_fit_is_of_the_model_that_is_saved(how: str) -> None:
+    def build() -> keras.Model:
+        model = binary()
+        model.compile(averaged(None) if how == "averaged" else quick(None), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    given = job({"x": X, "y": Y}, model=build, run="fit", epochs=4, callbacks=restoring if how == "restored" else None)
+    trained = train(given)
+    saved = build()
+    weights_of(saved, trained)
+    judged = saved.evaluate(X, Y, verbose=0, return_dict=True)
+    assert trained.means == pytest.approx(judged, rel=1e-6)

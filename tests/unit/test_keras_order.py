@@ -1,0 +1,85 @@
+"""Which losses and metrics take the targets first, by what they are and how their parameters are called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainwright.core.keras_order import in_order, is_summed, takes_targets_first
+
+
+def as_keras(y_true: Any, y_pred: Any) -> Any:
+    return y_true, y_pred
+
+
+def in_words(labels: Any, scores: Any, weight: float = 1.0) -> Any:
+    return labels, scores
+
+
+def by_the_second(y: Any, y_pred: Any) -> Any:
+    return y, y_pred
+
+
+def documented(outputs: Any, targets: Any) -> Any:
+    return outputs, targets
+
+
+def swapped(y_pred: Any, y_true: Any) -> Any:
+    return y_pred, y_true
+
+
+def of_torch(input: Any, target: Any) -> Any:
+    return input, target
+
+
+def open_ended(*given: Any) -> Any:
+    return given
+
+
+class Focal:
+    def __call__(self, y_true: Any, y_pred: Any) -> Any:
+        return y_true, y_pred
+
+
+class OfKeras:
+    """Stands where Keras' own losses do."""
+
+    __module__ = "keras.src.losses.loss"
+
+    def __init__(self, reduction: str = "sum_over_batch_size") -> None:
+        self.reduction = reduction
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return y_true, y_pred
+
+
+class Derived(OfKeras):
+    def call(self, one: Any, other: Any) -> Any:
+        return one, other
+
+
+FIRST = [as_keras, in_words, by_the_second, functools.partial(in_words, weight=2.0), Focal(), OfKeras(), Derived()]
+LAST = [documented, swapped, of_torch, open_ended, lambda o, t: (o, t), functools.partial(as_keras, "bound"), max]
+
+
+@pytest.mark.parametrize("function", FIRST)
+def test_targets_come_first_where_keras_or_the_names_say_so(function: Callable[..., Any]) -> None:
+    assert takes_targets_first(function)
+    assert in_order(function, "outputs", "targets") == ("targets", "outputs")
+
+
+@pytest.mark.parametrize("function", LAST)
+def test_outputs_come_first_otherwise(function: Callable[..., Any]) -> None:
+    assert not takes_targets_first(function)
+
+
+def test_in_order_gives_outputs_first_otherwise() -> None:
+    assert in_order(documented, "outputs", "targets") == ("outputs", "targets")
+
+
+def test_only_a_loss_of_keras_is_summed() -> None:
+    assert is_summed(Derived("sum")) and not is_summed(Derived())
+    assert not is_summed(type("Other", (), {"reduction": "sum"})())

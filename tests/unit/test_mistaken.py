@@ -1,0 +1,93 @@
+"""Objects in the place of something else: the job says at once what to give instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import trainwright as tw
+from trainwright.core.collation import stacked
+from trainwright.core.errors import DataError, JobError
+
+ROWS = TensorDataset(torch.ones(4, 2), torch.zeros(4))
+SCHEDULER = torch.optim.lr_scheduler.StepLR
+
+
+class Streamed(IterableDataset[int]):
+    """Rows without numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+class Duck:
+    """Rows by number, of no library's."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+
+def adam() -> torch.optim.Adam:
+    return torch.optim.Adam(nn.Linear(1, 1).parameters())
+
+
+def job(**fields: Any) -> tw.Job:
+    given: dict[str, Any] = {
+        "name": "n", "model": dict, "optimizer": list, "loss": max, "inputs": "x", "batch_size": 1,
+        "train": tw.datasets.table({"x": [[1.0]], "y": [0]}),
+    }  # fmt: skip
+    return tw.Job(**{**given, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"train": DataLoader(ROWS)}, "a DataLoader: give its data set, tw.datasets.from_torch(loader.dataset"),
+        ({"evaluate": ROWS}, "evaluate= is no data set, but a TensorDataset: give tw.datasets.from_torch(dataset"),
+        ({"train": Streamed()}, "its rows have no numbers: write them once as parquet"),
+        ({"train": Duck()}, "tw.datasets.from_torch(dataset"),
+        ({"train": {"x": [1]}}, "give tw.datasets.table({...})"),
+        ({"train": np.ones(3)}, 'give tw.datasets.table({"x": array'),
+        ({"train": "data"}, 'tw.datasets.parquet("path")'),
+        ({"model": nn.Linear(2, 1)}, "model= is a Linear that is made already: give a function that makes it"),
+        ({"optimizer": adam()}, "optimizer= is a Adam that is made already: give a function, lambda parameters: Adam("),
+        ({"schedule": SCHEDULER(adam(), 3)}, "schedule= is torch's StepLR: give a function (step, total_steps)"),
+        ({"schedule": SCHEDULER}, "schedule= is torch's StepLR: give a function (step, total_steps)"),
+        ({"callbacks": [1], "run": "fit"}, "callbacks=lambda: [...]"),
+        ({"loss": "mse"}, "loss='mse' is a name: give a function"),
+    ],
+    ids=lambda value: "",
+)
+def test_what_to_give_instead_is_said(fields: dict[str, Any], advice: str) -> None:
+    with pytest.raises(JobError) as caught:
+        job(**fields)
+    assert advice in str(caught.value)
+
+
+def test_functions_and_classes_that_make_things_are_what_they_should_be() -> None:
+    made = job(model=nn.Identity, schedule=tw.schedules.cosine, optimizer=torch.optim.Adam)
+    assert made.model is nn.Identity
+
+
+def test_names_in_one_text_are_names() -> None:
+    assert job(inexact="batch_norm").inexact == ("batch_norm",)
+    assert job(inexact="batch_norm, dropout").inexact == ("batch_norm", "dropout")
+    assert job(inexact=("batch_norm",)).inexact == ("batch_norm",) and job().inexact == ()
+
+
+def test_ragged_rows_make_a_column_and_are_told_what_to_do_where_nothing_pads_them() -> None:
+    rows = tw.datasets.table({"tokens": [[1, 2, 3], [4]], "y": [0, 1]})
+    tokens = rows.read(rows.index(), [0, 1])["tokens"]
+    assert [each.tolist() for each in tokens] == [[1, 2, 3], [4]]
+    with pytest.raises(DataError, match="is ragged") as caught:
+        stacked("tokens", tokens)
+    assert "pad={'tokens': tw.Pad()}" in caught.value.remedy

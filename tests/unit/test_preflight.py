@@ -1,0 +1,314 @@
+"""The trial of a job's functions before any worker starts: in processes, without Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import trainwright as tw
+from trainwright import preflight
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.errors import DataError, JobError, TrainwrightError, UserCodeError
+from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.preflight import ROWS, Preflight, Task, first_rows, in_doubt, tried, way
+from trainwright.prepare import plan_for, prepare
+
+HERE = Cluster(nodes=(Node(name="here", cpus=2, memory_bytes=8 << 30),))
+
+
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def data() -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).standard_normal((64, 8)).astype("float32")
+    return {"x": x, "y": (x[:, 0] > 0).astype("int64")}
+
+
+def job(folder: Path, **fields: Any) -> tw.Job:
+    rows = tw.datasets.table(data())
+    given: dict[str, Any] = {
+        "name": "tried", "model": lambda: nn.Linear(8, 2), "loss": cross_entropy, "optimizer": torch.optim.Adam,
+        "train": rows, "evaluate": rows, "inputs": "x", "targets": "y", "batch_size": 16, "epochs": 3, "workers": 1,
+        "storage": str(folder / "runs"),
+    }  # fmt: skip
+    return tw.Job(**{**given, **fields})
+
+
+def settled(wanted: tw.Job, **options: bool) -> tuple[str, ...]:
+    """What `fit` would do before it starts workers; the notes."""
+    prepared = prepare(wanted, **options)
+    with Preflight(prepared, resume=options.get("resume", False)) as trial:
+        return trial.settle(plan_for(prepared, HERE))
+
+
+def test_nothing_is_said_of_a_job_that_is_right_and_its_process_is_gone(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        (tmp_path / str(os.getpid())).touch()
+        return nn.Linear(8, 2)
+
+    assert settled(job(tmp_path, model=model, metrics={"acc": lambda o, t: o.argmax(1) == t})) == ()
+    pids = {int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()} - {os.getpid()}
+    assert len(pids) == 1 and not Path(f"/proc/{pids.pop()}").exists()
+
+
+def torn(outputs: Any, targets: Any) -> Any:
+    raise KeyError("no such class")
+
+
+def late(step: int, total: int) -> float:
+    return {0: 1.0}[step]
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "what"),
+    [
+        ({"metrics": {"acc": lambda o, t: (o.argmax(1) == t).float().mean()}}, JobError, "return one value per sample"),
+        ({"metrics": {"acc": torn}}, UserCodeError, "metric 'acc' raised KeyError: 'no such class'"),
+        ({"loss": torn}, UserCodeError, "loss= raised KeyError"),
+        ({"loss": lambda o, t: cross_entropy(o, t).mean()}, JobError, 'one loss per sample: use reduction="none"'),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, JobError, "LBFGS, whose step() takes a closure"),
+        ({"optimizer": lambda p: None}, JobError, "optimizer() returned NoneType"),
+        ({"schedule": lambda step: 1.0}, UserCodeError, "schedule= raised TypeError"),
+        ({"schedule": late}, UserCodeError, "KeyError: 11, for step 11 of 12"),
+        ({"schedule": lambda step, total: float("nan")}, JobError, "schedule= returned nan for step 0"),
+        ({"model": meta}, JobError, "'weight' of the model is on the meta device"),
+        ({"model": lambda: nn.Linear(9, 2)}, UserCodeError, "shapes cannot be multiplied"),
+    ],
+    ids=["reduced metric", "metric", "loss", "reduced loss", "lbfgs", "no optimizer", "schedule", "end of a schedule",
+         "nan", "meta", "shapes"],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_a_run_begins(
+    fields: dict[str, Any], kind: type[TrainwrightError], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind) as caught:
+        settled(job(tmp_path, **fields))
+    text = str(caught.value)
+    assert what in text and "rows before any worker started" in caught.value.where and "rank" not in text
+    assert kind is not UserCodeError or "Traceback" in caught.value.detail or "shapes" in text
+    assert prepare(job(tmp_path, epochs=2)).begun is False, "no run of that name was begun: the mended job may start"
+
+
+def test_the_users_own_lines_are_in_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError) as caught:
+        settled(job(tmp_path, loss=torn))
+    assert 'raise KeyError("no such class")' in caught.value.detail and "trainwright/" not in caught.value.detail
+
+
+def test_a_job_for_a_number_of_rows_is_tried_with_that_number(tmp_path: Path) -> None:
+    def fixed(rows: int) -> Callable[[Any, Any], Any]:
+        return lambda outputs, targets: cross_entropy(outputs.view(rows, 2), targets)
+
+    assert settled(job(tmp_path, loss=fixed(16))) == ()
+    assert settled(job(tmp_path, loss=fixed(8), workers=2)) == ()
+    with pytest.raises(UserCodeError, match="loss= raised RuntimeError") as caught:
+        settled(job(tmp_path, loss=fixed(7)))
+    assert caught.value.where == "tried on 16 rows before any worker started"
+
+
+def test_its_time_is_that_of_a_trial_and_not_of_the_start_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take minutes, between the first trial and the one with as many rows as a worker has."""
+    happened: list[Any] = []
+    asked = iter([16])
+
+    class Connection:
+        def send(self, answer: preflight.Answer) -> None:
+            assert answer.error is not None
+            happened.append(answer.error.where.partition(" rows")[0])
+
+        def recv(self) -> int:
+            try:
+                return next(asked)
+            except StopIteration:
+                raise EOFError from None
+
+    monkeypatch.setattr(preflight, "_limit", lambda cpu_s: None)
+    monkeypatch.setattr(preflight.gc, "disable", lambda: None)
+    monkeypatch.setattr(preflight.signal, "alarm", happened.append)
+    task = preflight.task_of(prepare(job(tmp_path, loss=torn)))
+    preflight._serve(Connection(), lambda: task)  # type: ignore[arg-type]
+    assert happened == [60, 0, "tried on 5", 60, 0, "tried on 16"]
+
+
+def test_what_takes_long_or_dies_is_left_to_the_workers_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(outputs: Any, targets: Any) -> Any:
+        while True:
+            time.perf_counter()
+
+    def deadly(outputs: Any, targets: Any) -> Any:
+        os.abort()
+
+    monkeypatch.setattr(preflight, "CPU_S", 1)
+    assert "take more than 1 s of CPU time" in settled(job(tmp_path, loss=endless))[0]
+    assert "was killed by SIGABRT" in settled(job(tmp_path, loss=deadly))[0]
+    monkeypatch.setattr(preflight, "MOST_BYTES", 70)
+    assert "the model has 0.0 GiB of weights" in settled(job(tmp_path))[0]
+
+
+def test_it_is_left_out_where_the_job_says_so_or_the_run_has_stepped_before(tmp_path: Path) -> None:
+    assert settled(job(tmp_path, loss=torn, preflight=False)) == ()
+    prepared = prepare(job(tmp_path, loss=torn))
+    begun = replace(prepared, begun=True)
+    with Preflight(begun) as trial:
+        assert trial.settle(plan_for(prepared, HERE)) == ()
+    with Preflight(begun, resume=True) as trial, pytest.raises(UserCodeError):  # its code may have changed
+        trial.settle(plan_for(prepared, HERE))
+
+
+class Opened:
+    """A transform that is slow to open."""
+
+    def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("nothing is computed")
+
+
+def test_data_that_is_slow_to_open_is_not_opened(tmp_path: Path) -> None:
+    prepared = prepare(job(tmp_path))
+    slow = prepared.job.replace(train=prepared.job.train.map_batches(Opened, cpus=1))
+    with Preflight(replace(prepared, job=slow)) as trial:
+        assert "slow to open" in trial.settle(plan_for(prepared, HERE))[0]
+
+
+def test_ragged_rows_without_padding_are_found(tmp_path: Path) -> None:
+    ragged = tw.datasets.table({"x": [[1.0], [2.0, 3.0]] * 8, "y": [0] * 16})
+    given = {"train": ragged, "evaluate": None, "model": lambda: nn.Linear(1, 2)}
+    with pytest.raises(DataError, match="column 'x' is ragged") as caught:
+        settled(job(tmp_path, **given))
+    assert "pad={'x': tw.Pad()}" in caught.value.remedy
+
+
+def test_a_bad_row_is_no_reason_not_to_try(tmp_path: Path) -> None:
+    def second(row: dict[str, Any], rng: Any) -> dict[str, Any]:
+        if row["x"][0] == data()["x"][2, 0]:
+            raise ValueError("damaged")
+        return row
+
+    wanted = job(tmp_path)
+    rows = wanted.train.map(second)
+    batch = first_rows(wanted, rows, rows.index())
+    assert batch.rows == ROWS and (batch.columns["x"] == data()["x"][0]).all()
+
+
+def test_a_loss_that_is_not_finite_on_a_few_rows_is_no_verdict_but_the_metrics_are_tried(tmp_path: Path) -> None:
+    def infinite(outputs: Any, targets: Any) -> Any:
+        return outputs[:, 0] / 0.0
+
+    assert settled(job(tmp_path, loss=infinite)) == ()
+    with pytest.raises(UserCodeError, match="metric 'bad'"):
+        settled(job(tmp_path, loss=infinite, metrics={"bad": torn}))
+
+
+def test_errors_that_may_come_of_where_they_were_tried_are_left_to_the_workers() -> None:
+    alone = Plan(strategy="one_device", engine="", mesh=Mesh(), batch_size=8, placement=Placement(cpus=1.0))
+    on_gpus = replace(alone, placement=Placement(cpus=1.0, accelerators=1, accelerator="GPU"))
+    together = replace(alone, mesh=Mesh(data=2))
+    half = UserCodeError("loss= raised RuntimeError: \"addmm\" not implemented for 'Half'")
+    device = UserCodeError("model() raised AssertionError: x", detail="torch.cuda.current_device()")
+    group = UserCodeError("step= raised ValueError: Default process group has not been initialized")
+    assert [in_doubt(half, plan) for plan in (alone, on_gpus, together)] == [False, True, False]
+    assert [in_doubt(device, plan) for plan in (alone, on_gpus, together)] == [False, True, False]
+    assert [in_doubt(group, plan) for plan in (alone, on_gpus, together)] == [False, False, True]
+    forked = UserCodeError("the backward pass raised RuntimeError: ... in combination with fork-based multiprocessing")
+    assert all(in_doubt(forked, plan) for plan in (alone, on_gpus, together))
+    assert not in_doubt(UserCodeError("loss= raised KeyError: 'y'"), on_gpus)
+    assert not in_doubt(JobError(["metric 'cuda' returned a single number"]), on_gpus)
+
+
+def test_code_that_asks_for_its_rank_is_left_to_workers_that_have_one(tmp_path: Path) -> None:
+    def ranked(outputs: Any, targets: Any) -> Any:
+        return cross_entropy(outputs, targets) * (1 + torch.distributed.get_rank())
+
+    assert "process group" in settled(job(tmp_path, loss=ranked, workers=2))[0]
+    with pytest.raises(UserCodeError, match="process group"):
+        settled(job(tmp_path, loss=ranked))
+
+
+def test_a_fresh_process_does_the_same_where_a_fork_is_not_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "way", lambda framework="": "fresh" if framework else "later")
+    with pytest.raises(UserCodeError, match="metric 'acc' raised KeyError: 'no such class'"):
+        settled(job(tmp_path, metrics={"acc": torn}))
+
+
+def test_a_fork_is_made_where_it_can_use_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compat:
+        in_use = staticmethod(lambda: True)
+
+    monkeypatch.setattr(preflight, "load", lambda module: Compat)
+    monkeypatch.setitem(sys.modules, "tensorflow", Compat)  # type: ignore[arg-type]
+    assert (way(), way("torch"), way("tensorflow")) == ("later", "fork", "fresh")
+    monkeypatch.setattr(Compat, "in_use", staticmethod(lambda: False))
+    assert (way(), way("tensorflow")) == ("fork", "fork")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert (way(), way("torch")) == ("fresh", "fresh")
+
+
+def test_it_forks_in_any_thread_and_goes_on_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(settled, job(tmp_path, loss=torn)).exception()
+    assert isinstance(error, UserCodeError) and "no such class" in str(error)
+
+    def full() -> int:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", full)
+    assert "Cannot allocate memory" in settled(job(tmp_path, loss=torn))[0]
+
+
+def test_a_failed_start_ends_the_process(tmp_path: Path) -> None:
+    prepared, began = prepare(job(tmp_path, loss=lambda o, t: time.sleep(60))), time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Preflight(prepared) as trial:
+        assert trial._child is not None
+        pid = trial._child._pid
+        raise KeyboardInterrupt
+    assert not Path(f"/proc/{pid}").exists() and time.monotonic() - began < 30
+
+
+def test_keras_metrics_that_are_no_mean_are_refused(tmp_path: Path) -> None:
+    """In this process, where it may be in use: what the other one does."""
+    import keras
+
+    def model() -> Any:
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+
+    wanted = job(
+        tmp_path, model=model, optimizer=lambda v: keras.optimizers.Adam(), metrics={"auc": keras.metrics.AUC()},
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )  # fmt: skip
+    batch = first_rows(wanted, wanted.train, wanted.train.index())
+    task = Task(job=wanted, train=batch, evaluate=batch, total_steps=12)
+    error = tried(task).error
+    assert isinstance(error, JobError) and "keras.metrics.AUC is no mean over samples" in str(error)
+    one = {"metrics": {"accuracy": keras.metrics.SparseCategoricalAccuracy()}}
+    assert tried(Task(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12)) == preflight.Answer()
+
+
+def test_a_model_that_cannot_be_built_shows_the_users_own_lines(tmp_path: Path) -> None:
+    def built() -> nn.Module:
+        return nn.Linear(8, CLASSES["two"])  # noqa: F821
+
+    with pytest.raises(UserCodeError, match=r"model\(\) raised NameError") as caught:
+        settled(job(tmp_path, model=built))
+    assert 'nn.Linear(8, CLASSES["two"])' in caught.value.detail and "trainwright/" not in caught.value.detail

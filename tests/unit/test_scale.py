@@ -1,0 +1,146 @@
+"""A thousand workers: what the driver does for a recovery grows no faster than their number, Ray's calls included.
+
+Times are CPU seconds of the driver's thread, the least of some, so that a busy machine does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.instant_ray import Stored, driving
+from trainwright import arguments
+from trainwright.core import events
+from trainwright.core.group import Address, Generation, Group, Peer, StateTag
+from trainwright.driver.agree import agree
+from trainwright.driver.keeping import keepers_of
+
+SIZES = (256, 1024)
+RATIO = 8.0  # of the seconds for the larger world and the smaller one: 4 where they grow alike, 16 with the square
+MOST_S = 2.0  # for the larger world, on a slow machine
+
+
+@dataclass
+class Found:
+    """What recoveries of one world cost: the least seconds, and the bytes sent by verb and those stored in one."""
+
+    seconds: float
+    sent: dict[str, int]
+    stored: list[int]
+
+
+def recoveries(size: int, folder: Path, times: int = 2) -> Found:
+    """One rank after the other is lost, of two replicas that are divided over all ranks."""
+    with driving(size, size // 2, folder) as driver:
+        driver.start()
+        seconds = []
+        gc.disable()  # how often it looks through what all tests before have left does not count
+        try:
+            for rank in range(times):
+                driver.fleet.forget()
+                seconds.append(driver.recover(rank))
+        finally:
+            gc.enable()
+        formed = [event for event in driver.told if isinstance(event, events.Formed)]
+        assert [(event.source, event.survivors) for event in formed[1:]] == [("replica", size - 1)] * times
+        forms = [driver.fleet.actors[member.worker].called["form"] for member in driver.state.members]
+        groups = [arguments.joined(own, common.value) for _, own, _, common in (forms[0], forms[-1])]
+        assert [group.rank for group in groups] == [0, size - 1] and groups[0].peers == groups[1].peers
+        assert [peer.rank for peer in groups[0].peers] == list(range(size)) and groups[0].key
+        return Found(min(seconds), dict(driver.fleet.sent), [*driver.fleet.stored])
+
+
+def test_a_recovery_costs_in_proportion_to_the_number_of_ranks(tmp_path: Path) -> None:
+    few, many = (recoveries(size, tmp_path / str(size)) for size in SIZES)
+    assert many.seconds < min(MOST_S, RATIO * few.seconds)
+    assert few.sent.keys() == many.sent.keys() >= {"interrupt", "reserve", "form", "heal", "run"}
+    for verb in ("interrupt", "reserve", "form", "heal", "run"):
+        assert many.sent[verb] / SIZES[1] < 1.05 * few.sent[verb] / SIZES[0], f"bytes of {verb} for each rank"
+    assert len(many.stored) == len(few.stored) == 1, "the peers are stored once for all ranks"
+
+
+def test_only_ranks_that_know_more_than_was_told_are_asked_for_it(tmp_path: Path) -> None:
+    with driving(8, 4, tmp_path, failures=9) as driver:
+        driver.start()
+        driver.fleet.forget()
+        driver.recover(0)
+        known = driver.fleet.calls["watch"]
+        driver.fleet.step += 1  # the driver has not heard of this one
+        driver.fleet.forget()
+        driver.recover(1)
+        steps = [step for event in driver.told if isinstance(event, events.Steps) for step in event.step]
+        assert steps == [1, 2, 3, 4] and driver.state.progress == 4
+        assert known < 3 and driver.fleet.calls["watch"] > 3, "calls of those who step again are among them"
+
+
+def sharded(size: int) -> dict[int, StateTag]:
+    """What ranks hold that divide the state between them."""
+    return {rank: StateTag(step=7, layout="s", pieces=frozenset({f"p{rank}"}), total=size) for rank in range(size)}
+
+
+@pytest.mark.parametrize("decide", [
+    agree,
+    lambda tags: keepers_of(tags, [f"node-{rank // 8}" for rank in tags], "in_place"),
+])  # fmt: skip
+def test_who_sends_and_who_keeps_what_is_found_in_linear_time(
+    decide: Callable[[dict[int, StateTag]], object],
+) -> None:
+    few, many = (cpu_s(partial(decide, sharded(size))) for size in (1000, 8000))
+    assert many < 24 * few, "8 where linear, 64 with the square"
+
+
+def cpu_s(work: Callable[[], object], times: int = 5) -> float:
+    """The least seconds of some tries."""
+    found = []
+    for _ in range(times):
+        begun = time.thread_time()
+        work()
+        found.append(time.thread_time() - begun)
+    return min(found)
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What is put into Ray's object store."""
+    put: list[bytes] = []
+    monkeypatch.setattr(arguments, "ray", SimpleNamespace(put=lambda value: put.append(value) or Stored(value)))
+    return put
+
+
+def group(size: int) -> Group:
+    """As one of its ranks is given it."""
+    peers = tuple(Peer(rank=rank, address=Address(host="h", port=rank)) for rank in range(size))
+    return Group(generation=Generation(token=1, number=2), rank=1, peers=peers, slot=3, accelerators=("5",))
+
+
+def test_a_small_group_travels_with_the_call(store: list[bytes]) -> None:
+    own, common = arguments.Arguments().of(group(3))
+    assert not store and arguments.joined(own, common) == group(3)
+
+
+def test_the_peers_of_a_large_group_are_stored_once(store: list[bytes]) -> None:
+    sender, whole = arguments.Arguments(), group(200)
+    sent = [sender.of(replace(whole, rank=rank)) for rank in range(200)]
+    assert len(store) == 1 and len({id(common) for _, common in sent}) == 1
+    assert max(len(pickle.dumps(own)) for own, _ in sent) < 600
+    assert [arguments.joined(own, store[0]) for own, _ in sent] == [replace(whole, rank=rank) for rank in range(200)]
+    sender.of(group(200))
+    assert len(store) == 2, "another generation's peers are others"
+
+
+def test_what_is_the_same_for_all_is_pickled_once(store: list[bytes]) -> None:
+    sender, steps = arguments.Arguments(), range(3, 8)
+    first, second = sender.of(steps), sender.of(steps)
+    assert first[1] is second[1] and arguments.joined(*first) == steps
+    assert arguments.joined(*sender.of(None)) is None and arguments.joined("own", b"") == "own" and not store
