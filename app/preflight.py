@@ -150,6 +150,8 @@ def _left_out(prepared: Prepared, *, resume: bool) -> str | None:
     job = prepared.job
     if not job.preflight or (prepared.begun and not resume) or (isinstance(job.loss, Distilled) and job.loss.inline):
         return ""
+    if connected():
+        return ""
     if any(data is not None and data.stateful for data in (job.train, job.evaluate)):
         return "a transform of the data is slow to open"
     return None
@@ -235,6 +237,16 @@ def _ended(status: int) -> str:
         return f"they take more than {CPU_S} s of CPU time, or more memory than there is"
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
     return f"the process that tried them {how}"
+
+
+def connected() -> bool:
+    """Whether this process is connected to a Ray cluster.
+
+    A fork may then end the notifications that it gets, so that new actors seem never to start (seen with Ray 2.60), and
+    a fresh process would take longer than the workers need to start.
+    """
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def way(framework: str = "") -> Way:

@@ -1,9 +1,9 @@
 """Data sets whose rows are made of another's: filtered, one-to-many, packed.
 
-How many rows come of a row group is counted once, by a first pass, before the run begins, and kept beside the run; where
-that takes long, it runs as tasks on the Ray cluster. From then on such a data set is like any other: its length is
-known, every epoch is exact, and any batch is computed directly, by each rank for itself. So nothing but the cursor needs
-to be saved, and no failure or resize has anything to replay.
+How many rows come of a row group is counted once, by a first pass, before the run begins, and kept beside the run;
+where that takes long, it runs as tasks on the Ray cluster. From then on such a data set is like any other: its length
+is known, every epoch is exact, and any batch is computed directly, by each rank for itself. So nothing but the cursor
+needs to be saved, and no failure or resize has anything to replay.
 
 The price is that what comes of a row may not change with the epoch: random functions before a filter, a `flat_map` or
 a `pack` are counted by the sample alone. Augmentation belongs after them.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.data import Cursor
 from trainwright.core.errors import DataError
-from trainwright.datasets.columns import Arrays
 from trainwright.datasets.order import Order, Rows
+
+if TYPE_CHECKING:
+    from trainwright.datasets.columns import Arrays
 
 
 def steps_per_epoch(rows: int, batch_size: int, drop_last: bool, epoch_samples: int | None = None) -> int:

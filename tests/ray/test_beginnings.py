@@ -12,6 +12,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.runs import told
+from trainwright import preflight
 from trainwright.core import events
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.store import open_store
@@ -43,8 +44,12 @@ def job(folder: Path, **fields: Any) -> tw.Job:
 
 
 def test_a_mended_job_goes_on_where_no_run_had_begun_and_rank_0_is_heard(
-    tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preflight, "connected", lambda: False)
+    monkeypatch.setattr(
+        preflight, "way", lambda framework="": "fresh"
+    )  # a fork may harm the connection of this process
     with pytest.raises(JobError, match="one value per sample") as caught:
         tw.fit(job(tmp_path, metrics={"close": lambda outputs, targets: (outputs[:, 0] - targets).mean()}))
     assert caught.value.where.endswith("rows before any worker started")

@@ -123,7 +123,8 @@ def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(worker: Any, mon
         with pytest.raises(HangError) as caught:
             together._answers([Future()], 0.0, HangError("the workers did not evaluate"))
     assert caught.value.where == "rank 0, a"
-    assert caught.value.detail.startswith("rank 0 stood at:\nthread MainThread") and "_explained" in caught.value.detail
+    said = caught.value.detail
+    assert said.startswith("rank 0 stood at:\nthread ") and "thread MainThread" in said and "_explained" in said
     assert worker.called == ["reserve", "interrupt"]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,12 @@ from trainwright.preflight import ROWS, Preflight, Task, first_rows, in_doubt, t
 from trainwright.prepare import plan_for, prepare
 
 HERE = Cluster(nodes=(Node(name="here", cpus=2, memory_bytes=8 << 30),))
+
+
+@pytest.fixture(autouse=True)
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have connected it to a Ray cluster."""
+    monkeypatch.setattr(preflight, "connected", lambda: False)
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -181,6 +188,16 @@ class Opened:
 
     def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
         raise AssertionError("nothing is computed")
+
+
+def test_it_is_left_out_in_a_process_that_is_connected_to_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(job(tmp_path, loss=lambda outputs, targets: 1 / 0))
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    with Preflight(prepared) as trial:
+        assert trial.settle(plan_for(prepared, HERE)) == ()
 
 
 def test_data_that_is_slow_to_open_is_not_opened(tmp_path: Path) -> None:
