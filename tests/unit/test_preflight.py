@@ -294,7 +294,8 @@ def test_it_forks_in_any_thread_and_goes_on_without_a_process(tmp_path: Path, mo
     assert "Cannot allocate memory" in settled(job(tmp_path, loss=torn))[0]
 
 
-def test_a_failed_start_ends_the_process(tmp_path: Path) -> None:
+def test_a_failed_start_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "way", lambda framework="": "fork")  # whatever other tests of this process use
     prepared, began = prepare(job(tmp_path, loss=lambda o, t: time.sleep(60))), time.monotonic()
     with pytest.raises(KeyboardInterrupt), Preflight(prepared) as trial:
         assert trial._child is not None
