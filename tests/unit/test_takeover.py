@@ -174,7 +174,7 @@ def test_of_many_that_acquire_at_once_one_wins(store: Store) -> None:
         log = RunLog(store, RUN, dead=lambda owner: owner.pid == 1)
         barrier.wait(10)
         try:
-            entry = log.acquire(replace(FAR, pid=pid), JOB, patience_s=1.0)
+            entry = log.acquire(replace(FAR, pid=pid), JOB, patience_s=10.0)  # ends with the first heartbeat
         except OwnedError:
             return None
         heart = Heartbeat(store, RUN, entry.token, every_s=0.05)
