@@ -9,6 +9,7 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+import cloudpickle
 import ray
 
 from trainwright.core.group import Group
@@ -48,5 +49,5 @@ def joined(own: Any, common: bytes) -> Any:
     """
     if not common:
         return own
-    value = pickle.loads(common)
+    value = cloudpickle.loads(common)
     return value if own is None else replace(own, peers=value)

@@ -28,6 +28,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+import cloudpickle
 import numpy as np
 
 from trainwright.core.data import Batch, Feed
@@ -306,7 +307,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
 
     def read() -> Task:
-        sys.path[:], job, train, evaluate, total_steps = pickle.loads(connection.recv_bytes())
+        sys.path[:], job, train, evaluate, total_steps = cloudpickle.loads(connection.recv_bytes())
         return Task(job=unpack(job), train=train, evaluate=evaluate, total_steps=total_steps)
 
     _serve(connection, read, IMPORTS_S)
