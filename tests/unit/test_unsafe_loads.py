@@ -16,7 +16,8 @@ from trainwright.strategies.torch.teaching import take_file
 
 # Pickles that never lie in storage: they go from a process of the run to another, over Ray.
 WITHIN_THE_RUN = {
-    "app/arguments.py", "app/preflight.py", "app/core/byvalue.py", "app/raytrain/desk.py", "app/travel.py", "app/distilling/tuning.py",
+    "app/arguments.py", "app/preflight.py",
+    "app/core/byvalue.py", "app/raytrain/desk.py", "app/travel.py", "app/distilling/tuning.py",
     "datasets/ray_source.py", "datasets/rays.py", "datasets/pipeline.py", "datasets/feeder.py",
     "datasets/first_pass.py",
 }  # fmt: skip
