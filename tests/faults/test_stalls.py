@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
+import trainwright as tw
 from tests import processes
 from tests.faults.test_heirs import killed_driver, lasting_actors, steps_told
 from tests.runs import State, final_state, told
+from trainwright.actors import KeeperProcess, WorkerProcess
+from trainwright.adoption import NAMESPACE
 from trainwright.core import events
+from trainwright.core.errors import FencedError
+from trainwright.driver.messages import Failure
+from trainwright.jobfile import load_job
 from trainwright.log import Entry, RunLog
 from trainwright.store import open_store
 
@@ -126,6 +133,38 @@ def test_a_driver_that_stood_still_harms_nothing(
     assert [event.steps_lost for event in formed] == [0] * len(formed)
     assert {event.source for event in formed[1:]} == {"replica"}
     assert not lasting_actors()
+
+
+CALLS: dict[str, dict[str, tuple[Any, ...]]] = {  # with the token of a driver before; all methods that take one
+    "worker": {
+        "call": ("leave", None, 0), "upload": ("upload", "checkpoints/00000099-0", 0), "keep": ("keep", None, 0),
+        "watch": (0, 0.0, 0), "stop": (0,), "interrupt": (99, False, 0), "printed": (0.0, 0), "live": (0,),
+        "beat": (0,), "end": (0,), "adopt": (None, 0),
+    },
+    "keeper": {"beat": (0,), "end": (0,), "seal": (b"", 0), "adopt": (0,), "remove": (0,)},
+}  # fmt: skip
+LATE = {"notice"}  # answers when its worker is told to go
+
+
+def test_processes_of_a_run_refuse_all_that_an_older_driver_asks(
+    folder: Path, tmp_path: Path, unbroken: Callable[[int], State], ray_cluster: None
+) -> None:
+    """Whatever it asks, before it finds out that it was replaced."""
+    file = processes.write_job(tmp_path, folder, step_s=0.1, checkpoint_steps=1000, workers=2, keeper_s=0.1)
+    run, kinds = tw.start(load_job(str(file))), set[str]()
+    processes.wait_for(lambda: bool(told(folder, "faulty", events.Kept)))
+    for name in [item["name"] for item in lasting_actors()]:
+        actor: Any = ray.get_actor(name, namespace=NAMESPACE)
+        kinds.add(kind := re.split("[/-]", name)[2])
+        methods = vars({"worker": WorkerProcess, "keeper": KeeperProcess}[kind]).items()
+        taking = {method for method, code in methods if "token" in getattr(code, "__annotations__", ())}
+        assert {method for method in taking if not method.startswith("_")} == CALLS[kind].keys() | (LATE & taking)
+        for method, arguments in CALLS[kind].items():
+            answer = ray.get(getattr(actor, method).remote(*arguments), timeout=60)
+            assert isinstance(answer, Failure) and isinstance(answer.error, FencedError), (name, method, answer)
+    (tmp_path / "quick").touch()
+    assert kinds == set(CALLS) and run.wait(100) and final_state(folder, "faulty") == unbroken(2)
+    assert not told(folder, "faulty", events.Failed)
 
 
 SLOW_FILE = """
