@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import trainwright as tw
 from tests.ray.test_predict import Strike, check, job, read, train
 from tests.unit.torch_jobs import accuracy, double
 from trainwright.core.data import Batch
-from trainwright.core.errors import ResourceError, UserCodeError
+from trainwright.core.errors import HangError, ResourceError, UserCodeError
 from trainwright.core.events import RunStarted
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.journal import Journal
@@ -83,3 +84,13 @@ def test_what_the_users_code_raised_on_one_rank_is_told_at_once(tmp_path: Path) 
     assert "rank 1" in caught.value.where and "in broken" in caught.value.detail
     with pytest.raises(ResourceError, match="needs 1 GPU"):
         tw.evaluate(chosen.replace(accelerator="gpu"))
+
+
+def test_ranks_that_hang_tell_where_they_stand(tmp_path: Path) -> None:
+    def stuck(outputs: Any, targets: Any) -> Any:
+        threading.Event().wait(600)
+
+    chosen, _ = trained(tmp_path, "sharded", metrics={"accuracy": stuck})
+    with pytest.raises(HangError, match="did not evaluate some within 5 s") as caught:
+        tw.evaluate(chosen.replace(hang_deadline_s=5.0, failures=0))
+    assert "rank 0, " in caught.value.where and caught.value.detail.count("in stuck") == 2
