@@ -34,6 +34,7 @@ from trainwright.driver import world
 from trainwright.driver.decide import begin, decide
 from trainwright.driver.settings import Settings
 from trainwright.driver.state import Phase, State
+from trainwright.session import collecting_rarely
 from trainwright.workorder import WorkOrder
 
 NODE = 8  # workers of a node
@@ -305,6 +306,7 @@ def driving(size: int, parts: int, folder: Path, **changes: Any) -> Iterator[Dri
     fleet = Fleet(size, parts)
     about = {"ray": fleet.ray, "WORKER": fleet, "take_over": lambda *_, **__: Found()}
     with ExitStack() as stack:
+        stack.enter_context(collecting_rarely())
         stack.enter_context(mock.patch.multiple(world, **about))
         for module in (adoption, arguments):
             stack.enter_context(mock.patch.object(module, "ray", fleet.ray))
