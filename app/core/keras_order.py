@@ -31,12 +31,12 @@ def takes_targets_first(function: Callable[..., Any]) -> bool:
     return is_of_keras(function) or _named_so(function)
 
 
-def in_order(function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
-    """Call a loss or metric in the order that it takes its arguments in; a loss object of Keras' without reduction."""
+def in_order(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """Return a loss or metric as a function of (outputs, targets); a loss object of Keras' without its reduction."""
     if is_of_keras(function) and hasattr(function, "reduction"):
         function = function.call  # type: ignore[attr-defined]  # of every `keras.losses.Loss`
-        return function(targets, outputs)
-    return function(targets, outputs) if takes_targets_first(function) else function(outputs, targets)
+        return lambda outputs, targets: function(targets, outputs)
+    return (lambda outputs, targets: function(targets, outputs)) if takes_targets_first(function) else function
 
 
 def is_of_keras(function: Any) -> bool:

@@ -149,7 +149,7 @@ class Program:
             self._refuse("give either loss= with inputs= and targets=, or step=")
         outputs = self._outputs(batch)
         with self._user("loss"):
-            return in_order(self.spec.loss, outputs, self._targets(batch)), outputs
+            return in_order(self.spec.loss)(outputs, self._targets(batch)), outputs
 
     def _outputs(self, batch: Batch) -> Array:
         """The model's outputs, first dimension rows."""
@@ -196,7 +196,7 @@ class Program:
         totals: dict[str, tuple[float, float]] = {}
         for name, metric in self.spec.metrics.items():
             with self._user(f"metric {name!r}"):
-                result = in_order(metric, outputs, targets)
+                result = in_order(metric)(outputs, targets)
             totals[name] = _sums(*self._terms(f"metric {name!r}", result, batch))
         return Sums(totals=totals)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -138,25 +138,29 @@ class Caller:
         self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT
     ) -> Terms:
         """The terms of a metric."""
-        what, function = f"metric {name!r}", self.spec.metrics[name]
-        return self.terms(what, self._judged(what, function, outputs, columns, batch, layout), batch)
+        what = f"metric {name!r}"
+        return self.terms(what, self._judged(what, outputs, columns, batch, layout), batch)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT) -> Terms:
         """The loss terms of outputs that are there already."""
-        assert self.spec.loss is not None, "a job has loss= or step="
-        return self.terms("loss=", self._judged("loss=", self.spec.loss, outputs, columns, batch, layout), batch)
+        return self.terms("loss=", self._judged("loss=", outputs, columns, batch, layout), batch)
+
+    @cached_property
+    def _functions(self) -> dict[str, Callable[[Any, Any], Any]]:
+        """The job's loss and metrics as functions of (outputs, targets), by their names in errors."""
+        given = {"loss=": self.spec.loss, **{f"metric {name!r}": each for name, each in self.spec.metrics.items()}}
+        return {what: in_order(function) for what, function in given.items() if function is not None}
 
     def _judged(
         self,
         what: str,
-        function: Callable[[Any, Any], Any],
         outputs: Any,
         columns: batches.Tensors,
         batch: Batch,
         layout: BatchLayout,
     ) -> Any:
         """What a loss or metric says of outputs; where it gathers all rows, of this rank's."""
-        targets, ordered = self.targets(columns), partial(in_order, function)
+        targets, ordered = self.targets(columns), self._functions[what]
         if self._compares(layout):
             check_samples_apart(what, ordered, outputs, targets, batch, layout, self.where)
         rows = BatchRows(batch, layout, self.group, self.where)

@@ -47,7 +47,7 @@ class _Torch:
         return nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
 
     def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
-        return in_order(function, outputs, targets)
+        return in_order(function)(outputs, targets)
 
     def answers(self, teacher: Inline, columns: Mapping[str, Tensor], like: Tensor) -> Mapping[str, Tensor]:
         """The module is loaded once a process, onto the device of `like`; one of other weights makes room."""

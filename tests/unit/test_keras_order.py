@@ -68,7 +68,7 @@ LAST = [documented, swapped, of_torch, open_ended, lambda o, t: (o, t), functool
 @pytest.mark.parametrize("function", FIRST)
 def test_targets_come_first_where_keras_or_the_names_say_so(function: Callable[..., Any]) -> None:
     assert takes_targets_first(function)
-    assert in_order(function, "outputs", "targets") == ("targets", "outputs")
+    assert in_order(function)("outputs", "targets") == ("targets", "outputs")
 
 
 @pytest.mark.parametrize("function", LAST)
@@ -77,7 +77,7 @@ def test_outputs_come_first_otherwise(function: Callable[..., Any]) -> None:
 
 
 def test_in_order_gives_outputs_first_otherwise() -> None:
-    assert in_order(documented, "outputs", "targets") == ("outputs", "targets")
+    assert in_order(documented)("outputs", "targets") == ("outputs", "targets")
 
 
 def test_only_a_loss_of_keras_is_summed() -> None:
