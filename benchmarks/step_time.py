@@ -17,7 +17,8 @@ NOTE = (
     "DistributedDataParallel loop written by hand and trainwright's worker (its own loop, data stream, engine and "
     f"records, without Ray around it), and take turns with blocks of {BLOCK} steps behind a barrier; every other pair "
     "begins with the other loop. `median step` compares the median step of each block as rank 0 saw it, `whole block` "
-    "the wall time of each block."
+    "the wall time of each block. At the end of each block trainwright compares the replicas, as it does before each "
+    "checkpoint: about 6 ms here, half of a step, in every 25."
 )
 
 
