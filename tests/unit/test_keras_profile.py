@@ -105,7 +105,7 @@ def test_attention_and_its_scores_are_known() -> None:
     assert profile.flops == products + attention + logits
     scores = 4 * 64 * 64
     assert 2 * scores <= total(profile, "scores_numbers") <= 3 * scores
-    assert profile.layers[0].name == "embedding" and profile.layers[0].traffic_numbers < 1000 * 128
+    assert profile.layers[0].name.startswith("embedding") and profile.layers[0].traffic_numbers < 1000 * 128
 
 
 def test_a_step_of_ones_own_and_a_model_that_is_no_graph() -> None:

@@ -117,8 +117,8 @@ def sharded(size: int) -> dict[int, StateTag]:
 def test_who_sends_and_who_keeps_what_is_found_in_linear_time(
     decide: Callable[[dict[int, StateTag]], object],
 ) -> None:
-    few, many = (cpu_s(partial(decide, sharded(size))) for size in (1000, 8000))
-    assert many < 24 * few, "8 where linear, 64 with the square"
+    few, many = (cpu_s(partial(decide, sharded(size))) for size in (2000, 32000))
+    assert many < 64 * few, "16 where linear, 256 with the square"
 
 
 def cpu_s(work: Callable[[], object], times: int = 5) -> float:
