@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +141,14 @@ class _Gathered(torch.autograd.Function):
 
 @torch.no_grad()
 def check_samples_apart(
-    what: str, function: Function, given: Any, targets: Any, batch: Batch, layout: BatchLayout, where: str
+    what: str,
+    function: Function,
+    given: Any,
+    targets: Any,
+    batch: Batch,
+    layout: BatchLayout,
+    where: str,
+    parameters: Iterable[Tensor] = (),
 ) -> None:
     """Raise JobError where the loss of a sample follows from what else is in its micro-batch.
 
@@ -154,6 +161,7 @@ def check_samples_apart(
         given, targets: tensors, however they are nested, whose first dimension is the rows.
         batch: the micro-batch.
         layout: of the global batch.
+        parameters: of the model that the function calls.
     """
     count, gathers = batch.rows, []
     shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
@@ -188,7 +196,8 @@ def check_samples_apart(
             return  # it may not be the rows that were too few
         found = f"with {len(chosen)} of {count} rows it raised {type(error).__name__}: {error}"
     else:
-        found = "" if part is None else _difference(whole, part, chosen)
+        rounding = _rounding((*tree_leaves((given, targets, whole)), *parameters))
+        found = "" if part is None else _difference(whole, part, chosen, rounding)
     if found:
         raise JobError([_told(what, found, bool(gathers), layout)], where=where)
 
@@ -224,7 +233,21 @@ def _rows_of(leaf: Any, chosen: Tensor, count: int) -> Any:
     return leaf
 
 
-def _difference(whole: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], chosen: Tensor) -> str:
+def _rounding(values: Iterable[Any]) -> float:
+    """Return the largest relative difference that rounding may make, by the coarsest type that may be computed in.
+
+    A result in float64 may come from a model in float32, and accelerators multiply float32 as TF32.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    devices = {tensor.device.type for tensor in tensors}
+    kinds = {tensor.dtype for tensor in tensors} | {torch.float32}
+    kinds |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
+    if devices - {"cpu"}:
+        kinds.add(torch.float16)  # as many bits of a fraction as TF32 has
+    return float(max(torch.finfo(kind).eps for kind in kinds) ** 0.5)
+
+
+def _difference(whole: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], chosen: Tensor, rounding: float) -> str:
     """Where a sample's numbers differ most, in words; empty where they do by no more than rounding."""
     for each, other in zip(whole, part, strict=True):
         if other.shape[:1] != chosen.shape:
@@ -232,12 +255,11 @@ def _difference(whole: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], chose
         expected = each.index_select(0, chosen.to(each.device))
         if expected.shape != other.shape:
             return f"a sample's loss has shape {tuple(expected.shape[1:])} and among others {tuple(other.shape[1:])}"
-        kind = other.dtype if other.is_floating_point() else torch.float32
         expected, other = expected.double().nan_to_num(), other.double().nan_to_num()
         scale = float(expected.abs().max()) if expected.numel() else 0.0
         apart = (expected - other).abs().reshape(len(chosen), -1).amax(1)
         worst = int(apart.argmax())
-        if float(apart[worst]) > torch.finfo(kind).eps ** 0.5 * scale:
+        if float(apart[worst]) > rounding * scale:
             here, there = (float(it.reshape(len(chosen), -1)[worst].sum()) for it in (expected, other))
             return f"that of one sample is {here:.6g} in its micro-batch, and {there:.6g} with some of the others in it"
     return ""

@@ -176,8 +176,9 @@ class Caller:
         if self._compares(layout):
             with evaluating(model):
                 check_samples_apart(
-                    "step=", lambda given, _: step(model, dict(given)), dict(columns), (), batch, layout, self.where
-                )
+                    "step=", lambda given, _: step(model, dict(given)), dict(columns), (), batch, layout, self.where,
+                    model.parameters(),
+                )  # fmt: skip
         rows = BatchRows(batch, layout, self.group, self.where)
         with user_code("step=", self.where), gathering(rows.gather):
             result = step(model, dict(columns))

@@ -159,6 +159,12 @@ def in_a_step(model: nn.Module, columns: Any) -> Tensor:
     return centred((model.image(columns["image"]),), None)
 
 
+def in_float32(model: nn.Module, columns: Any) -> Tensor:
+    """Rounded as a float32 model rounds whose products depend on the rows of a batch; the result is in float64."""
+    image = columns["image"]
+    return model.image(image).sum(1) * (1 + 1e-6 * len(image)) + 0.0 * model.scale
+
+
 def by_place(outputs: Any, _: Any) -> Tensor:
     """Row i belongs to row n - 1 - i: not told by tw.gather, whose rows come rank by rank."""
     every = tw.gather(outputs[0])
@@ -188,6 +194,7 @@ def test_a_step_that_compares_samples_is_refused_and_losses_of_each_sample_are_n
         warmed(loss=None, step=in_a_step)
     warmed(loss=apart)
     warmed(loss=noisy)
+    warmed(loss=None, step=in_float32)
 
 
 def test_a_gathering_loss_is_refused_in_micro_batches_and_where_places_count() -> None:
