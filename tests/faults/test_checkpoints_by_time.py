@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests import jobs
-from tests.processes import wait_for
-from tests.runs import State, final_state, told
-from tests.unit.sample_run import Recorder
+from tests.support import torch_jobs
+from tests.support.finished_runs import State, final_state, told
+from tests.support.processes import wait_for
+from tests.support.sample_run import Recorder
 from trainwright.core import events
 
 STEP_S, LEAST_S, BETWEEN_S = 0.3, 0.4, 5.0
@@ -30,14 +30,14 @@ def test_a_run_goes_on_from_a_checkpoint_whose_time_had_come(
     """The least time between two is 0.4 s instead of 10, and a failure is expected every 5 s instead of every day."""
     monkeypatch.setattr("trainwright.driver.milestones._FIRST_S", LEAST_S)
     monkeypatch.setattr("trainwright.driver.milestones._DAY_S", BETWEEN_S)
-    made, quick, heard = jobs.make_step(()), folder.parent / "quick", Recorder()
+    made, quick, heard = torch_jobs.make_step(()), folder.parent / "quick", Recorder()
 
     def step(model: Any, batch: Any) -> torch.Tensor:
         if not quick.exists():
             time.sleep(STEP_S)
         return made(model, batch)
 
-    run = tw.start(jobs.job(folder, step=step, checkpoint_steps="auto"))
+    run = tw.start(torch_jobs.job(folder, step=step, checkpoint_steps="auto"))
     run.listen(heard)
     wait_for(lambda: sum(isinstance(event, events.Checkpointed) for event in heard.heard) == 2)
     for event in heard.heard:

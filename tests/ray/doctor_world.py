@@ -12,7 +12,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import trainwright as tw
-from tests import clusters
+from tests.support import ray_clusters
 from trainwright.doctoring import fleet
 from trainwright.doctoring.across import judge_absent
 from trainwright.doctoring.facts import Absent, Fleet
@@ -25,7 +25,7 @@ def waits() -> None:
 
 def main(folder: str) -> None:
     """Look twice."""
-    clusters.thrifty()
+    ray_clusters.thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

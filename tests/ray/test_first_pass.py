@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import trainwright as tw
-from tests.jobs import ROWS, job
+from tests.support.torch_jobs import ROWS, job
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import derived, file_metadata, files, first_pass, json_lines, parquet
 from trainwright.prepare import prepare

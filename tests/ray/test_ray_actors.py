@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import ray
 
-from tests.processes import wait_for
-from tests.ray.test_ray_delivery import ROWS, check, stream
-from tests.unit.test_stream import collect
+from tests.support.fetched_streams import ROWS, check, stream
+from tests.support.processes import wait_for
+from tests.support.streams import collect
 from trainwright.core.errors import DataError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, table
 from trainwright.datasets.pools import DEATHS, deal

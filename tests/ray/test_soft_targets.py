@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests.ray.test_predict import RANGE, ROWS, Strike, columns_of, job, table, train
-from tests.ray.test_trained import trained
-from tests.unit.torch_jobs import Net, feed, one_device
+from tests.support.prediction_jobs import RANGE, ROWS, Strike, columns_of, job, table, train
+from tests.support.torch_engines import Net, feed, one_device
+from tests.support.trained_layouts import trained
 from trainwright.core.data import Batch
 from trainwright.core.errors import DataError, JobError, PlanError, RunConflict
 from trainwright.distilling.forms import Form, decode

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from trainwright import autoscaling
 from trainwright.autoscaling import HEAD, Limits, Lookout, Starting, news, older_news, read_config
 from trainwright.core.errors import ResourceError

@@ -16,12 +16,12 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
-from tests.slow_store import slow_store
-from tests.unit.file_formats import FORMATS, frame
-from tests.unit.test_tfrecord import field, message
-from tests.unit.test_tfrecord import frame as record
-from tests.unit.test_webdataset import sample as webdataset_sample
-from tests.unit.test_webdataset import write as webdataset_shard
+from tests.support.file_formats import FORMATS, frame
+from tests.support.record_files import field, message
+from tests.support.record_files import frame as record
+from tests.support.record_files import sample as webdataset_sample
+from tests.support.record_files import write as webdataset_shard
+from tests.support.slow_s3_server import slow_store
 from trainwright.datasets import Dataset, csv, file_metadata, files, parquet, text, tfrecord, webdataset
 from trainwright.datasets.file_metadata import Indexing, folder, indexing
 from trainwright.datasets.files import Footer

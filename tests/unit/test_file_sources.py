@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from tests.unit.file_formats import FORMATS, ROWS, frame, write_csv
+from tests.support.file_formats import FORMATS, ROWS, frame, write_csv
 from trainwright.core.errors import DataError
 from trainwright.datasets import arrow, csv, json_lines
 from trainwright.datasets.columns import Field

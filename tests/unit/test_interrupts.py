@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from tests.unit.test_worker_parts import order_of, table_job
+from tests.support.work_orders import order_of, table_job
 from trainwright import ranks
 from trainwright.actors import WorkerProcess
 from trainwright.core.errors import HangError, PeerLost

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
-from tests.unit.torch_jobs import Net, adam, loss, one_device, plan, spec
+from tests.support.torch_engines import Net, adam, loss, one_device, plan, spec
 from trainwright.checkpoints import CheckpointWriter, write_manifest
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.checkpoint import Manifest as Files

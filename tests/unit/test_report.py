@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.processes import wait_for
-from tests.unit.sample_run import DECISION, started, stepped, whole_run
+from tests.support.processes import wait_for
+from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright import tensorboard
 from trainwright.core import events
 from trainwright.core.errors import StorageError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server_jobs import Strike, Striker
+from tests.support.server_jobs import Strike, Striker
 from trainwright.core import events
 from trainwright.core.group import Generation, Group, Peer
 from trainwright.driver import apart

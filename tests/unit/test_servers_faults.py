@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.alone import SHARES, STEPS, assert_close, cluster
+from tests.support.threaded_servers import SHARES, STEPS, assert_close, cluster
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 from trainwright.strategies.reference.optimizers import Sgd
 from trainwright.strategies.servers import book

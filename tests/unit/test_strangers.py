@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.unit.test_channel import PLACES, joined, serving, soon
+from tests.support.channel_server import PLACES, joined, serving, soon
 from trainwright.strategies.servers import lines
 from trainwright.strategies.servers.handshake import NONCE_BYTES
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
-from tests.processes import wait_for
+from tests.support.processes import wait_for
+from tests.support.run_logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
 from trainwright.core.errors import FencedError, OwnedError, StorageError
 from trainwright.log import Entry, Heartbeat, Owner, RunLog, provably_dead
 from trainwright.owner import LEASE_S, heartbeat_path

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.torch_jobs import (
+from tests.support.torch_engines import (
     Net,
     accuracy,
     adam,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.test_torch_bank import JOBS, Odd, facts
-from tests.unit.torch_jobs import (
+from tests.support.parameter_server_jobs import JOBS, Odd, facts
+from tests.support.torch_engines import (
     GENERATION,
     Chosen,
     Files,

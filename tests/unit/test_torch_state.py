@@ -18,7 +18,18 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests.unit.torch_jobs import Chosen, Files, Net, Weighing, batch_normed, double, feed, one_device, saved, spec
+from tests.support.torch_engines import (
+    Chosen,
+    Files,
+    Net,
+    Weighing,
+    batch_normed,
+    double,
+    feed,
+    one_device,
+    saved,
+    spec,
+)
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch import batches, state

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests.unit.torch_jobs import Net, one_device, saved
+from tests.support.torch_engines import Net, one_device, saved
 from trainwright import use
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path

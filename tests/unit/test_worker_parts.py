@@ -14,21 +14,19 @@ import numpy as np
 import pytest
 
 import trainwright as tw
+from tests.support.work_orders import order_of, table_job
 from trainwright.causes import cause_of
 from trainwright.core.asynchrony import Unit
 from trainwright.core.data import Batch, Feed, Feeding, StepReport, Sums
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh
 from trainwright.datasets.feeds import Coming
 from trainwright.driver.layouts import Probing
 from trainwright.records import StepRecords
 from trainwright.signals import stopping
 from trainwright.store import Store
-from trainwright.strategies.data_parallel import ENGINES
-from trainwright.travel import pack
 from trainwright.worker import Worker
-from trainwright.workorder import WorkOrder
 
 
 def filled(*steps: int) -> StepRecords:
@@ -288,16 +286,3 @@ def test_it_evaluates_in_as_small_pieces_as_it_trains(monkeypatch: pytest.Monkey
     with worker._evaluation.feeds() as feeds:
         weights = [[batch.weights.tolist() for batch in feed.parts[0]] for feed in feeds]
     assert sorted(weights) == [[[0.0], [1.0]], [[1.0], [1.0]], [[1.0], [1.0]]]
-
-
-def order_of(job: tw.Job) -> WorkOrder:
-    plan = Plan(strategy="s", engine=ENGINES["reference"], mesh=Mesh(), batch_size=2, placement=Placement(cpus=1))
-    return WorkOrder(job=pack(job), plan=plan, storage="memory://away", run="run", train=job.train.index())
-
-
-def table_job(**fields: Any) -> tw.Job:
-    data = tw.datasets.table({"x": np.zeros((4, 2), np.float32), "y": np.zeros(4, np.int64)})
-    return tw.Job(
-        name="run", model=object, optimizer=lambda parameters: None, loss=lambda outputs, targets: outputs,
-        inputs="x", targets="y", train=data, batch_size=2, **fields,
-    )  # fmt: skip

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import trainwright as tw
-from tests.conformance.harness import Pool, World
-from tests.conformance.rank import Files
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan

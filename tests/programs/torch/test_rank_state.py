@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.test_torch_ranks import Exchange, formed, run_ranks
-from tests.unit.torch_jobs import GENERATION, Files, feed, one_device, saved, spec
+from tests.support.rank_processes import Exchange, formed, run_ranks
+from tests.support.torch_engines import GENERATION, Files, feed, one_device, saved, spec
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
