@@ -15,6 +15,7 @@ import pytest
 from tests.support.faulty_proxy import SKEWED, SLOW_DOWN, Fault, FaultyProxy
 from tests.support.run_logs import FAR, JOB
 from tests.support.s3_server import S3Server
+from trainwright import store
 from trainwright.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
@@ -107,7 +108,7 @@ def scene(clean: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Sc
     for module in ("clients", "patience"):
         monkeypatch.setattr(f"trainwright.{module}.FIRST_S", 0.02)
         monkeypatch.setattr(f"trainwright.{module}.LONGEST_S", 0.2)
-    monkeypatch.setattr("trainwright.store._CHUNK_BYTES", PART)
+    monkeypatch.setattr(store, "CHUNK_BYTES", PART)
     uri = f"{clean}/{next(_numbers)}"
     direct = open_store(uri)
     made = Scene(proxy=proxy, direct=direct, store=through(proxy, uri, SHORT))

@@ -31,6 +31,7 @@ from trainwright.adoption import Beats
 from trainwright.checkpoints import CheckpointWriter, newest_good, write_manifest
 from trainwright.core import events
 from trainwright.core.errors import DataError, JobError, RunConflict, StorageError
+from trainwright.driver import world
 from trainwright.log import RunLog
 from trainwright.report import write_report
 from trainwright.store import open_store
@@ -295,7 +296,7 @@ def test_a_write_that_hangs_is_told_while_training_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """A folder mounted hard never gives an error: first a worker waits for it, then the driver."""
-    monkeypatch.setattr("trainwright.driver.world.OVERDUE_S", 0.5)
+    monkeypatch.setattr(world, "OVERDUE_S", 0.5)
     worker, driver = tmp_path / "worker", tmp_path / "driver"
 
     def late(*given: Any) -> str:
@@ -323,7 +324,7 @@ def test_beats_that_cannot_be_sent_are_told_at_once_and_sent_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """Without them all workers would end by themselves a minute later."""
-    monkeypatch.setattr("trainwright.driver.world.BEAT_S", 0.1)
+    monkeypatch.setattr(world, "BEAT_S", 0.1)
     sent, send = list[Any](), Beats.send
 
     def broken(self: Beats, actors: Any, token: int) -> Any:

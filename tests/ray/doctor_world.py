@@ -33,7 +33,7 @@ def main(folder: str) -> None:
     there = [stop for stop in fleet.stops(ray.nodes()) if stop.number == second.node_id]  # type: ignore[no-untyped-call]
     dying = threading.Timer(1.0, cluster.remove_node, (second,), {"allow_graceful": False})
     dying.start()
-    absent = fleet._everywhere(there, waits, lambda stop: (), 30.0)
+    absent = fleet.everywhere(there, waits, lambda stop: (), 30.0)
     dying.join()
     assert all(isinstance(each, Absent) for each in absent.values()), absent
     print("THEN", *judge_absent(Fleet(machines={}, absent=absent)))

@@ -79,7 +79,7 @@ def test_what_was_stored_is_not_computed_again(
     run = tw.distill(again, fresh=True)
     assert parts and run.state == "done"
     here = run.verdict
-    monkeypatch.setattr(judging, "_HERE_FLOPS", 0)
+    monkeypatch.setattr(judging, "LOCAL_FLOPS", 0)
     pooled = run.judge()
     assert [*(tmp_path / "student-offline" / "judged").rglob("*.parquet")] and here is not None
     for one, other in zip(here.marks, pooled.marks, strict=True):

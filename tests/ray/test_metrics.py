@@ -83,7 +83,7 @@ def heard(folder: Path) -> bool:
 def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray hands it on every ten seconds. The run waits for that at a step, since its gauges end with it; before, its
     worker is killed after steps that the driver has heard of."""
-    monkeypatch.setattr(readings, "_GOODPUT_S", 0.0)  # reckoned with each event, not every ten seconds
+    monkeypatch.setattr(readings, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
     gate, folder = tmp_path / "gate", tmp_path / "runs"
 
     def held(step: int, total: int) -> float:

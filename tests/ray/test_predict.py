@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import trainwright as tw
 from tests.support.prediction_jobs import RANGE, ROWS, Strike, check, columns_of, job, read, table, train
 from tests.support.torch_engines import loss
+from trainwright import predicting
 from trainwright.core.data import Batch
 from trainwright.core.errors import ResourceError, RunConflict, UserCodeError, WorkerLost
 
@@ -68,7 +69,7 @@ def test_a_range_that_kills_every_worker_is_named(
     served: tuple[tw.Job, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, _ = served
-    monkeypatch.setattr("trainwright.predicting.ATTEMPTS", 2)
+    monkeypatch.setattr(predicting, "ATTEMPTS", 2)
     data = tw.datasets.table(table()).map(Strike("kill"))
     with pytest.raises(WorkerLost, match="rows 92 to 114 were given up: 2 workers were lost") as caught:
         tw.predict(chosen, data, to=str(tmp_path / "out"), workers=1, range_rows=RANGE)

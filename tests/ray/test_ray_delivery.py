@@ -165,7 +165,7 @@ def test_a_pipeline_takes_pieces_as_it_needs_them(monkeypatch: pytest.MonkeyPatc
             taken.append(piece)
             yield piece
 
-    monkeypatch.setattr(pipeline, "_TASKS", 12)
+    monkeypatch.setattr(pipeline, "MAX_TASKS", 12)
     blocks = pipeline.run(ray.put(dumps(recipe)), pieces(), {"CPU": 2.0}, OpenGate(None, 0))
     made = [ray.get(next(blocks))]
     assert len(taken) == 12
@@ -220,7 +220,7 @@ def test_a_killed_feeder_computes_again_what_was_lost() -> None:
     light = collect(stream(dataset(), 0, 1, None))
     with stream(dataset(), 0, 1, fetcher).feeds(0) as feeds:
         first = [next(feeds) for _ in range(3)]
-        ray.kill(fetcher._feeder, no_restart=False)
+        ray.kill(fetcher.feeder, no_restart=False)
         check(first + list(feeds), light)
     fetcher.close()
 

@@ -149,7 +149,7 @@ def test_a_keras_teacher_teaches_a_torch_student(tmp_path: Path) -> None:
 
     student = one_device(job(tmp_path, train=data, targets=("y", "teacher.k"), loss=distance).model_spec(1))
     with torch.no_grad():
-        outputs = student._built.model(torch.from_numpy(given["x"][:12])).numpy()
+        outputs = student.replica.model(torch.from_numpy(given["x"][:12])).numpy()
     taught = hidden[:12].sum(-1, keepdims=True) * 0.5
     rows = Batch(
         columns={name: column[:12] for name, column in given.items()}, weights=np.ones(12), samples=np.arange(12)

@@ -24,8 +24,9 @@ class Server:
     """Lines with a region of the bytes 0, 1, 2 ... and what the tests want of them."""
 
     def __init__(self, place: str, deadline_s: float = 10.0, size: int = 4096) -> None:
-        self.lines = Lines(_listener(place), FIRST, deadline_s=deadline_s)
-        self.peer = Peer(rank=0, address=self.lines._listener.address, role="server")
+        listener = _listener(place)
+        self.lines = Lines(listener, FIRST, deadline_s=deadline_s)
+        self.peer = Peer(rank=0, address=listener.address, role="server")
         self.region = Region(size)
         np.frombuffer(self.region.view, np.uint8)[:] = np.resize(np.arange(251, dtype=np.uint8), size)
         self.lines.publish(self.region)

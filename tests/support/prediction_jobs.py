@@ -87,7 +87,7 @@ def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
     engine.save(engine.snapshot(), writer)
     ledger.commit(m.Commit(step=steps, path=path, files=writer.entries, parent=parent, layout="replicated"))
     ledger.release(m.Release(outcome="stopped", step=steps))
-    model: nn.Module = engine._built.model
+    model: nn.Module = engine.replica.model
     return model.eval()
 
 

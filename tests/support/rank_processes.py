@@ -76,7 +76,7 @@ def formed(
     addresses = [address for address in exchange(engine.reserve(GENERATION, "worker")) if isinstance(address, Address)]
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
     place = ranks.index(rank) if ranks else rank
-    engine.form(Group(generation=GENERATION, rank=place, peers=peers, deadline_s=20.0))
-    if engine._replica is None:
+    tag = engine.form(Group(generation=GENERATION, rank=place, peers=peers, deadline_s=20.0))
+    if tag.step is None:
         engine.build(job, how or plan(ranks=len(peers)))
     return engine

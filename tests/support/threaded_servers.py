@@ -77,7 +77,7 @@ class Cluster:
         """Servers that let steps be taken, from when this returns."""
         self.first = self.servers[0].state.step or 0
         serving = [self.pool.submit(lambda one=one: list(one.serve(until, wish))) for one in self.servers]
-        lead = self.servers[0]._desk
+        lead = self.servers[0].server
         assert isinstance(lead, Lead)
         while not lead.serving and lead.step <= self.first and not serving[0].done():
             time.sleep(0.001)

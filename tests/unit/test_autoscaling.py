@@ -98,7 +98,7 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     from ray.autoscaler._private.kuberay import node_provider
 
     (tmp_path / "namespace").write_text("team\n")
-    monkeypatch.setattr(autoscaling, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(autoscaling, "SERVICE_ACCOUNT", tmp_path)
     monkeypatch.setenv("RAY_CLUSTER_NAME", "mine")
     answers: list[Any] = []
 

@@ -45,7 +45,7 @@ def data(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, for which files that were changed just now are settled."""
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_metadata, "_SETTLED_S", {True: -60.0, False: -60.0})
+    monkeypatch.setattr(file_metadata, "SETTLED_S", {True: -60.0, False: -60.0})
     return tmp_path / "cache" / "indexes"
 
 
@@ -53,13 +53,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose footers are read from now on."""
     names: list[str] = []
-    footer = files._footer
+    footer = files.read_footer
 
     def counted(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
         names.append(info.base_name)
         return footer(system, info)
 
-    monkeypatch.setattr(files, "_footer", counted)
+    monkeypatch.setattr(files, "read_footer", counted)
     return names
 
 
@@ -250,7 +250,7 @@ def test_another_option_is_another_entry(tmp_path: Path, cache: Path) -> None:
 
 
 def test_the_cache_is_bounded(data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_metadata, "_FILES", 2)
+    monkeypatch.setattr(file_metadata, "MAX_CACHE_FILES", 2)
     for number in range(3):
         parquet(data / f"{number}.parquet").index()
         for age, file in enumerate(sorted(cache.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)):

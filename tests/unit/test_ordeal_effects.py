@@ -174,7 +174,7 @@ def test_variables_go_to_the_workers_beside_what_the_job_has(monkeypatch: pytest
         "metadata": {"m": "1"},
         "runtime_env": {"env_vars": {"A": "a", "B": "b"}, "pip": []},
     }
-    assert name == outage._RAY_JOB
+    assert name == outage.RAY_JOB
 
 
 def test_shared_memory_that_nobody_uses_is_left_over(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainwright.driver import apart
 from trainwright.driver import messages as m
 
 GENERATION = Generation(token=1, number=1)
-PEERS = tuple(Peer(rank=rank, address=apart._NOWHERE) for rank in range(4))
+PEERS = tuple(Peer(rank=rank, address=apart.NOWHERE) for rank in range(4))
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ def banks(job: ModelSpec, how: Plan) -> list[Bank]:
 def held(made: Sequence[Bank]) -> Files:
     kept = Files()
     for bank in made:
-        bank._replica.step = 1
-        files.write(state.Copies().of(state.held(bank._replica)), kept)
+        bank.replica.step = 1
+        files.write(state.Copies().of(state.held(bank.replica)), kept)
     return kept
 
 
@@ -55,11 +55,11 @@ def update(made: Sequence[Bank], gradients: Sequence[dict[str, Tensor]], weights
     for server, bank in enumerate(made):
         pushes = []
         for share, (given, weight) in enumerate(zip(gradients, weights, strict=True)):
-            payload = memoryview(bytearray(bank._form.size_bytes))
+            payload = memoryview(bytearray(bank.form.size_bytes))
             for name, gradient in given.items():
                 for piece in where[name]:
                     if piece.server == server:
-                        bank._form.write(payload, name, piece.of(gradient).contiguous())
+                        bank.form.write(payload, name, piece.of(gradient).contiguous())
             pushes.append(Push(unit=Unit(step=step, share=share), weight=weight, payload=payload, buffers=NONE))
         bank.apply(pushes, step=step, rate_factor=1.0, clip_factor=1.0)
 
@@ -78,7 +78,7 @@ def made_up(model: nn.Module, seed: int) -> dict[str, Tensor]:
 def test_shards_step_as_the_whole_does_and_their_files_fit_it(name: str, servers: int) -> None:
     job = JOBS[name]
     made, whole = banks(job, plan(servers=servers)), one_device(job)
-    replica = whole._built
+    replica = whole.replica
     for step in range(4):
         gradients = made_up(replica.model, step)
         update(made, [gradients], [3.0], step)
@@ -95,7 +95,7 @@ def test_shards_step_as_the_whole_does_and_their_files_fit_it(name: str, servers
     for count in {1, 2, 3}:
         moved = banks(job, plan(servers=count))
         for bank in moved:
-            state.restore(bank._replica, files.read(kept, bank._replica.wanted, bank._replica.part))
+            state.restore(bank.replica, files.read(kept, bank.replica.wanted, bank.replica.part))
         third = one_device(job)
         third.load(held(moved))
         assert facts(saved(third)) == facts(expected)
@@ -115,7 +115,7 @@ class Ears:
 def test_a_push_that_does_not_count_leaves_what_waits_as_it_was(taken: bool) -> None:
     model = nn.Linear(4, 1, bias=False)
     job, how = spec(model=lambda: model, optimizer=adam), plan(servers=1, wire="topk(0.5)")
-    replica = one_device(job)._built
+    replica = one_device(job).replica
     held = shards(job, how, replica.model, "")
     form, (parameter,) = Form(held[0], how.wire), replica.trainable
     outgoing, ears, found = Outgoing(replica=replica, where=pieces(held), forms=[form]), Ears([form]), torch.zeros(1, 4)
@@ -146,7 +146,7 @@ class Rounds:
 
     def __init__(self, seed: int, backup: int, workers: int) -> None:
         job, how = spec(model=lambda: WIDE, optimizer=adam), plan(servers=SERVERS, wire="topk(0.3)")
-        replica = one_device(job)._built
+        replica = one_device(job).replica
         held = shards(job, how, replica.model, "")
         (self.parameter,), consistency = replica.trainable, Consistency.parse(f"sync(backup={backup})")
         self.random, self.forms = random.Random(seed), [Form(shard, how.wire) for shard in held]
