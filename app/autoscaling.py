@@ -30,7 +30,7 @@ LOOK_S = 2.0  # between two looks at what is being started
 ASK_S = 30.0  # for the head to answer
 _UNTOLD = "the provider refused (monitor.log on the head says why)"  # Ray 2.60 keeps the reason to itself
 _OPTION = "--autoscaling-config="
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +144,8 @@ def by_value() -> Iterator[None]:
 
 def read_config(address: str, processes: Path = Path("/proc")) -> dict[str, Any] | None:
     """On the head: what the autoscaler of the cluster at this address was given; None where there is none."""
-    if "RAY_CLUSTER_NAME" in os.environ and (_ACCOUNT / "namespace").exists():
-        return _of_kubernetes(os.environ["RAY_CLUSTER_NAME"], (_ACCOUNT / "namespace").read_text().strip())
+    if "RAY_CLUSTER_NAME" in os.environ and (SERVICE_ACCOUNT / "namespace").exists():
+        return _of_kubernetes(os.environ["RAY_CLUSTER_NAME"], (SERVICE_ACCOUNT / "namespace").read_text().strip())
     port = address.rpartition(":")[2]  # the host may be known by several names
     for words in _commands(processes):
         given = [word.removeprefix(_OPTION) for word in words if word.startswith(_OPTION)]

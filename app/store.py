@@ -34,7 +34,7 @@ __all__ = ["MissingFile", "Patience", "Store", "StoreDown", "open_store"]
 
 Value = TypeVar("Value")
 
-_CHUNK_BYTES, _LEAST_BYTES = 16 << 20, 1 << 20
+CHUNK_BYTES, MIN_PIECE_BYTES = 16 << 20, 1 << 20
 _READERS, _AHEAD = 8, 3
 
 
@@ -101,18 +101,18 @@ class Store:
     def stream(self, path: str) -> Iterator[memoryview]:
         """A file in portions of 16 MiB, in order; three are read ahead. Raises MissingFile."""
         size_bytes = self.size(path)
-        if size_bytes <= _CHUNK_BYTES:
+        if size_bytes <= CHUNK_BYTES:
             yield memoryview(self.get(path))
             return
         client, waiting = self._bulk or self._reader(), deque[Future[memoryview]]()
 
         def read(start: int) -> memoryview:
-            end = min(start + _CHUNK_BYTES, size_bytes)
+            end = min(start + CHUNK_BYTES, size_bytes)
             found = self._tried("cannot read", path, lambda: obstore.get_range(client, path, start=start, end=end))
             return memoryview(found)
 
         with ThreadPoolExecutor(_AHEAD) as pool:
-            for start in range(0, size_bytes, _CHUNK_BYTES):
+            for start in range(0, size_bytes, CHUNK_BYTES):
                 waiting.append(pool.submit(read, start))
                 if len(waiting) > _AHEAD:
                     yield waiting.popleft().result()
@@ -164,12 +164,12 @@ class Store:
                 joined, unless they are small.
             sync: in a folder, come back only when the disk has it.
         """
-        small = sum(map(len, pieces)) <= _CHUNK_BYTES
+        small = sum(map(len, pieces)) <= CHUNK_BYTES
 
         def write() -> None:
             client = self._writer() if small else self._bulk or self._writer()
             data = b"".join(pieces) if small else _portions(pieces)
-            obstore.put(client, self._inside(path), data, chunk_size=_CHUNK_BYTES)
+            obstore.put(client, self._inside(path), data, chunk_size=CHUNK_BYTES)
             if sync:
                 self._sync(path)
 
@@ -249,12 +249,12 @@ class Store:
         """A file; one of several parts in ranges, each of which is tried again for itself."""
         found = obstore.get(self._reader(), path)
         size_bytes = found.meta["size"]
-        if self._bulk is None or size_bytes <= _CHUNK_BYTES:
+        if self._bulk is None or size_bytes <= CHUNK_BYTES:
             return found.bytes().to_bytes()
-        client, starts = self._bulk, range(0, size_bytes, _CHUNK_BYTES)
+        client, starts = self._bulk, range(0, size_bytes, CHUNK_BYTES)
 
         def read(start: int) -> memoryview:
-            end = min(start + _CHUNK_BYTES, size_bytes)
+            end = min(start + CHUNK_BYTES, size_bytes)
             return memoryview(obstore.get_range(client, path, start=start, end=end))
 
         with ThreadPoolExecutor(_READERS) as pool:
@@ -291,7 +291,7 @@ class Store:
     def _tries_s(self) -> tuple[float, float, float]:
         """For how long the three clients try: the usual one, the one of creates, the one of large files."""
         total_s = self._patience.total_s
-        return total_s, 0.0, total_s + _CHUNK_BYTES / self._patience.slowest_bytes_s
+        return total_s, 0.0, total_s + CHUNK_BYTES / self._patience.slowest_bytes_s
 
     def _connect(self, tries_s: float) -> ObjectStore:
         return connect(self.uri, self._endpoint, self._patience, tries_s=tries_s)
@@ -379,14 +379,14 @@ def _portions(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryvi
     """The same bytes in portions that a client takes up well: large pieces cut up, small ones joined."""
     joined = bytearray()
     for piece in pieces:
-        if len(piece) < _LEAST_BYTES:
+        if len(piece) < MIN_PIECE_BYTES:
             joined += piece
         elif joined:
             yield bytes(joined)
             joined.clear()
-        if len(joined) >= _LEAST_BYTES:
+        if len(joined) >= MIN_PIECE_BYTES:
             yield bytes(joined)
             joined.clear()
-        if len(piece) >= _LEAST_BYTES:
-            yield from (memoryview(piece)[start : start + _CHUNK_BYTES] for start in range(0, len(piece), _CHUNK_BYTES))
+        if len(piece) >= MIN_PIECE_BYTES:
+            yield from (memoryview(piece)[start : start + CHUNK_BYTES] for start in range(0, len(piece), CHUNK_BYTES))
     yield bytes(joined)

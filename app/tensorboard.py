@@ -21,7 +21,7 @@ from typing import Protocol
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, Measured, RunEnded, RunStarted, Steps
 
-_MOST_BYTES = 64 << 20  # that wait for the store
+MAX_WAITING_BYTES = 64 << 20  # that wait for the store
 
 
 class Target(Protocol):
@@ -89,7 +89,7 @@ class TensorBoard:
         """Have the buffer written behind what is being written. Raises what an earlier write did."""
         while self._writes and self._writes[0].done():
             self._waiting_bytes -= self._writes.popleft().result()  # an error has the journal drop this listener
-        if self._waiting_bytes > _MOST_BYTES:
+        if self._waiting_bytes > MAX_WAITING_BYTES:
             raise StorageError("the store does not answer, and too many records wait for it", where=self._prefix)
         if not self._buffer:
             return

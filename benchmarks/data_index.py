@@ -135,7 +135,7 @@ class Filtered:
     def __call__(self) -> float:
         """Seconds of the index."""
         if self.tasks:
-            first_pass._TRIED_S = first_pass._LONG_S = 0.0
+            first_pass.MIN_PASS_S = first_pass.LONG_PASS_S = 0.0
         return _seconds(lambda: tw.datasets.parquet(self.path).filter(seldom).index())
 
 

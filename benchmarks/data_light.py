@@ -109,7 +109,7 @@ def _on_s3(table: Path, rounds: Rounds) -> list[Figure]:
     import pyarrow.fs as pafs
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.s3 import running
+    from tests.support.s3_server import running
 
     with ExitStack() as stack:
         server = stack.enter_context(running())

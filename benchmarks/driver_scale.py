@@ -21,7 +21,7 @@ ACTORS, CALLS, SMOKE_CALLS = 4, 2000, 40  # of Ray's own
 NOTE = (
     "One of all ranks is lost while they step, is replaced, and all form a group again. Two replicas divide the state "
     "over half of the ranks each (ZeRO-3), so that the lost part comes from the other one. Decisions and effects are "
-    "the driver's own, over a stand-in for Ray's calls in this process (`tests/instant_ray.py`), which pickles "
+    "the driver's own, over a stand-in for Ray's calls in this process (`tests/support/fake_ray.py`), which pickles "
     "arguments as Ray does and answers at once. Seconds are CPU time of the driver's thread, since the machine had "
     "other work; objects that were there before are frozen, so that the garbage collector does not look through them. "
     "The first two rows stand beside the limits that were set for them. `all peers to each rank` pickles the whole "
@@ -79,7 +79,7 @@ def _figure(what: str, unit: str, ours: list[float], peers: list[float], target:
 def recoveries(size: int, folder: Path, times: int, *ways: Arguments) -> list[Cost]:
     """Lose one rank after the other; what that cost by each way to send arguments, which take turns."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.instant_ray import driving
+    from tests.support.fake_ray import driving
 
     found = [Cost() for _ in ways]
     with driving(size, size // 2, folder, failures=times * len(ways)) as driver:

@@ -24,8 +24,8 @@ FILE = "king-james.txt"
 SHA256 = "cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d"
 TRAINED = 0.95  # of the characters
 
-_MAGIC = b"\x1f\x9d\x90"  # of compress(1): block mode, codes of up to 16 bits
-_OFFSETS, _FIRST = 0x5C, 0x170  # of the windows' places in bible.data, and of the first window
+MAGIC = b"\x1f\x9d\x90"  # of compress(1): block mode, codes of up to 16 bits
+OFFSETS, FIRST_WINDOW = 0x5C, 0x170  # of the windows' places in bible.data, and of the first window
 
 Say = Callable[[str], None]
 
@@ -65,7 +65,7 @@ def _fetch(home: Path, say: Say) -> bytes:
     """The text from the first source that has it unaltered."""
     sources: dict[str, Callable[[], bytes]] = {
         str(home / FILE): (home / FILE).read_bytes,
-        f"the Debian package {PACKAGE}": _from_debian,
+        f"the Debian package {PACKAGE}": from_debian,
     }
     problems = []
     for name, fetch in sources.items():
@@ -93,12 +93,12 @@ def _verified(text: bytes, remedy: str) -> bytes:
     return text
 
 
-def _from_debian() -> bytes:
+def from_debian() -> bytes:
     """`bible.data` holds windows of 64 KiB, each as compress(1) writes it without its first bytes; gzip reads those."""
     with tempfile.TemporaryDirectory(prefix="king-james-") as folder:
         data = (unpacked(PACKAGE, Path(folder)) / "usr" / "lib" / "bible.data").read_bytes()
-    places = struct.unpack(f">{(_FIRST - _OFFSETS) // 4}I", data[_OFFSETS:_FIRST])
-    windows = [_MAGIC + data[start:stop] for start, stop in itertools.pairwise(places)]
+    places = struct.unpack(f">{(FIRST_WINDOW - OFFSETS) // 4}I", data[OFFSETS:FIRST_WINDOW])
+    windows = [MAGIC + data[start:stop] for start, stop in itertools.pairwise(places)]
     text = b"".join(
         subprocess.run(["gzip", "-dc"], input=each, capture_output=True, check=True).stdout for each in windows
     )

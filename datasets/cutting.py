@@ -12,7 +12,7 @@ from trainwright.datasets.ranges import Ranges
 
 GROUP_ROWS, GROUP_BYTES = 4096, 8 << 20
 RECORD_BYTES = 256 << 20
-_CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20
 
 Offsets = npt.NDArray[np.int64]
 Ends = Callable[[bytes, bool], Offsets]
@@ -62,7 +62,7 @@ def whole_records(data: Ranges, start: int, ends: Ends, limit_bytes: int = RECOR
     rest = b""
     records = 0
     while position < data.size_bytes:
-        after = min(position + _CHUNK_BYTES, data.size_bytes)
+        after = min(position + CHUNK_BYTES, data.size_bytes)
         rest += data.read(position, after)
         position, low = after, 0
         last = position == data.size_bytes

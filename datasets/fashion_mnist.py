@@ -82,8 +82,8 @@ def _fetch(raw: Path, say: Say) -> dict[str, bytes]:
     """The four files from the first source that has them unaltered."""
     sources: dict[str, Fetch] = {
         f"files in {raw}": lambda target: _copy(raw, target),
-        f"the Debian package {PACKAGE}": _from_debian,
-        ADDRESS: _from_address,
+        f"the Debian package {PACKAGE}": from_debian,
+        ADDRESS: from_address,
     }
     problems = []
     for name, fetch in sources.items():
@@ -121,11 +121,13 @@ def _copy(raw: Path, target: Path) -> None:
         shutil.copy(raw / f"{file}.gz", target)
 
 
-def _from_debian(target: Path) -> None:
+def from_debian(target: Path) -> None:
+    """Copy the files from the Debian package into a folder."""
     _copy(unpacked(PACKAGE, target) / "usr" / "share" / "datasets" / "fashion-mnist", target)
 
 
-def _from_address(target: Path) -> None:
+def from_address(target: Path) -> None:
+    """Download the files into a folder."""
     for file in SHA256:
         with urllib.request.urlopen(f"{ADDRESS}{file}.gz", timeout=_CONNECT_S) as answer:
             (target / f"{file}.gz").write_bytes(answer.read())

@@ -28,8 +28,8 @@ from trainwright.datasets.index import digest
 Value = TypeVar("Value")
 
 _FORMAT = 1  # another one where the same files would give other metadata
-_SETTLED_S = {True: 2.0, False: 60.0}  # of local files; of a store, whose clock may differ from ours by as much
-_FILES = 64  # cache files that are kept
+SETTLED_S = {True: 2.0, False: 60.0}  # of local files; of a store, whose clock may differ from ours by as much
+MAX_CACHE_FILES = 64  # cache files that are kept
 _LONGEST_BYTES = 512 << 20
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_ENDPOINT")
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, pa.ArrowException)
@@ -156,7 +156,7 @@ def _state(info: pafs.FileInfo, local: bool, looked_s: float) -> list[Any]:
         settled = found.st_size == info.size
     else:
         changed_ns, state, settled = info.mtime_ns or 0, [info.size, info.mtime_ns], bool(info.mtime_ns)
-    return state if settled and changed_ns / 1e9 < looked_s - _SETTLED_S[local] else []
+    return state if settled and changed_ns / 1e9 < looked_s - SETTLED_S[local] else []
 
 
 def _content(identity: str, entries: Mapping[str, Any]) -> bytes:
@@ -226,5 +226,5 @@ def _write(name: str, content: bytes) -> None:
 def _prune(place: Path) -> None:
     """Delete the oldest cache files."""
     files = sorted(place.glob("*.json.z"), key=lambda path: path.lstat().st_mtime, reverse=True)
-    for path in files[_FILES:]:
+    for path in files[MAX_CACHE_FILES:]:
         path.unlink(missing_ok=True)

@@ -218,12 +218,12 @@ def _footers(system: pafs.FileSystem, files: list[pafs.FileInfo]) -> list[Footer
     """Read the footers of files, many at a time: each waits for the store, not for this machine."""
     pool = ThreadPoolExecutor(min(_FOOTERS, len(files)), thread_name_prefix="trainwright-footer")
     try:
-        return list(pool.map(partial(_footer, system), files))
+        return list(pool.map(partial(read_footer, system), files))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _footer(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
+def read_footer(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
     def read() -> pq.FileMetaData:
         """Given the size, pyarrow makes one request of a store instead of two."""
         return _FORMAT.make_fragment(info.path, filesystem=system, file_size=info.size).metadata

@@ -16,8 +16,8 @@ from trainwright.datasets.file_metadata import current
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
-_TRIED_S = 2.0  # of the pass, before its length is judged
-_LONG_S = 10.0  # what is left of a pass that is worth tasks
+MIN_PASS_S = 2.0  # of the pass, before its length is judged
+LONG_PASS_S = 10.0  # what is left of a pass that is worth tasks
 _PARTS = 4  # tasks for each CPU of the cluster, so that all end together
 _PART_ITEMS = 256
 
@@ -37,8 +37,8 @@ def first_pass(work: Callable[[Item], Value], items: Sequence[Item], *, threads:
     try:
         while len(done) < len(items):
             started = len(done) + len(going)
-            if started < len(items) and _long(time.monotonic() - begun_s, len(done), len(items)) and _connected():
-                return [*done, *(future.result() for future in going), *_on_ray(work, items[started:])]
+            if started < len(items) and _long(time.monotonic() - begun_s, len(done), len(items)) and connected():
+                return [*done, *(future.result() for future in going), *on_ray(work, items[started:])]
             going.extend(pool.submit(work, item) for item in items[started : len(done) + 2 * threads])
             done.append(going.popleft().result())
     finally:
@@ -48,10 +48,10 @@ def first_pass(work: Callable[[Item], Value], items: Sequence[Item], *, threads:
 
 def _long(spent_s: float, done: int, total: int) -> bool:
     """Whether so much is left that tasks pay."""
-    return done > 0 and spent_s > _TRIED_S and spent_s / done * (total - done) > _LONG_S
+    return done > 0 and spent_s > MIN_PASS_S and spent_s / done * (total - done) > LONG_PASS_S
 
 
-def _connected() -> bool:
+def connected() -> bool:
     """Whether a Ray cluster is there, which is connected to now where the run has one to connect to."""
     connect = current().connect
     if connect is not None:
@@ -60,7 +60,7 @@ def _connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def _on_ray(work: Callable[[Item], Value], items: Sequence[Item]) -> list[Value]:
+def on_ray(work: Callable[[Item], Value], items: Sequence[Item]) -> list[Value]:
     """The same as tasks, spread over the nodes, no more at a time than there are CPUs.
 
     They ask for no CPU, so that they run even where a job has taken all.

@@ -40,7 +40,7 @@ from trainwright.datasets.transforms import BatchMap, Counters, apply, name_of
 
 PIECE_ROWS = 128
 READING = "reading"  # as a stage: with the light transforms before the first heavy one
-_TASKS = 1024  # read tasks of one Ray Data execution: their list is made at once
+MAX_TASKS = 1024  # read tasks of one Ray Data execution: their list is made at once
 _QUEUED = 2  # tasks of a stage that wait for a CPU, so that none is idle between two of them
 
 
@@ -204,7 +204,7 @@ def run(
     context.enable_progress_bars = context.print_on_execution_start = False
     disable_reservation(context)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    while part := list(itertools.islice(waiting, _TASKS)):
+    while part := list(itertools.islice(waiting, MAX_TASKS)):
         data = read_datasource(
             PlannedSource(recipe, part, gate),
             override_num_blocks=len(part),

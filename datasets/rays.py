@@ -55,7 +55,7 @@ class RayFetcher:
     """
 
     def __init__(self, feeder: Any, source: int, schedule: Schedule, length: int, deadline_s: float) -> None:
-        self._feeder, self._source = feeder, source
+        self.feeder, self._source = feeder, source
         self._schedule, self._length, self._deadline_s = schedule, length, deadline_s
         self._asked: dict[tuple[int, int, int], Any] = {}
         self._news: Any = None
@@ -98,13 +98,13 @@ class RayFetcher:
     def stages(self) -> list[Stage]:
         """What each stage has done so far; empty where the feeder does not answer."""
         with suppress(RayError):
-            found: list[Stage] = ray.get(self._feeder.stages.remote(self._source), timeout=_CLOSE_S)
+            found: list[Stage] = ray.get(self.feeder.stages.remote(self._source), timeout=_CLOSE_S)
             return found
         return []
 
     def news(self) -> list[str]:
         """What the feeder of all data sets had to tell since the last call, such as of actors that it replaced."""
-        self._news = self._news or self._feeder.news.remote()
+        self._news = self._news or self.feeder.news.remote()
         if not ray.wait([self._news], timeout=0)[0]:
             return []
         asked, self._news = self._news, None
@@ -116,13 +116,13 @@ class RayFetcher:
     def close(self) -> None:
         """End the feeder with its pipelines and actors, for all data sets and consumers."""
         with suppress(RayError):  # it is ended all the same
-            ray.get(self._feeder.close.remote(), timeout=_CLOSE_S)
+            ray.get(self.feeder.close.remote(), timeout=_CLOSE_S)
             if self._news is not None:
                 ray.wait([self._news], timeout=_CLOSE_S)
-        ray.kill(self._feeder)
+        ray.kill(self.feeder)
 
     def _ask(self, step: int, rank: int, total: int, lost: bool) -> Any:
-        return self._feeder.chunk.remote(self._source, step, rank, total, self._deadline_s, lost)
+        return self.feeder.chunk.remote(self._source, step, rank, total, self._deadline_s, lost)
 
     def _take(self, asked: Any, step: int, rank: int) -> Arrays:
         from trainwright.datasets import pipeline
@@ -145,7 +145,7 @@ class RayFetcher:
         return {name: np.concatenate([piece.columns[name] for piece in found]) for name in found[0].columns}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayFetcher, (self._feeder, self._source, self._schedule, self._length, self._deadline_s)
+        return RayFetcher, (self.feeder, self._source, self._schedule, self._length, self._deadline_s)
 
 
 def recipe_of(

@@ -25,7 +25,7 @@ from trainwright.datasets.sources import Dataset
 
 _LOOKED_AT = 64  # rows that are read twice
 _BLOCK_ROWS = 256
-_END_S = 0.5  # for functions of the pipeline that are under way when it is let go
+END_S = 0.5  # for functions of the pipeline that are under way when it is let go
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
 
@@ -272,7 +272,7 @@ def _let_go(held: list[Any]) -> None:
     """
     end = threading.Thread(target=held.clear, name="trainwright-pipeline-end", daemon=True)
     end.start()
-    end.join(_END_S)
+    end.join(END_S)
 
 
 def named(element: Any, where: str) -> dict[str, Any]:

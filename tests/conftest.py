@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests import clusters
 from tests.gpu import STAND_IN
+from tests.support import ray_clusters
 
-pytest_plugins = ["tests.s3"]
+pytest_plugins = ["tests.support.s3_server"]
 
 
 # The longest come first and the short ones last, so that all processes end together.
@@ -112,8 +112,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forked_workers() -> Iterator[None]:
-    """Clusters of `tests.clusters` have a process to fork their workers from."""
-    with clusters.forking():
+    """Clusters of `tests.support.ray_clusters` have a process to fork their workers from."""
+    with ray_clusters.forking():
         yield
 
 
@@ -125,7 +125,7 @@ def ray_cluster(forked_workers: None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RayParams, "__init__", RayParams.__init__)  # and back
-        clusters.thrifty()
+        ray_clusters.thrifty()
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()

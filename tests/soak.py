@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 import trainwright as tw
-from tests import clusters, jobs, machines, processes, s3
-from tests.runs import final_state
-from tests.samples import account_of
+from tests.support import namespaces, processes, ray_clusters, s3_server, torch_jobs
+from tests.support.finished_runs import final_state
+from tests.support.sample_counts import account_of
 from trainwright.core.events import Event, Formed, RunStarted, Steps
 from trainwright.log import RunLog
 from trainwright.ordeal import trial
@@ -54,10 +54,10 @@ while :; do "$2" start --address="$GCS" --node-ip-address="$3" --num-cpus=2 --te
 """
 MARK = "TRAINWRIGHT_SOAK"  # in the environment of every process that the soak starts
 BATCH, RATE = 29, 1e-2  # 203 rows make 7 steps: each sample weighs as much as any other
-STEPS_PER_EPOCH = jobs.ROWS // BATCH
+STEPS_PER_EPOCH = torch_jobs.ROWS // BATCH
 PACE_S, CHECKPOINT_STEPS = 0.15, 20
 SPARE_EPOCHS = 15  # beyond what fits between the faults, so that the last one is not the end
-STEP = jobs.make_step(())
+STEP = torch_jobs.make_step(())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Task:
     @property
     def host(self) -> str:
         """Where this host is reached."""
-        return machines.ENDS[0] if self.told else "127.0.0.1"
+        return namespaces.ENDS[0] if self.told else "127.0.0.1"
 
     @property
     def epochs(self) -> int:
@@ -102,7 +102,7 @@ def job(task: Task, storage: str, pace: Path) -> tw.Job:
             time.sleep(PACE_S)
         return STEP(model, batch)
 
-    return jobs.job(
+    return torch_jobs.job(
         storage, name="soak", step=step, batch_size=BATCH, epochs=task.epochs, checkpoint_steps=CHECKPOINT_STEPS,
         spares=1, hang_deadline_s=5.0, failures=trial.FAILURES,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def soak(task: Task, storage: str, folder: Path) -> dict[str, Any]:
         assert not unbroken.error, unbroken.error
         pace.touch()
         before = Surroundings.now()
-        link = machines.OwnEnd() if task.told else None
+        link = namespaces.OwnEnd() if task.told else None
         broken = trial.train(made, "chaos", bench, strikes=task.strikes, link=link, spent=pace.unlink, say=say)
         names = [trial.named(made, suffix) for suffix in ("unbroken", "chaos")]
         wrong = list(trial.left_by(broken, before, names[1], bench)) + living_actors()
@@ -187,7 +187,7 @@ def say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def cluster(task: Task, folder: Path, server: s3.S3Server) -> Iterator[None]:
+def cluster(task: Task, folder: Path, server: s3_server.S3Server) -> Iterator[None]:
     """A Ray cluster of two CPUs on each host, whose processes know the store and keep their files here."""
     import ray
 
@@ -246,13 +246,13 @@ def on_two_hosts(arguments: list[str]) -> int:
     ray = Path(sys.executable).with_name("ray")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True))
-        head, other = (stack.enter_context(machines.machine(name)) for name in ("head", "other"))
-        _, end = machines.cable(head, other).addresses
+        head, other = (stack.enter_context(namespaces.machine(name)) for name in ("head", "other"))
+        _, end = namespaces.cable(head, other).addresses
         told = Path(folder) / "told"
         log = stack.enter_context((Path(folder) / "other.log").open("w"))
-        join = other.start("sh", "-c", JOIN, "-", told, ray, end, Path(folder) / "ray", env=machines.NODES)
+        join = other.start("sh", "-c", JOIN, "-", told, ray, end, Path(folder) / "ray", env=namespaces.NODES)
         threading.Thread(target=lambda: [log.write(line) for line in join.stdout or ()], daemon=True).start()
-        within = head.start(sys.executable, "-m", "tests.soak", *arguments, "--told", told, env=machines.NODES)
+        within = head.start(sys.executable, "-m", "tests.soak", *arguments, "--told", told, env=namespaces.NODES)
         for line in within.stdout or ():
             print(line, end="", flush=True)
         left = [name for name in other.run("ls", "/dev/shm").split() if name.startswith("trainwright")]
@@ -278,12 +278,12 @@ def main(arguments: list[str]) -> int:
     task = Task(count=count, every_s=given.every, seed=given.seed, faults=faults, told=given.told)
     mark = os.environ[MARK] = uuid.uuid4().hex  # the kernel shows it of processes started from here on
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(s3.running(task.host))
+        server = stack.enter_context(s3_server.running(task.host))
         server.make_bucket("soak")
         os.environ |= server.environment()
         folder = stack.enter_context(own_folder())
-        stack.enter_context(clusters.forking(clusters.TORCH_IMPORTS))  # its workers carry the mark as it does
-        clusters.thrifty()
+        stack.enter_context(ray_clusters.forking(ray_clusters.TORCH_IMPORTS))  # its workers carry the mark as it does
+        ray_clusters.thrifty()
         with cluster(task, folder, server):
             found = soak(task, "s3://soak/runs", folder)
         found["wrong"] += [f"file {path}" for path in temporary_files()]

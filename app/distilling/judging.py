@@ -29,7 +29,7 @@ from trainwright.strategies.teaching import LOGITS
 Array = npt.NDArray[Any]
 
 TOGETHER, LOSS = "all teachers", "loss"
-_HERE_FLOPS = 4e11  # that this process computes in less time than a pool takes to start
+LOCAL_FLOPS = 4e11  # that this process computes in less time than a pool takes to start
 _NUMBERS = 2e9  # of each model's outputs that are looked at; of more, rows are left out
 _ROWS, _CHUNK = 256, 1 << 22  # rows and numbers at once
 
@@ -96,7 +96,7 @@ def _looked_at(speakers: list[Speaker], rows: int) -> tuple[Array, int]:
 def _ready(speaker: Speaker, wish: Distillation, rows: int, of_rows: int, folder: str, verbose: bool) -> Speaker | None:
     """With its answers, where they are kept or a pool has to give them; None where nobody can ask it."""
     kept = not speaker.student and wish.way == "offline"
-    small = speaker.fits_here and speaker.profile.flops * rows <= _HERE_FLOPS
+    small = speaker.fits_here and speaker.profile.flops * rows <= LOCAL_FLOPS
     if kept or (rows == of_rows and not small):
         to, keep = (folder, "fp32") if speaker.student else (wish.folder, wish.keep)
         told = stored_targets(speaker.teacher, wish.student.evaluate, folder=to, keep=keep, verbose=verbose)

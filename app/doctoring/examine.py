@@ -45,7 +45,7 @@ def examine(wish: Wish, address: str = "") -> Diagnosis:
     """The cluster where one is named or connected; where it cannot be reached, or there is none, this machine."""
     address = address or os.environ.get("RAY_ADDRESS", "")
     notes = () if wish.storage else (_NO_STORAGE,)
-    if address in ("", "local") and not _connected():
+    if address in ("", "local") and not connected():
         return replace(_machine(wish), notes=notes)
     try:
         started = _connect(address)
@@ -75,7 +75,7 @@ def _cluster(wish: Wish) -> Diagnosis:
     return Diagnosis(subject=f"{nodes} of the cluster", findings=(*judge_fleet(fleet), *each))
 
 
-def _connected() -> bool:
+def connected() -> bool:
     """Whether this process has called `ray.init`; Ray is not imported for that."""
     import sys
 
@@ -85,7 +85,7 @@ def _connected() -> bool:
 
 def _connect(address: str) -> bool:
     """Connect to a cluster that is there; True where this call did. Raises ResourceError, soon."""
-    if _connected():
+    if connected():
         return False
     _knock(address)
     import ray

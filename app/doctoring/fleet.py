@@ -57,9 +57,7 @@ def look(wish: Wish) -> Fleet:
     found = stops(ray.nodes())  # type: ignore[no-untyped-call]
     machines: dict[str, Machine] = {}
     absent: dict[str, Absent] = {}
-    told = _everywhere(
-        found, _report, lambda stop: (wish, digest(), stop.address, dict(stop.believed)), wish.deadline_s
-    )
+    told = everywhere(found, _report, lambda stop: (wish, digest(), stop.address, dict(stop.believed)), wish.deadline_s)
     for name, answer in told.items():
         if isinstance(answer, Absent):
             absent[name] = answer
@@ -79,7 +77,7 @@ def _report(wish: Wish, expected: str, address: str, believed: Mapping[str, floa
     return own, visit(wish, ray_address=address, believed=believed) if own == expected else None
 
 
-def _everywhere(
+def everywhere(
     there: Sequence[Stop], function: Callable[..., Any], arguments: Callable[[Stop], tuple[Any, ...]], deadline_s: float
 ) -> dict[str, Any]:
     """What a function gives on each node, all at once; Absent for those that fail or do not answer in time."""
@@ -140,11 +138,11 @@ def _shared(wish: Wish, there: Sequence[Stop], machines: Mapping[str, Machine]) 
     """Whose marks each node sees, of the nodes that can write."""
     able = [stop for stop in there if (stored := machines[stop.name].stored) is not None and not stored.fault]
     names, visit_id = {stop.number: stop.name for stop in able}, uuid.uuid4().hex
-    _everywhere(able, _left, lambda stop: (wish.storage, visit_id, stop.number), wish.deadline_s)
+    everywhere(able, _left, lambda stop: (wish.storage, visit_id, stop.number), wish.deadline_s)
     try:
-        told = _everywhere(able, _seen, lambda stop: (wish.storage, visit_id), wish.deadline_s)
+        told = everywhere(able, _seen, lambda stop: (wish.storage, visit_id), wish.deadline_s)
     finally:
-        _everywhere(able, _wiped, lambda stop: (wish.storage, visit_id), wish.deadline_s)
+        everywhere(able, _wiped, lambda stop: (wish.storage, visit_id), wish.deadline_s)
     return {
         name: frozenset(names[number] for number in numbers if number in names)
         for name, numbers in told.items()

@@ -18,7 +18,7 @@ from trainwright.strategies.hosts import bound, own_host
 
 KEY_BYTES = 16
 _CONNECT_S = 3.0
-_SILENCE_S = 5.0
+TIMEOUT_S = 5.0
 _TRIPS = 20
 _MOST_BYTES, _LONGEST_S = 256 << 20, 0.5
 _PIECE = bytes(1 << 18)
@@ -51,7 +51,7 @@ class Listener:
 
     def _answer(self, caller: socket.socket) -> None:
         with caller, suppress(OSError):  # whoever hangs up has what it wanted
-            caller.settimeout(_SILENCE_S)
+            caller.settimeout(TIMEOUT_S)
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not secrets.compare_digest(_received(caller, KEY_BYTES), self._key):
                 return
@@ -65,7 +65,7 @@ def measure(source: str, target: str, address: tuple[str, int], key: bytes) -> L
     """What this node finds of its way to another, within about ten seconds. Nothing is raised: a fault is a finding."""
     try:
         with socket.create_connection(address, timeout=_CONNECT_S) as line:
-            line.settimeout(_SILENCE_S)
+            line.settimeout(TIMEOUT_S)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             line.sendall(key)
             delay_s, offset_s = min(_round_trip(line) for _ in range(_TRIPS))

@@ -26,7 +26,7 @@ from trainwright.driver.turn import Turn
 
 AGAIN_S, AGAIN_MOST_S = 1.0, 60.0  # before one that lost its peers tries again: by then it is known whether one ended
 TOGETHER_S = 10.0  # losses of several ranks that are one failure
-_NOWHERE = Address(host="", port=0)
+NOWHERE = Address(host="", port=0)
 _JOINING = frozenset({"reserve", "form", "heal"})
 _CALLED = _JOINING | {"run"}
 
@@ -218,8 +218,8 @@ def answered(turn: Turn, event: m.Returned) -> None:
 def _reserve(turn: Turn, worker: int) -> None:
     state = turn.state
     rank = state.rank_of[worker]
-    known = state.peers[rank].address if rank < len(state.peers) else _NOWHERE
-    former = None if known == _NOWHERE else known
+    known = state.peers[rank].address if rank < len(state.peers) else NOWHERE
+    former = None if known == NOWHERE else known
     role = state.settings.role_of(rank)
     wanted = Reservation(generation=state.generation, plan=state.plan, role=role, former=former)
     _call(turn, worker, "reserve", wanted)
@@ -231,7 +231,7 @@ def _form(turn: Turn, worker: int, rank: int, address: Address) -> None:
     peers = dict(enumerate(state.peers))
     for other in (*range(len(peers), rank), rank):
         node, role = state.members[other].node, state.settings.role_of(other)
-        peers[other] = Peer(rank=other, address=_NOWHERE, role=role, node=node)
+        peers[other] = Peer(rank=other, address=NOWHERE, role=role, node=node)
     peers[rank] = replace(peers[rank], address=address)
     turn.change(peers=tuple(peers.values()))
     _call(turn, worker, "form", group_of(turn.state, rank))

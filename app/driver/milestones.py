@@ -9,9 +9,9 @@ from trainwright.driver.state import Phase, State
 
 _AGAIN_S = 1.0  # to look again while one is on its way
 _SHARE = 0.01  # of the time, for copies in memory
-_FIRST_S, _HOUR_S, _DAY_S = 10.0, 3600.0, 86400.0
-_PATIENCE = 30.0  # times the longest wait so far
-_LEAST_S, _MOST_S = 120.0, 900.0  # a store that is slow is read again for a minute, and that is no hang
+MIN_CHECKPOINT_INTERVAL_S, _HOUR_S, ASSUMED_UPTIME_S = 10.0, 3600.0, 86400.0
+HANG_FACTOR = 30.0  # times the longest wait so far
+MIN_HANG_DEADLINE_S, _MOST_S = 120.0, 900.0  # a store that is slow is read again for a minute, and that is no hang
 
 
 def checkpoint_due(settings: Settings, step: int) -> bool:
@@ -58,9 +58,9 @@ def checkpoint_interval_s(state: State) -> float | None:
     if not state.settings.checkpoint_auto:
         return None
     if not state.saving_s:
-        return _FIRST_S
-    between_s = min(_DAY_S, _HOUR_S / len(state.failed_s)) if state.failed_s else _DAY_S
-    return max(math.sqrt(2 * state.saving_s * between_s), 2 * state.upload_s, _FIRST_S)
+        return MIN_CHECKPOINT_INTERVAL_S
+    between_s = min(ASSUMED_UPTIME_S, _HOUR_S / len(state.failed_s)) if state.failed_s else ASSUMED_UPTIME_S
+    return max(math.sqrt(2 * state.saving_s * between_s), 2 * state.upload_s, MIN_CHECKPOINT_INTERVAL_S)
 
 
 def copies_due(state: State, now_s: float) -> bool:
@@ -94,7 +94,7 @@ def hang_deadline_s(state: State) -> float:
         return given
     if state.phase is Phase.EVALUATING or not state.longest_s:
         return _MOST_S
-    return min(max(_PATIENCE * state.longest_s, _LEAST_S), _MOST_S)
+    return min(max(HANG_FACTOR * state.longest_s, MIN_HANG_DEADLINE_S), _MOST_S)
 
 
 def _checkpoint_steps(settings: Settings) -> int:

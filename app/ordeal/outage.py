@@ -15,7 +15,7 @@ from trainwright.core.errors import StorageError
 from trainwright.ordeal.proxy import Mode, Proxy
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # of which Ray merges the runtime environment into that of the job
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # of which Ray merges the runtime environment into that of the job
 _AT_FDCWD, _EXCHANGE = -100, 2
 _MODES: tuple[Mode, ...] = ("refuse", "stall")
 
@@ -132,7 +132,7 @@ class ProxyOutage:
 
 def through(variables: Mapping[str, str]) -> dict[str, str]:
     """An environment that gives these variables to a driver and, by Ray, to its workers on every node."""
-    config: dict[str, Any] = json.loads(os.environ.get(_RAY_JOB) or "{}")
+    config: dict[str, Any] = json.loads(os.environ.get(RAY_JOB) or "{}")
     wanted: dict[str, Any] = config.get("runtime_env") or {}
     wanted = {**wanted, "env_vars": {**(wanted.get("env_vars") or {}), **variables}}
-    return {**variables, _RAY_JOB: json.dumps({**config, "runtime_env": wanted})}
+    return {**variables, RAY_JOB: json.dumps({**config, "runtime_env": wanted})}

@@ -23,7 +23,7 @@ from trainwright.folding import Folding
 from trainwright.narration import Narrator
 from trainwright.planview import plan_from
 
-_GOODPUT_S = 10.0  # between sums over all of them, which take milliseconds
+GOODPUT_INTERVAL_S = 10.0  # between sums over all of them, which take milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Readings:
         if isinstance(event, RunStarted | Formed | Failed | Joined | Resized | Replanned | Probed):
             yield Reading(name="workers", value=self._crew.workers)
             yield Reading(name="workers_wanted", value=self._crew.wanted)
-        if isinstance(event, RunEnded) or event.time_s >= self._goodput_s + _GOODPUT_S:
+        if isinstance(event, RunEnded) or event.time_s >= self._goodput_s + GOODPUT_INTERVAL_S:
             self._goodput_s = event.time_s
             yield Reading(name="goodput", value=self._folding.totals().goodput)
 

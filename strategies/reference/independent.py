@@ -116,17 +116,17 @@ class Independent(Base):
         assert self._bank is not None, "build comes first"
         self._settle(self.state)
         with self._busy:
-            yield from self._desk.serve(self.state.step or 0, until, wish)
-        self._state = State(parameters=self._bank.parameters, slots=self._bank.slots, step=self._desk.step)
+            yield from self.server.serve(self.state.step or 0, until, wish)
+        self._state = State(parameters=self._bank.parameters, slots=self._bank.slots, step=self.server.step)
 
     def staleness(self) -> Staleness:
         """Of what was applied at this server since it was asked last."""
-        return self._desk.staleness()
+        return self.server.staleness()
 
     def lease(self, first: int) -> Unit | None:
         """A worker's next unit; None when the servers' `serve` from step `first` on is over."""
         with self._busy:
-            self._work, grant = None, self._clients.lease(first)
+            self._work, grant = None, self.clients.lease(first)
         return None if grant is None else grant.unit
 
     def train_step(self, feed: Feed) -> StepReport:
@@ -197,12 +197,14 @@ class Independent(Base):
         return [peer.rank for peer in self._servers].index(self.group.rank)
 
     @property
-    def _desk(self) -> Desk:
+    def server(self) -> Desk:
+        """The server of this rank, once it has formed its group."""
         assert isinstance(self._connections, Desk), "form comes first"
         return self._connections
 
     @property
-    def _clients(self) -> Clients:
+    def clients(self) -> Clients:
+        """Connections of this worker to the servers, once it has formed its group."""
         assert isinstance(self._connections, Clients), "form comes first"
         return self._connections
 
@@ -219,13 +221,13 @@ class Independent(Base):
         self._shards = shards_of(self.program.initial().parameters, len(self._servers))
         self._rules, self._own_slots = Rules.of(self.plan, self.program.spec), None
         if not self._serving:
-            self._clients.lay(self._shards, [shard.trained_bytes for shard in self._shards])
+            self.clients.lay(self._shards, [shard.trained_bytes for shard in self._shards])
             return
         fresh = self._part(self._initial())
         if self.state.parameters.keys() != fresh.parameters.keys():  # it held another piece, or none
             self._state = fresh
         self._bank = NumpyBank(self._shards[self._index], self.program, self.plan, self.state)
-        self._desk.open(self._bank, self._rules)
+        self.server.open(self._bank, self._rules)
         self._state = replace(self.state, parameters=self._bank.parameters)
 
     def _initial(self) -> State:
@@ -263,7 +265,7 @@ class Independent(Base):
 
     def _going_on(self, feed: Feed) -> tuple[Unit, _Work]:
         """The unit that this step is of, and what was done of it; it begins with a pull."""
-        grant = self._clients.grant
+        grant = self.clients.grant
         done = 0 if self._work is None else len(self._work.sums)
         if grant is None or feed.step != grant.unit.step + done or tuple(feed.data_ranks) != (grant.unit.share,):
             raise TrainwrightError(
@@ -277,9 +279,9 @@ class Independent(Base):
 
     def _pulled(self, needs: int) -> Arrays:
         """The servers' newest parameters, which hold the updates of so many rounds at least."""
-        if self._clients.pull(needs):
+        if self.clients.pull(needs):
             shapes = {name: value.shape for name, value in self.program.model.parameters.items()}
-            self._parameters = whole_of(self._shards, self._clients.memory, shapes)
+            self._parameters = whole_of(self._shards, self.clients.memory, shapes)
         return self._parameters
 
     def _newest(self) -> Arrays:
@@ -305,6 +307,6 @@ class Independent(Base):
         weight = sum(weight for _, weight in work.sums)
         if weight > 0:
             went = {name: work.now[name] - value for name, value in work.pulled.items()}
-            for shard, outbox in zip(self._shards, self._clients.outbox, strict=True):
+            for shard, outbox in zip(self._shards, self.clients.outbox, strict=True):
                 write(shard, went if local(self.plan) else gradients, outbox)
-        self._clients.push(weight=weight, sums=work.sums, norm=sum(work.norms) / len(work.norms))
+        self.clients.push(weight=weight, sums=work.sums, norm=sum(work.norms) / len(work.norms))

@@ -44,25 +44,25 @@ class Clients:
 
     def __init__(self, group: Group, servers: Sequence[Peer], switch: Switch | None = None) -> None:
         self._switch = switch or Switch()
-        self._servers = tuple(_Server(group, peer, self._switch) for peer in servers)
+        self.servers = tuple(Server(group, peer, self._switch) for peer in servers)
         self._worker = f"{group.rank}-{uuid.uuid4().hex}"
-        self._prefer = group.rank - len(self._servers)
+        self._prefer = group.rank - len(self.servers)
         self.grant: Grant | None = None
         self.memory: tuple[memoryview, ...] = ()
 
     @property
     def outbox(self) -> tuple[memoryview, ...]:
         """What is pushed to each server."""
-        return tuple(server.outbox for server in self._servers)
+        return tuple(server.outbox for server in self.servers)
 
     @property
     def shares(self) -> bool:
         """Whether all servers are on this machine: what is pulled is copied, and nothing comes by itself."""
-        return all(server.link.shared for server in self._servers)
+        return all(server.link.shared for server in self.servers)
 
     def open(self) -> None:
         """Reach every server."""
-        for server in self._servers:
+        for server in self.servers:
             server.open()
 
     def lay(
@@ -76,12 +76,12 @@ class Clients:
             memory: by server, where to pull its region to; by default own memory.
         """
         self.memory = tuple(memory or (private(shard.size_bytes) for shard in shards))
-        for server, shard, view, size in zip(self._servers, shards, self.memory, wire_bytes, strict=True):
+        for server, shard, view, size in zip(self.servers, shards, self.memory, wire_bytes, strict=True):
             server.lay(view, size + shard.pulled_bytes - shard.trained_bytes)
 
     def lease(self, first: int) -> Grant | None:
         """What to compute next; waits while nothing may be begun. None: the segment from step `first` on is over."""
-        said = self._servers[0].ask({"do": "lease", "worker": self._worker, "prefer": self._prefer, "first": first})
+        said = self.servers[0].ask({"do": "lease", "worker": self._worker, "prefer": self._prefer, "first": first})
         if "over" in said:
             self.grant = None
             return None
@@ -96,14 +96,14 @@ class Clients:
             needs: see `Grant`.
             wait: until all bytes are in `memory`; else `pulled` waits for some.
         """
-        for server in self._servers:
+        for server in self.servers:
             server.begin({"do": "pull", "worker": self._worker, "needs": needs, "have": server.have})
-        for server in self._servers:
+        for server in self.servers:
             server.take(server.end())
         if wait:
-            for index, server in enumerate(self._servers):
+            for index, server in enumerate(self.servers):
                 self.pulled(index, 0, server.coming)
-        return any(server.coming for server in self._servers)
+        return any(server.coming for server in self.servers)
 
     @property
     def left_out(self) -> list[tuple[int, int, Unit]]:
@@ -111,20 +111,20 @@ class Clients:
 
         They are handed out again: what was pushed for them does not count. It may tell of one twice.
         """
-        return [(index, at, unit) for index, server in enumerate(self._servers) for at, unit in server.left_out]
+        return [(index, at, unit) for index, server in enumerate(self.servers) for at, unit in server.left_out]
 
     @property
     def versions(self) -> tuple[int, ...]:
         """By server, updates that what was pulled last holds."""
-        return tuple(server.version for server in self._servers)
+        return tuple(server.version for server in self.servers)
 
     def pulled(self, server: int, offset: int, size: int) -> None:
         """Wait until this range of a server's region is in `memory`, after `pull(wait=False)`."""
-        self._servers[server].pulled(offset, size)
+        self.servers[server].pulled(offset, size)
 
     def ready(self, server: int, offset: int, size: int) -> None:
         """A range of an outbox is final until it is pushed, and may leave now."""
-        self._servers[server].ready(offset, size)
+        self.servers[server].ready(offset, size)
 
     def push(self, *, weight: float, sums: Sequence[tuple[float, float]], norm: float = 0.0) -> list[bool]:
         """Push the outboxes as what the leased unit came to; returns when all servers have it.
@@ -138,29 +138,29 @@ class Clients:
         """
         assert self.grant is not None, "lease comes first"
         head = {"worker": self._worker, **_named(self.grant)}
-        for number, server in enumerate(self._servers):
+        for number, server in enumerate(self.servers):
             more = {"sums": list(sums), "norm": norm} if number == 0 else {}
             whole = bool(weight)
             server.begin({"do": "push", **head, "seen": server.version, "weight": weight, **more}, outbox=whole)
-        taken = [server.pushed(server.end(), self.grant.at) and bool(weight) for server in self._servers]
-        if len(self._servers) > 1:
-            self._servers[0].tell({"do": "done", **head})
+        taken = [server.pushed(server.end(), self.grant.at) and bool(weight) for server in self.servers]
+        if len(self.servers) > 1:
+            self.servers[0].tell({"do": "done", **head})
         return taken
 
     def cut(self) -> None:
         """End all connections, from any thread."""
         self._switch.cut()
-        for server in self._servers:
+        for server in self.servers:
             server.cut()
 
     def close(self) -> None:
         """End and free all connections."""
         self._switch.cut()
-        for server in self._servers:
+        for server in self.servers:
             server.close()
 
 
-class _Server:
+class Server:
     """One server, as a worker sees it."""
 
     def __init__(self, group: Group, peer: Peer, switch: Switch) -> None:

@@ -25,9 +25,9 @@ from trainwright.strategies.servers.sockets import Listener, Pieces, receive_som
 
 _TURN_BYTES = 4 * 2**20  # of one line, before the others have their turn
 _LEAST_BYTES = 2**19  # of a long range, before its line is attended to
-_STRANGERS = 128  # connections that have not said who they are; the oldest makes room for one more
+MAX_UNKNOWN_CONNECTIONS = 128  # connections that have not said who they are; the oldest makes room for one more
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_PAUSE_S = 0.5  # in which nobody is let in, where there is no room for another connection
+PAUSE_S = 0.5  # in which nobody is let in, where there is no room for another connection
 _KEYS = itertools.count()
 
 
@@ -347,7 +347,7 @@ class Lines:
             if error.errno in _FULL and not self._sent_away():
                 self._pause()
             return
-        if sum(line.rank < 0 for line in self._lines) >= _STRANGERS:
+        if sum(line.rank < 0 for line in self._lines) >= MAX_UNKNOWN_CONNECTIONS:
             self._sent_away()
         line = Line(connection, self)
         self._lines.add(line)
@@ -363,7 +363,7 @@ class Lines:
     def _pause(self) -> None:
         """Let nobody in for a while: who knocks waits, and is not looked at again and again."""
         if self._closed_until is None:
-            self._closed_until = time.monotonic() + _PAUSE_S
+            self._closed_until = time.monotonic() + PAUSE_S
             for listening in self._listener.sockets:
                 self._selector.unregister(listening)
 

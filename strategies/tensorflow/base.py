@@ -98,17 +98,17 @@ class TensorFlowEngine(ABC):
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """A strategy makes its variables equal as it creates them. A fresh build stands at step 0 from then on."""
-        self._built.step = self._built.step or 0
+        self.replica.step = self.replica.step or 0
         return self._tag()
 
     def snapshot(self) -> StateCopy:
         """Copy the state to host memory. Training may go on at once."""
         copy = self._guarded(lambda: self._copying().copy())
-        return StateCopy(step=self._built.step or 0, size_bytes=copy.size_bytes, state=copy)
+        return StateCopy(step=self.replica.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateCopy) -> StateTag:
         """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
-        files.taken(self._built, files.written(copy.state))
+        files.taken(self.replica, files.written(copy.state))
         return self._tag()
 
     def save(self, copy: StateCopy, writer: Writer) -> None:
@@ -118,7 +118,7 @@ class TensorFlowEngine(ABC):
 
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
-        files.taken(self._built, files.read(reader))
+        files.taken(self.replica, files.read(reader))
         return self._tag()
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -152,13 +152,14 @@ class TensorFlowEngine(ABC):
     # --- for the engines ----------------------------------------------------------------------------------
 
     @property
-    def _built(self) -> Trained:
+    def replica(self) -> Trained:
+        """Model, optimizer and step of this rank; `build` comes first."""
         assert self._replica is not None, "build() comes first"
         return self._replica
 
     def _copying(self) -> files.Copier:
         if self._copier is None:
-            self._copier = files.Copier(self._built)
+            self._copier = files.Copier(self.replica)
         return self._copier
 
     @property
@@ -167,7 +168,7 @@ class TensorFlowEngine(ABC):
 
     @property
     def _caller(self) -> Caller:
-        return Caller(spec=self._built.spec, where=self._where)
+        return Caller(spec=self.replica.spec, where=self._where)
 
     def _tag(self) -> StateTag:
         replica = self._replica
@@ -182,14 +183,14 @@ class TensorFlowEngine(ABC):
 
     def _ready(self) -> Program:
         if self._program is None:
-            replica = self._built
+            replica = self.replica
             assert isinstance(replica, Replica), "only those have a program"
             self._program = Program(replica, self._caller)
         return self._program
 
     def _evaluating(self) -> Evaluation:
         if self._evaluation is None:
-            self._evaluation = Evaluation(self._built.model, self._caller)
+            self._evaluation = Evaluation(self.replica.model, self._caller)
         return self._evaluation
 
     def _guarded(self, work: Callable[[], Result]) -> Result:

@@ -430,7 +430,7 @@ class Fitting(TensorFlowEngine):
 
     @property
     def _compiled(self) -> Compiled:
-        compiled = self._built
+        compiled = self.replica
         assert isinstance(compiled, Compiled)
         return compiled
 

@@ -111,7 +111,7 @@ class ParameterServer(Led):
             UserCodeError, JobError: the user's code raised or is wrong.
         """
         report = self._guarded(lambda: self._leading.train(feed))
-        if report.step == self._built.spec.total_steps:
+        if report.step == self.replica.spec.total_steps:
             self._guarded(self._finish)
         return report
 
@@ -119,7 +119,7 @@ class ParameterServer(Led):
         """On the workers, a micro-batch on each."""
         if self._evaluation is None:
             leading = self._leading
-            self._evaluation = Evaluation(self._built.model, self._caller, leading.begin, leading.scope)
+            self._evaluation = Evaluation(self.replica.model, self._caller, leading.begin, leading.scope)
         return self._evaluation
 
     # --- the chief ----------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class ParameterServer(Led):
 
     def _finish(self) -> None:
         """Do what `Model.fit` does after its last step, with the state of the servers."""
-        replica = self._built
+        replica = self.replica
         assert isinstance(replica, Replica), "the chief has one"
         if rule_of(replica.optimizer).use_ema:
             self._fetch()

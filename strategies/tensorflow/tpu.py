@@ -24,7 +24,7 @@ from trainwright.strategies.tensorflow.led import Led
 
 LOCAL, TPU_NAME = "local", "TPU_NAME"
 _CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # as the kernel shows them
-_TELLING = (TPU_NAME, "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_CONFIG", "COLAB_TPU_ADDR")
+VARIABLES = (TPU_NAME, "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_CONFIG", "COLAB_TPU_ADDR")
 _SCHEME = "grpc://"
 _PROBE_S = 5.0
 _NO_SOFTWARE = "tensorflow-tpu is not installed, and TensorFlow's own package knows no TPU"
@@ -53,10 +53,10 @@ class TPU(Led):
         """`local` where there are chips on this host, else what the environment names. Raises ResourceError."""
         if any(map(glob, _CHIPS)):
             return LOCAL
-        told = next((os.environ[name] for name in _TELLING if os.environ.get(name)), None)
+        told = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), None)
         if told is None:
             raise ResourceError(
-                f"there is no TPU: this host has no {' or '.join(_CHIPS)}, and none of {', '.join(_TELLING)} is set",
+                f"there is no TPU: this host has no {' or '.join(_CHIPS)}, and none of {', '.join(VARIABLES)} is set",
                 where=self._where,
                 remedy="run on a host with a TPU, or name it: tpu=",
             )

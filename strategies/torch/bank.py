@@ -34,7 +34,7 @@ class Bank:
 
     def __init__(self, replica: Served, shard: Shard, form: Form, outer: Outer | None, where: str) -> None:
         self.shard = shard
-        self._replica, self._form, self._outer, self._where = replica, form, outer, where
+        self.replica, self.form, self._outer, self._where = replica, form, outer, where
         self._scratch: list[Tensor] = []
         self._buffers = [slot for slot in shard.slots if slot.kind == "buffer"]
         self._asked: tuple[Push, ...] = ()  # of what `_mean` is
@@ -42,7 +42,7 @@ class Bank:
 
     def attach(self, region: memoryview) -> None:
         """Let the parameters and buffers live in a region from now on."""
-        held = dict(named(self._replica.model))
+        held = dict(named(self.replica.model))
         for slot in self.shard.slots:
             tensor = held[slot.name]
             if tensor.numel():
@@ -50,16 +50,16 @@ class Bank:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, by the job's schedule. Raises UserCodeError."""
-        return self._replica.set_rates(step, self._where)
+        return self.replica.set_rates(step, self._where)
 
     def check(self, push: Push) -> None:
         """Raise ValueError where the payload or the buffers of a push cannot be read."""
         buffers = self.shard.pulled_bytes - self.shard.trained_bytes
-        if (len(push.payload), len(push.buffers)) != (self._form.size_bytes, buffers):
+        if (len(push.payload), len(push.buffers)) != (self.form.size_bytes, buffers):
             sizes = f"{len(push.payload):,} bytes and {len(push.buffers):,} of buffers"
-            raise ValueError(f"{sizes}, not {self._form.size_bytes:,} and {buffers:,}")
-        for parameter in self._replica.trainable:
-            self._form.check(push.payload, self._replica.names[parameter], parameter)
+            raise ValueError(f"{sizes}, not {self.form.size_bytes:,} and {buffers:,}")
+        for parameter in self.replica.trainable:
+            self.form.check(push.payload, self.replica.names[parameter], parameter)
 
     def norm2(self, pushes: Sequence[Push]) -> float:
         """The squared norm of this shard of the pushes' mean; 0 where none has weight."""
@@ -83,13 +83,13 @@ class Bank:
         if self._outer is None:
             self._step(mean, step, rate_factor)
         else:
-            self._replica.take_outer(mean, self._outer)
+            self.replica.take_outer(mean, self._outer)
 
     def _take_buffers(self, pushes: Sequence[Push]) -> None:
         """Those of the first push that counts and has some."""
         told = next((push.buffers for push in pushes if push.weight > 0 and len(push.buffers)), None)
         if told is not None:
-            held = dict(self._replica.model.named_buffers())
+            held = dict(self.replica.model.named_buffers())
             for slot in self._buffers:
                 tensor = held[slot.name]
                 if tensor.numel():
@@ -97,7 +97,7 @@ class Bank:
 
     def _step(self, gradients: Sequence[Tensor], step: int, rate_factor: float) -> None:
         """The job's optimizer's, on these gradients."""
-        replica = self._replica
+        replica = self.replica
         replica.set_rates(step, self._where)
         for parameter, gradient in zip(replica.trainable, gradients, strict=True):
             parameter.grad = gradient
@@ -108,7 +108,7 @@ class Bank:
 
     def _averaged(self, pushes: Sequence[Push]) -> list[Tensor] | None:
         """The mean by weight of what was pushed for each parameter; None where nothing has weight."""
-        replica, form, counted = self._replica, self._form, [push for push in pushes if push.weight > 0]
+        replica, form, counted = self.replica, self.form, [push for push in pushes if push.weight > 0]
         if not counted:
             return None
         if len(counted) == 1 and form.plain:
@@ -125,7 +125,7 @@ class Bank:
     @contextmanager
     def _rated(self, factor: float) -> Iterator[None]:
         """Within, learning rates are multiplied."""
-        groups = self._replica.optimizer.param_groups
+        groups = self.replica.optimizer.param_groups
         rates = [settings(group).get("lr") for group in groups] if factor != 1.0 else []
         try:
             for group, rate in zip(groups, rates, strict=False):

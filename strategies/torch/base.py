@@ -88,7 +88,7 @@ class TorchEngine:
 
     def transfer(self, moves: Sequence[Move]) -> StateTag:
         """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
-        self._stand(self._built)
+        self._stand(self.replica)
         return self._tag()
 
     def snapshot(self) -> StateCopy:
@@ -96,7 +96,7 @@ class TorchEngine:
 
         Of data ranks with local state only the first copies what all have, the others what they keep as their own.
         """
-        held = state.held(self._built)
+        held = state.held(self.replica)
         if held.local is not None and held.local.seat.rank:
             held = replace(held, model={}, slots={}, boxes={}, trained=())
         copy = self._copies.of(held)
@@ -104,7 +104,7 @@ class TorchEngine:
 
     def restore(self, copy: StateCopy) -> StateTag:
         """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
-        state.restore(self._built, copy.state)
+        state.restore(self.replica, copy.state)
         return self._tag()
 
     @staticmethod
@@ -114,7 +114,7 @@ class TorchEngine:
 
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
-        replica, seat = self._built, self._seat
+        replica, seat = self.replica, self._seat
         own = files.read_local(reader, seat) if replica.local else None
         state.restore(replica, replace(files.read(reader, replica.wanted, replica.part), local=own))
         replica.seat = seat
@@ -143,15 +143,15 @@ class TorchEngine:
         """
         if self._runner is None:
             self.warm(feed)
-        return self._guarded(lambda: step.train(self._built, self._ready, feed))
+        return self._guarded(lambda: step.train(self.replica, self._ready, feed))
 
     def evaluate_step(self, feed: Feed) -> Sums:
         """Local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
-        return self._guarded(lambda: evaluation.evaluate(self._built.model, self._caller(), feed))
+        return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed))
 
     def predict_step(self, feed: Feed) -> Columns:
         """The model's outputs for the feed's rows. Raises UserCodeError, JobError."""
-        return self._guarded(lambda: evaluation.predict(self._built.model, self._caller(), feed))
+        return self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed))
 
     # --- for the engines ----------------------------------------------------------------------------------
 
@@ -160,7 +160,8 @@ class TorchEngine:
         return Replica(spec, plan, self._device, self._where)
 
     @property
-    def _built(self) -> Replica:
+    def replica(self) -> Replica:
+        """Model, optimizer and step of this rank; `build` comes first."""
         assert self._replica is not None, "build() comes first"
         return self._replica
 
@@ -202,7 +203,7 @@ class TorchEngine:
         )
 
     def _caller(self) -> Caller:
-        replica = self._built
+        replica = self.replica
         return Caller(
             spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
             rescoring=replica.rescoring, group=self._batch_group,
@@ -221,12 +222,12 @@ class TorchEngine:
 
     def _alone(self, world: int) -> Runner:
         """A runner that reduces nothing."""
-        objective = Objective(self._built.model, self._caller(), world=world)
-        return Runner(objective=objective, reduced=objective, probe=Probe(objective, self._built.trainable))
+        objective = Objective(self.replica.model, self._caller(), world=world)
+        return Runner(objective=objective, reduced=objective, probe=Probe(objective, self.replica.trainable))
 
     def _throwaway(self, runner: Runner, feed: Feed) -> bool:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
-        replica = self._built
+        replica = self.replica
         _, share = step.shares(feed, muted=True)[0]
         share = replace(share, batch=copied(share.batch), wish=False)
         with replica.attempt(), random_kept(self._device), runner.objective.checking():

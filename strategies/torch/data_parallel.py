@@ -29,7 +29,7 @@ class DataParallel(Member):
         """Make every rank equal to the first move's source, bit by bit. Raises PeerLost."""
         if moves:
             source = moves[0].source
-            self._guarded(lambda: state.broadcast(self._built, source, self._rank, self._device))
+            self._guarded(lambda: state.broadcast(self.replica, source, self._rank, self._device))
         return super().transfer(moves)
 
     def verify(self) -> None:
@@ -41,13 +41,13 @@ class DataParallel(Member):
         """
         assert self._group is not None, "form() comes first"
         kin = [("whole", "whole")] * self._group.size
-        self._guarded(lambda: digests.compare(self._built, kin, self._device, self._where))
+        self._guarded(lambda: digests.compare(self.replica, kin, self._device, self._where))
 
     def _warmed(self, feed: Feed) -> Runner:
         """DDP around the objective, with its buckets fixed."""
         assert self._group is not None, "form() comes first"
         self.verify()
-        alone, replica = self._alone(world=self._group.size), self._built
+        alone, replica = self._alone(world=self._group.size), self.replica
         if replica.synchronized is not None:
             replica.synchronized.on = False
         untried = replica.every_used is None or (replica.uncut and not layout_of(feed).whole)

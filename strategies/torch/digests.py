@@ -25,7 +25,7 @@ from trainwright.strategies.torch.parts import local
 from trainwright.strategies.torch.replica import Replica, settings
 
 UNCHECKED = "replicas"  # in a job's `inexact=`: replicas may drift apart
-_ROW = 1 << 15  # words that are multiplied by the same factors: these stay in a processor's cache
+ROW_WORDS = 1 << 15  # words that are multiplied by the same factors: these stay in a processor's cache
 _BLOCK = 128  # rows that are multiplied at once on an accelerator, which has no product of integer matrices
 _SHOWN = 8  # ranks in an error
 _GROUP, _BUFFER, _SLOT, _PARAMETER = "parameter group", "buffer", "optimizer state", "parameter"
@@ -41,8 +41,8 @@ def digest(tensor: Tensor) -> Tensor:
     words = _words(tensor)
     factors = _factors(words.device)
     while len(words) != 1:
-        whole = len(words) // _ROW
-        rows, rest = words[: whole * _ROW].view(whole, _ROW), words[whole * _ROW :]
+        whole = len(words) // ROW_WORDS
+        rows, rest = words[: whole * ROW_WORDS].view(whole, ROW_WORDS), words[whole * ROW_WORDS :]
         words = torch.cat((_products(rows, factors), _products(rest.unsqueeze(0), factors[: len(rest)])))
     return words
 
@@ -192,7 +192,7 @@ def _products(rows: Tensor, factors: Tensor) -> Tensor:
 def _factors(device: torch.device) -> Tensor:
     """Odd numbers of 64 bits without a pattern: SplitMix64 (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
-        mixed = np.arange(1, _ROW + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = np.arange(1, ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return torch.from_numpy((mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)).to(device)

@@ -89,7 +89,7 @@ class Divided(Member):
         source = {move.piece: move.source for move in moves}.get(self._part.name)
         if source is not None:
             group = self._placed.replicas
-            self._guarded(lambda: state.broadcast(self._built, source, self._rank, self._device, group))
+            self._guarded(lambda: state.broadcast(self.replica, source, self._rank, self._device, group))
         return super().transfer(moves)
 
     def snapshot(self) -> StateCopy:
@@ -216,11 +216,11 @@ class Divided(Member):
             PeerLost: a rank is gone.
         """
         if self._replica is not None and self._placed.mesh.size > 1:
-            self._guarded(lambda: digests.compare(self._built, self._placed.kin, self._device, self._where))
+            self._guarded(lambda: digests.compare(self.replica, self._placed.kin, self._device, self._where))
 
     def _check_start(self) -> None:
         """Raise JobError, on every rank, where the ranks' first parameters differ."""
-        answers = compared([0 if self._built.step else self._checksum], self._device)
+        answers = compared([0 if self.replica.step else self._checksum], self._device)
         same_start([checksum for (checksum,) in answers], self._where)
 
     def _made_group(self) -> ProcessGroup:

@@ -39,7 +39,7 @@ from trainwright.strategies.torch.state import HostState, Slots
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _FILE, STATE = "{}{}.safetensors", "state{}.json"
-_FILE_BYTES, _READERS = 1 << 30, 4
+MAX_FILE_BYTES, _READERS = 1 << 30, 4
 _PARTS = re.compile(r"state((?:\.(?:stage|shard|tensor|server)-\d+-of-\d+)*)\.json")
 _FORMAT = 2
 Facts = Mapping[str, Any]
@@ -102,7 +102,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """The same tensors, those of one file together; one group at least."""
     group, size_bytes = dict[str, Tensor](), 0
     for name, value in tensors.items():
-        if group and size_bytes + value.nbytes > _FILE_BYTES:
+        if group and size_bytes + value.nbytes > MAX_FILE_BYTES:
             yield group
             group, size_bytes = {}, 0
         group[name] = value

@@ -68,7 +68,7 @@ class Membership:
         self._end()
         failure: PeerLost | None = None
         try:
-            with _interface(group):
+            with interface(group):
                 self._join(group, device)
         except (RuntimeError, OSError) as error:
             until = "before it was interrupted" if self._interrupted.done() else f"within {group.deadline_s:g} s"
@@ -275,7 +275,7 @@ def _one_host(group: Group) -> bool:
 
 
 @contextmanager
-def _interface(group: Group) -> Iterator[None]:
+def interface(group: Group) -> Iterator[None]:
     """Make gloo and NCCL use the address at which the peers expect this rank, unless the user chose otherwise.
 
     By itself gloo takes what the host's name resolves to, which may be loopback (Debian's 127.0.1.1), and NCCL the

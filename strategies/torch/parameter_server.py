@@ -178,13 +178,13 @@ class ParameterServer(TorchEngine):
 
     def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
         """A server: let the workers take the steps before `until`. Raises PeerLost, UserCodeError."""
-        replica, desk = self._built, self._desk_of
+        replica, desk = self.replica, self.server
         yield from desk.serve(replica.step or 0, until, wish)
         replica.step = desk.step
 
     def staleness(self) -> Staleness:
         """The first server: of what was pushed since it was asked last."""
-        return self._desk_of.staleness()
+        return self.server.staleness()
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -198,7 +198,8 @@ class ParameterServer(TorchEngine):
         return any(peer.rank == self._rank for peer in self._servers)
 
     @property
-    def _desk_of(self) -> Desk:
+    def server(self) -> Desk:
+        """The server of this rank, once it has formed its group."""
         assert self._desk is not None, "a server has a desk, once it has formed"
         return self._desk
 
@@ -258,13 +259,13 @@ class ParameterServer(TorchEngine):
         assert self._job is not None, "build() comes first"
         spec, plan = self._job
         if self._bank is not None:
-            self._desk_of.open(self._bank, Rules.of(plan, spec))
+            self.server.open(self._bank, Rules.of(plan, spec))
         else:
             self._solo_of.join(self._clients_of)
 
     def _renewed(self, change: Callable[[], StateTag]) -> StateTag:
         """Change what a server holds, and let its workers know."""
-        desk = self._desk_of
+        desk = self.server
         with desk.lock:
             change()
             desk.renewed()

@@ -140,7 +140,7 @@ class Pipeline(Divided):
             return super().evaluate_step(feed)
         with self._gathering():
             through = self._through(feed)
-            sums = self._guarded(lambda: evaluation.evaluate(self._built.model, self._caller(), feed, through))
+            sums = self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through))
         return Sums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:
@@ -149,7 +149,7 @@ class Pipeline(Divided):
             return super().predict_step(feed)
         with self._gathering():
             through = self._through(feed)
-            outputs = self._guarded(lambda: evaluation.predict(self._built.model, self._caller(), feed, through))
+            outputs = self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed, through))
         return {} if self._part.tensor else outputs
 
     # --- inside -------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Pipeline(Divided):
         if self._begun:
             assert isinstance(self._runner, PipelineRunner), "it has begun"
             self._guarded(self._runner.pipe.recall)
-            self._built.recall()
+            self.replica.recall()
 
     @property
     def _bound(self) -> bool:
@@ -273,7 +273,7 @@ class Pipeline(Divided):
         self.verify()
         # FSDP2 gives the mean over ranks.
         world = 1 if self._shards is None else self._placed.mesh.data_ranks
-        objective = Objective(self._built.model, self._caller(), world=world)
+        objective = Objective(self.replica.model, self._caller(), world=world)
         pipe = self._pipe(objective)
         runner = PipelineRunner(
             objective=objective,
@@ -291,7 +291,7 @@ class Pipeline(Divided):
     def _rehearse(self, runner: PipelineRunner, feed: Feed) -> None:
         """A step of weight 0 of which nothing is kept."""
         given = [(micro, replace(share, batch=copied(share.batch))) for micro, share in shares(feed, muted=True)]
-        with self._built.attempt(), random_kept(self._device), runner.objective.checking():
+        with self.replica.attempt(), random_kept(self._device), runner.objective.checking():
             if runner.objective.caller.autocast:
                 with self._gathering():
                     runner.pipe.rehearse(given[0][1])
@@ -309,7 +309,7 @@ class Pipeline(Divided):
             chunks=plan.chunks,
             schedule=plan.schedule,
             objective=objective,
-            replica=self._built,
+            replica=self.replica,
         )
 
     @property
@@ -330,7 +330,7 @@ class Pipeline(Divided):
     def _shared(self) -> tuple[tuple[nn.Parameter, distributed.ProcessGroup, bool], ...]:
         """This stage's parameters that others have too. Every rank makes every group."""
         assert self._cut is not None and self._group is not None, "form() and build() come first"
-        names = {name: parameter for parameter, name in self._built.names.items()}
+        names = {name: parameter for parameter, name in self.replica.names.items()}
         columns = self._linked.columns
         found = []
         for name, sections in sorted(self._cut.shared.items()):
@@ -352,7 +352,7 @@ class Pipeline(Divided):
         if isinstance(self._runner, PipelineRunner):
             pipe = self._runner.pipe
         else:
-            pipe = self._pipe(Objective(self._built.model, self._caller(), world=1))
+            pipe = self._pipe(Objective(self.replica.model, self._caller(), world=1))
         return lambda batch: pipe.outputs(Share(batch=batch, data_rank=feed.data_ranks[0], rows=feed.rows))
 
 

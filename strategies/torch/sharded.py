@@ -139,7 +139,7 @@ class Sharded(Divided):
         self._check_start()
         self.verify()
         place = self._placed
-        objective = Objective(self._built.model, self._caller(), world=place.mesh.data_ranks)
+        objective = Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks)
         runner = ShardedRunner(
             objective=objective,
             reduced=objective,
@@ -159,12 +159,12 @@ class Sharded(Divided):
         try:
             yield
         finally:
-            released(self._built.model)
+            released(self.replica.model)
 
     @contextmanager
     def _unreplicated(self) -> Iterator[None]:
         """Every backward scatters gradients, or each rank would hold all of them; replicas add theirs in the last."""
-        root = gathered(self._built.model)[0]
+        root = gathered(self.replica.model)[0]
         root.set_requires_all_reduce(False)
         try:
             yield

@@ -90,7 +90,7 @@ class TensorParallel(Divided):
             return super()._warmed(feed)
         self._check_start()
         self.verify()
-        objective = Objective(self._built.model, self._caller(), world=1)
+        objective = Objective(self.replica.model, self._caller(), world=1)
         runner = MeshRunner(
             objective=objective,
             reduced=objective,

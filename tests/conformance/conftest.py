@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conformance.cases import Case
-from tests.conformance.harness import Pool
-from tests.conformance.served import Kind
+from tests.support.conformance.cases import Case
+from tests.support.conformance.harness import Pool
+from tests.support.conformance.server_processes import Kind
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conformance import problems
-from tests.conformance.harness import Pool, Rank
-from tests.conformance.problems import PROBLEMS
-from tests.conformance.served import Served
+from tests.support.conformance import problems
+from tests.support.conformance.harness import Pool, Rank
+from tests.support.conformance.problems import PROBLEMS
+from tests.support.conformance.server_processes import Served
 from trainwright.core.asynchrony import Unit
 
 STEPS = 30

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conformance import problems
-from tests.conformance.cases import CASES, Case, label, several, sizes
-from tests.conformance.harness import Pool, World
-from tests.conformance.problems import CLIP, PROBLEMS, RATE, Problem
+from tests.support.conformance import problems
+from tests.support.conformance.cases import CASES, Case, label, several, sizes
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.problems import CLIP, PROBLEMS, RATE, Problem
 from trainwright.core.data import Feed, StepReport, Sums
 
 _FOUND: dict[tuple[str, Problem, str], tuple[Any, Any, Any]] = {}

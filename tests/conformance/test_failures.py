@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conformance.cases import Case, label, new_process, several, sizes
-from tests.conformance.harness import Outcome, Pool, World
-from tests.conformance.problems import PROBLEMS, Problem
-from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
+from tests.support.conformance.cases import Case, label, new_process, several, sizes
+from tests.support.conformance.harness import SOON_S, Outcome, Pool, World
+from tests.support.conformance.problems import PROBLEMS, Problem
+from tests.support.conformance.unbroken_runs import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 from trainwright.driver.agree import agree_at
 
-SOON_S = 15.0  # on a loaded machine; the group's own deadline is twice that
 FAULTS = {
     "error": (UserCodeError, "ZeroDivisionError"),
     "nan": (NonFiniteLoss, f"step {PART + 1}"),

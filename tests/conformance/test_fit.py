@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conformance import problems, tensorflow_case
-from tests.conformance.cases import Case
-from tests.conformance.harness import Pool, World
-from tests.conformance.problems import PROBLEMS
+from tests.support.conformance import problems, tensorflow_case
+from tests.support.conformance.cases import Case
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.problems import PROBLEMS
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from tests.conformance import problems, torch_case
-from tests.conformance.harness import Pool, World
-from tests.conformance.problems import PROBLEMS
-from tests.conformance.test_sharded import adamw
+from tests.support.conformance import problems, torch_case
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.problems import PROBLEMS
+from tests.support.conformance.torch_case import adamw
 from trainwright.core.data import Batch, Columns, Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan

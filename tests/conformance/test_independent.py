@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conformance import problems, torch_case
-from tests.conformance.cases import CASES
-from tests.conformance.harness import Pool
-from tests.conformance.problems import PROBLEMS, Problem
-from tests.conformance.served import ENGINES, Served
+from tests.support.conformance import problems, torch_case
+from tests.support.conformance.cases import CASES
+from tests.support.conformance.harness import Pool
+from tests.support.conformance.problems import PROBLEMS, Problem
+from tests.support.conformance.server_processes import ENGINES, Served
 from trainwright.core.errors import NonFiniteLoss, PeerLost
 
 STEPS = 12

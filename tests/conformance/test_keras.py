@@ -18,19 +18,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conformance import problems, tensorflow_case
-from tests.conformance.cases import CASES, Case
-from tests.conformance.harness import Pool
-from tests.conformance.problems import CLASSES, PROBLEMS, RATE
-from tests.conformance.test_state import assert_same
+from tests.support.conformance import problems, tensorflow_case
+from tests.support.conformance.cases import Case
+from tests.support.conformance.harness import Pool
+from tests.support.conformance.keras_cases import ALONE, MIRRORED, PROBLEM, TF
+from tests.support.conformance.problems import CLASSES, PROBLEMS, RATE
+from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.data import Batch, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 
-TF = {case.name: case for case in CASES if case.framework == "tensorflow"}
 GIVEN = "trainwright.strategies.tensorflow.multi_worker:AtGivenAddresses"
-ALONE, MIRRORED = TF["tf-one-device"], TF["tf-mirrored"]
-PROBLEM = replace(PROBLEMS["ragged"], steps=6)
 MIXED = replace(PROBLEM, dtype="float32")
 
 

@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from tests.conformance import problems
-from tests.conformance.cases import CASES, Case, label
-from tests.conformance.harness import Pool
-from tests.conformance.problems import PROBLEMS, Problem
+from tests.support.conformance import problems
+from tests.support.conformance.cases import CASES, Case, label
+from tests.support.conformance.harness import Pool
+from tests.support.conformance.problems import PROBLEMS, Problem
 from trainwright.core.noise import OFTEN
 from trainwright.core.phases import PLACES
 

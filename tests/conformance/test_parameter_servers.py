@@ -17,10 +17,10 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.conformance import problems, tensorflow_case
-from tests.conformance.cases import Case, label
-from tests.conformance.harness import Outcome, Pool, World, value_of
-from tests.conformance.problems import PROBLEMS, Problem
+from tests.support.conformance import problems, tensorflow_case
+from tests.support.conformance.cases import Case, label
+from tests.support.conformance.harness import Outcome, Pool, World, value_of
+from tests.support.conformance.problems import PROBLEMS, Problem
 from trainwright.core.data import Batch, Columns, Feed, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost

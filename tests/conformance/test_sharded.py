@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conformance import problems, torch_case
-from tests.conformance.cases import CASES
-from tests.conformance.harness import Pool, World
-from tests.conformance.problems import PROBLEMS
-from tests.conformance.test_state import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
+from tests.support.conformance import problems, torch_case
+from tests.support.conformance.cases import CASES
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.problems import PROBLEMS
+from tests.support.conformance.torch_case import adamw
+from tests.support.conformance.unbroken_runs import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, UserCodeError
@@ -162,11 +163,6 @@ class Blocks(nn.Module):
             self.seen += 1
         outputs: Tensor = self.head(hidden + self.back(inputs))
         return outputs
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """It decays weights and moments of all that it is given a gradient for, and skips what has none."""
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
 
 
 def spec(model: Callable[[], nn.Module]) -> ModelSpec:

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conformance import problems, torch_case
-from tests.conformance.harness import Pool, World
-from tests.conformance.problems import CLASSES, FEATURES, PROBLEMS
-from tests.conformance.test_pipeline import plan, spec
-from tests.conformance.test_state import assert_same
-from tests.conformance.test_streams import streamed
+from tests.support.conformance import problems, torch_case
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.problems import CLASSES, FEATURES, PROBLEMS
+from tests.support.conformance.staged_model import plan, spec, streamed
+from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.data import Feed
 from trainwright.core.errors import JobError, PeerLost, UserCodeError
 from trainwright.core.plan import Plan

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conformance import problems, torch_case
-from tests.conformance.harness import Pool, World
-from tests.conformance.problems import PROBLEMS, Problem
-from tests.conformance.test_pipeline import Deep, plan, spec
-from tests.conformance.test_state import assert_same
+from tests.support.conformance import problems, torch_case
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.problems import PROBLEMS, Problem
+from tests.support.conformance.staged_model import Deep, Steps, plan, spec, streamed
+from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan
 from trainwright.datasets.feeds import weightless
 from trainwright.strategies.torch.pipeline import Pipeline
 
-Steps = list[list[Feed]]
 SILENT = 3
 STREAM: dict[str, Any] = {"schedule": "pipedream"}
 TWO = plan(2, cuts=("blocks.2",), **STREAM)
@@ -34,15 +32,6 @@ def steps_of(layout: Plan, problem: Problem, steps: range) -> Steps:
     """For each step, each rank's feed."""
     data, ids = problems.columns(problem), problems.batches(problem, steps.stop)
     return [problems.feeds(problem, layout, step, ids[step], data) for step in steps]
-
-
-def streamed(steps: Steps, drains: Collection[int] = (), wishes: Collection[int] = ()) -> Steps:
-    """The same with each step told of the one after it, but before the last and before drains; some wish to stop."""
-    followed = [
-        [replace(feed, following=after if after.step not in drains else None) for feed, after in zip(*two, strict=True)]
-        for two in itertools.pairwise(steps)
-    ]
-    return [[replace(feed, wish=feed.step in wishes) for feed in feeds] for feeds in (*followed, steps[-1])]
 
 
 def silent(steps: Steps) -> Steps:

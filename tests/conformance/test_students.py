@@ -14,13 +14,13 @@ import tensorflow as tf
 import torch
 from torch import nn
 
-from tests.conformance import problems, tensorflow_case, torch_case
-from tests.conformance.cases import Case
-from tests.conformance.harness import Pool, World
-from tests.conformance.test_choices import LAYOUTS, WIDTH, Run, assert_near, bent
-from tests.conformance.test_keras import ALONE, MIRRORED, PROBLEM
-from tests.conformance.test_pipeline import plan, spec, trained
-from tests.unit.torch_jobs import Files
+from tests.support.conformance import problems, tensorflow_case, torch_case
+from tests.support.conformance.attention_model import LAYOUTS, WIDTH, Run, assert_near, bent
+from tests.support.conformance.cases import Case
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.keras_cases import ALONE, MIRRORED, PROBLEM
+from tests.support.conformance.staged_model import plan, spec, trained
+from tests.support.torch_engines import Files
 from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distilling import Distilled, judged
 from trainwright.strategies.likeness import Bridge

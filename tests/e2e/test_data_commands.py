@@ -14,8 +14,8 @@ import pytest
 from pyarrow.fs import FileSelector
 from rich.console import Console
 
-from tests.processes import finish
-from tests.s3 import S3Bucket
+from tests.support.processes import finish
+from tests.support.s3_server import S3Bucket
 from trainwright.core.errors import DataError
 from trainwright.datacommands import as_data, as_table, progress
 from trainwright.datasets import parquet, table

@@ -10,14 +10,14 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
-# A kernel whose own cluster is as `tests.clusters` has them.
+# A kernel whose own cluster is as `tests.support.ray_clusters` has them.
 KERNEL = """
 from ipykernel.kernelapp import launch_new_instance
-from tests import clusters
+from tests.support import ray_clusters
 
-clusters.thrifty()
+ray_clusters.thrifty()
 launch_new_instance()
 """
 

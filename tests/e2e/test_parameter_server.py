@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from trainwright.jobfile import load_job
 from trainwright.views import show
 

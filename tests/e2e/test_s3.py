@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from tests.s3 import KEY, SECRET, S3Bucket
+from tests.support.s3_server import KEY, SECRET, S3Bucket
 from trainwright.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor

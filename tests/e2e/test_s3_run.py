@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests.e2e.test_cli import JOB
-from tests.processes import FORKING, finish
-from tests.s3 import S3Bucket
+from tests.support.cli_job import JOB
+from tests.support.processes import FORKING, finish
+from tests.support.s3_server import S3Bucket
 from trainwright.jobfile import load_job
 from trainwright.store import open_store
 from trainwright.views import show
 
 # Each epoch's checkpoint is committed before the next epoch goes on: one that is due during an upload goes by.
 PACED = """
-from tests.jobs import keep_pace
+from tests.support.torch_jobs import keep_pace
 
 job = job.replace(preflight=False, schedule=lambda step, total: keep_pace({storage!r}, step, 10, "little") or 1.0)
 """

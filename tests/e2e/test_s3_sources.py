@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow.fs as pafs
 import pytest
 
-from tests.s3 import S3Bucket
+from tests.support.s3_server import S3Bucket
 from trainwright.core.errors import DataError
 from trainwright.datasets import Dataset, arrow, csv, images, json_lines, parquet, webdataset
 

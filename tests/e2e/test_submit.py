@@ -13,10 +13,10 @@ import requests
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.jobservers import Cluster, serving
-from tests.processes import wait_for
-from tests.runs import final_state
-from tests.s3 import SECRET, S3Bucket
+from tests.support.finished_runs import final_state
+from tests.support.job_server import Cluster, serving
+from tests.support.processes import wait_for
+from tests.support.s3_server import SECRET, S3Bucket
 from trainwright.cli import app
 from trainwright.core.errors import JobError, ResourceError, RunConflict
 from trainwright.ordeal.proxy import Proxy

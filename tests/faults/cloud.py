@@ -23,7 +23,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeP
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 from ray.cluster_utils import Cluster
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 HEAD_ID = "f" * 51 + "00000"
 HEAD = "ray.head.default"  # as the fake nodes have it

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import State, final_state
+from tests.support import torch_jobs
+from tests.support.finished_runs import State, final_state
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Cal
     def state(workers: int) -> State:
         if workers not in states:
             folder = tmp_path_factory.mktemp(f"unbroken-{workers}")
-            tw.fit(jobs.job(folder, workers=workers))
+            tw.fit(torch_jobs.job(folder, workers=workers))
             states[workers] = final_state(folder, "faulty")
         return states[workers]
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
-from tests import exactly_once, jobs
-from tests.processes import wait_for
+from tests.support import exactly_once_job, torch_jobs
+from tests.support.processes import wait_for
 from trainwright import predicting
 from trainwright.rowmeter import Meter
 
@@ -79,7 +79,7 @@ class Fault:
             marks.hold(self.name)
         else:
             number = signal.SIGKILL if self.how == "kill" else signal.SIGSTOP
-            exactly_once.strike(marks.path(self.name), number)
+            exactly_once_job.strike(marks.path(self.name), number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Script:
     """
 
     teacher: tuple[Fault, ...] = ()
-    student: tuple[jobs.Kill, ...] = ()
+    student: tuple[torch_jobs.Kill, ...] = ()
     hold: int = -1
 
 
@@ -132,7 +132,7 @@ class Small(nn.Module):
             now = int(self.steps)
             self.steps += 1
             for kill in self.script.student:
-                if (kill.rank, kill.step) == (jobs.rank(), now):
+                if (kill.rank, kill.step) == (torch_jobs.rank(), now):
                     kill.strike()
             if now == self.script.hold:
                 self.marks.hold("student")

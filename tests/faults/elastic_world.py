@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 import trainwright as tw
-from tests import jobs
+from tests.support import torch_jobs
 
 HEAD_CPUS, NODE_CPUS, SLOT_CPUS = 16, 8, 3.5  # the last follows from the second: (8 - 1) / 2
 LOSE_AT, SLOW_S = 5, 0.3  # so slow a step, from there until the world has grown, leaves time for nodes to go and come
@@ -29,8 +29,10 @@ class Smooth(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(jobs.WIDTH, 32), nn.Tanh(), nn.Linear(32, jobs.CLASSES)).double()
-        self.seen = nn.Parameter(torch.zeros(jobs.ROWS, dtype=torch.float64))
+        self.body = nn.Sequential(
+            nn.Linear(torch_jobs.WIDTH, 32), nn.Tanh(), nn.Linear(32, torch_jobs.CLASSES)
+        ).double()
+        self.seen = nn.Parameter(torch.zeros(torch_jobs.ROWS, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,8 +45,8 @@ def world_size() -> int:
 
 
 def slow_step(marks: Path) -> Any:
-    """The step of `tests.jobs`, which tells of each world that has come so far and dawdles until there are five."""
-    inner = jobs.make_step(())
+    """Return the usual step, which marks each world so far and waits until there are five."""
+    inner = torch_jobs.make_step(())
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         now, size = int(getattr(model, "module", model).steps), world_size()
@@ -59,7 +61,9 @@ def slow_step(marks: Path) -> Any:
 def elastic_job(folder: Path, **fields: Any) -> tw.Job:
     """Six epochs in float64."""
     folder.mkdir(parents=True, exist_ok=True)
-    return jobs.job(folder, model=Smooth, step=slow_step(folder.parent), epochs=8, workers=4, failures=5, **fields)
+    return torch_jobs.job(
+        folder, model=Smooth, step=slow_step(folder.parent), epochs=8, workers=4, failures=5, **fields
+    )
 
 
 class Hold:

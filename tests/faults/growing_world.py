@@ -13,9 +13,9 @@ from typing import Any
 import ray
 
 import trainwright as tw
-from tests import jobs
 from tests.faults.cloud import cloud
 from tests.faults.elastic_world import Smooth, world_size
+from tests.support import torch_jobs
 from trainwright.core.errors import ResourceError
 from trainwright.discover import discover
 
@@ -25,8 +25,8 @@ SLOW_S = 0.5  # a step before the others have come
 
 
 def slow_step(grows: bool) -> Any:
-    """The step of `tests.jobs`, which dawdles until the world has grown."""
-    inner = jobs.make_step(())
+    """The step of `tests.support.torch_jobs`, which dawdles until the world has grown."""
+    inner = torch_jobs.make_step(())
 
     def step(model: Any, batch: dict[str, Any]) -> Any:
         if grows and model.training and world_size() == FEWEST:
@@ -39,7 +39,7 @@ def slow_step(grows: bool) -> Any:
 def growing_job(folder: Path, grows: bool, **fields: Any) -> tw.Job:
     """In float64."""
     folder.mkdir(parents=True, exist_ok=True)
-    return jobs.job(folder, model=Smooth, step=slow_step(grows), epochs=12, **fields)
+    return torch_jobs.job(folder, model=Smooth, step=slow_step(grows), epochs=12, **fields)
 
 
 def grows(folder: Path) -> None:

@@ -14,14 +14,14 @@ import ray
 from ray.cluster_utils import Cluster
 
 import trainwright as tw
-from tests import jobs
+from tests.support import torch_jobs
 from trainwright.core import events
 
 
 def marking_step(folder: Path) -> Any:
-    """The step of `tests.jobs`, with a notice in step 8 and a mark for each node."""
-    kill = jobs.Kill(rank=0, step=8, folder=str(folder.parent), number=signal.SIGTERM)
-    inner = jobs.make_step((kill,), awaits={10: jobs.Awaited(kind=events.Leaving)}, storage=str(folder))
+    """The step of `tests.support.torch_jobs`, with a notice in step 8 and a mark for each node."""
+    kill = torch_jobs.Kill(rank=0, step=8, folder=str(folder.parent), number=signal.SIGTERM)
+    inner = torch_jobs.make_step((kill,), awaits={10: torch_jobs.Awaited(kind=events.Leaving)}, storage=str(folder))
 
     def step(model: Any, batch: Any) -> Any:
         if model.training:
@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
     cluster.add_node(num_cpus=3)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     folder.mkdir(parents=True, exist_ok=True)
-    tw.fit(jobs.job(folder, step=marking_step(folder), workers=1, failures=0))
+    tw.fit(torch_jobs.job(folder, step=marking_step(folder), workers=1, failures=0))
     ray.shutdown()
     cluster.shutdown()
 

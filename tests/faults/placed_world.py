@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from torch import nn
 
 import trainwright as tw
-from tests import jobs
+from tests.support import torch_jobs
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.driver.rooms import Rooms
 
@@ -37,7 +37,12 @@ class Double(nn.Module):
 def build() -> nn.Module:
     """Layers enough for two stages, in float64."""
     return nn.Sequential(
-        Double(), nn.Linear(jobs.WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, jobs.CLASSES)
+        Double(),
+        nn.Linear(torch_jobs.WIDTH, 32),
+        nn.Tanh(),
+        nn.Linear(32, 32),
+        nn.Tanh(),
+        nn.Linear(32, torch_jobs.CLASSES),
     ).double()
 
 
@@ -50,7 +55,7 @@ def marking(marks: Path) -> Callable[[int, int], float]:
 
     def schedule(step: int, total: int) -> float:
         if torch.distributed.is_initialized():
-            (marks / f"rank-{jobs.rank()}-{ray.get_runtime_context().get_node_id()}").touch()
+            (marks / f"rank-{torch_jobs.rank()}-{ray.get_runtime_context().get_node_id()}").touch()
         if step >= LOSE_AT and not (marks / "lost").exists():
             (marks / "under-way").touch()
             threading.Event().wait(SLOW_S)
@@ -61,9 +66,18 @@ def marking(marks: Path) -> Callable[[int, int], float]:
 
 def job(folder: Path, **fields: Any) -> tw.Job:
     """Two replicas of two stages; checkpoints at the end alone."""
-    own = {"step": None, "model": build, "loss": cross_entropy, "inputs": "x", "targets": "y", "optimizer": jobs.sgd}
+    own = {
+        "step": None,
+        "model": build,
+        "loss": cross_entropy,
+        "inputs": "x",
+        "targets": "y",
+        "optimizer": torch_jobs.sgd,
+    }
     plan = {"plan": "dp=2,pp=2,schedule=1f1b,accumulation=2", "checkpoint_steps": 100, "keeper_s": 0, "spares": 0}
-    return jobs.job(folder, **{**own, **plan, "schedule": marking(folder.parent), "workers": 4, "epochs": 8, **fields})
+    return torch_jobs.job(
+        folder, **{**own, **plan, "schedule": marking(folder.parent), "workers": 4, "epochs": 8, **fields}
+    )
 
 
 def main(folder: Path) -> None:

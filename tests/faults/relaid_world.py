@@ -16,9 +16,9 @@ from ray.cluster_utils import Cluster
 from torch import nn
 
 import trainwright as tw
-from tests import jobs
 from tests.faults.elastic_world import await_world, world_size
-from tests.faults.test_pipeline import cross_entropy, momentum
+from tests.support import torch_jobs
+from tests.support.torch_jobs import cross_entropy, momentum
 
 CPUS = 4  # of a node; a worker has all but the one that is left for data
 LOSE_AT, SLOW_S = 12, 0.25  # so slow a step, until there are two workers again, leaves time for nodes to go and come
@@ -29,7 +29,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(jobs.WIDTH, 32).double()
+        self.linear = nn.Linear(torch_jobs.WIDTH, 32).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x.double()))
@@ -37,7 +37,7 @@ class Wide(nn.Module):
 
 def build() -> nn.Module:
     """Layers enough for two stages, without dropout: what remains is the order of sums."""
-    return nn.Sequential(Wide(), nn.Linear(32, 32).double(), nn.Tanh(), nn.Linear(32, jobs.CLASSES).double())
+    return nn.Sequential(Wide(), nn.Linear(32, 32).double(), nn.Tanh(), nn.Linear(32, torch_jobs.CLASSES).double())
 
 
 def paced(marks: Path) -> Callable[[int, int], float]:
@@ -58,7 +58,7 @@ def staged_job(folder: Path, **fields: object) -> tw.Job:
     folder.mkdir(parents=True, exist_ok=True)
     own = {"step": None, "model": build, "optimizer": momentum, "loss": cross_entropy, "inputs": "x", "targets": "y"}
     plan = {"plan": "pp=2,schedule=1f1b,accumulation=4", "epochs": 12, "schedule": paced(folder.parent)}
-    return jobs.job(folder, **{**own, **plan, **fields})
+    return torch_jobs.job(folder, **{**own, **plan, **fields})
 
 
 def main(folder: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests import jobs
 from tests.faults.distilled_world import Marks, cross_entropy
+from tests.support import torch_jobs
 
 NAME, SEED, HELD = "faulty-search", 3, 14  # a step of the second epoch
 GOOD, BAD, FAIR = [f"t1-alpha{alpha}-seed{SEED}" for alpha in ("0.9", "0", "0.8")]
@@ -43,7 +43,9 @@ class Student(nn.Module):
 
     def __init__(self, script: Script) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(jobs.WIDTH, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, jobs.CLASSES))
+        self.body = nn.Sequential(
+            nn.Linear(torch_jobs.WIDTH, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, torch_jobs.CLASSES)
+        )
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.script = script
 
@@ -67,11 +69,11 @@ class Build:
 
 def teacher() -> nn.Module:
     """Sure of the class after the right one."""
-    model = nn.Linear(jobs.WIDTH, jobs.CLASSES)
+    model = nn.Linear(torch_jobs.WIDTH, torch_jobs.CLASSES)
     with torch.no_grad():
         model.bias.zero_()
         model.weight.zero_()
-        classes = torch.arange(jobs.CLASSES)
+        classes = torch.arange(torch_jobs.CLASSES)
         model.weight[classes, classes.roll(1)] = 5.0
     return model
 
@@ -92,7 +94,8 @@ def search(folder: Path, *held: str) -> tw.Search:
     """
     student = tw.Job(
         name="faulty", model=Build(Script(Marks(str(folder.parent)), held)), loss=cross_entropy, optimizer=adam,
-        inputs="x", targets="y", train=tw.datasets.table(jobs.data()), evaluate=tw.datasets.table(jobs.data()),
+        inputs="x", targets="y", train=tw.datasets.table(torch_jobs.data()),
+        evaluate=tw.datasets.table(torch_jobs.data()),
         metrics={"accuracy": accuracy}, batch_size=16, epochs=3, seed=SEED, storage=str(folder), hang_deadline_s=60.0,
         preflight=False,
     )  # fmt: skip

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import pytest
 
 import trainwright as tw
-from tests import jobs
-from tests.exactly_once import strike
-from tests.processes import wait_for
-from tests.runs import final_state, told
+from tests.support import torch_jobs
+from tests.support.exactly_once_job import strike
+from tests.support.finished_runs import final_state, told
+from tests.support.processes import wait_for
 from trainwright.core import events
 from trainwright.strategies.reference.losses import Graded, cross_entropy
 from trainwright.strategies.reference.model import Array, Mlp
@@ -88,7 +88,7 @@ def job(folder: Path, *, worker: int = 0, server: int = 0, number: int = signal.
 
     def rate(step: int, total: int) -> float:
         if server and step == server and Counting.passes == 0:
-            jobs.keep_pace(str(folder), EVERY, EVERY, "apart")
+            torch_jobs.keep_pace(str(folder), EVERY, EVERY, "apart")
             strike(Path(mark), number)
         return 1.0
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests import jobs, processes
+from tests.support import processes, torch_jobs
 from trainwright.core.errors import JobError
 from trainwright.ordeal.hands import Hands
 from trainwright.ordeal.scene import Process
 
 STEP_S = 0.1
-STEP = jobs.make_step(())
+STEP = torch_jobs.make_step(())
 
 
 def test_a_kill_is_given_and_its_run_compared(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
@@ -54,14 +54,14 @@ def test_a_job_that_fails_by_itself_is_told_by_its_own_error(folder: Path, ray_c
         raise ValueError("enough")
 
     with pytest.raises(tw.TrainwrightError, match="the unbroken run failed") as caught:
-        tw.chaos(jobs.job(folder, step=failing), faults=["kill"])
+        tw.chaos(torch_jobs.job(folder, step=failing), faults=["kill"])
     assert "ValueError: enough" in caught.value.detail
     assert not list(folder.iterdir())
 
 
 def test_a_fault_that_does_not_fit_is_refused_before_anything_is_trained(folder: Path, ray_cluster: None) -> None:
     with pytest.raises(JobError, match="spares=1"):
-        tw.chaos(jobs.job(folder), faults=["spare", "kil"])
+        tw.chaos(torch_jobs.job(folder), faults=["spare", "kil"])
     assert not list(folder.iterdir())
 
 

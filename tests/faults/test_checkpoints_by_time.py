@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests import jobs
-from tests.processes import wait_for
-from tests.runs import State, final_state, told
-from tests.unit.sample_run import Recorder
+from tests.support import torch_jobs
+from tests.support.finished_runs import State, final_state, told
+from tests.support.processes import wait_for
+from tests.support.sample_run import Recorder
 from trainwright.core import events
+from trainwright.driver import milestones
 
 STEP_S, LEAST_S, BETWEEN_S = 0.3, 0.4, 5.0
 
@@ -28,16 +29,16 @@ def test_a_run_goes_on_from_a_checkpoint_whose_time_had_come(
     folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """The least time between two is 0.4 s instead of 10, and a failure is expected every 5 s instead of every day."""
-    monkeypatch.setattr("trainwright.driver.milestones._FIRST_S", LEAST_S)
-    monkeypatch.setattr("trainwright.driver.milestones._DAY_S", BETWEEN_S)
-    made, quick, heard = jobs.make_step(()), folder.parent / "quick", Recorder()
+    monkeypatch.setattr(milestones, "MIN_CHECKPOINT_INTERVAL_S", LEAST_S)
+    monkeypatch.setattr(milestones, "ASSUMED_UPTIME_S", BETWEEN_S)
+    made, quick, heard = torch_jobs.make_step(()), folder.parent / "quick", Recorder()
 
     def step(model: Any, batch: Any) -> torch.Tensor:
         if not quick.exists():
             time.sleep(STEP_S)
         return made(model, batch)
 
-    run = tw.start(jobs.job(folder, step=step, checkpoint_steps="auto"))
+    run = tw.start(torch_jobs.job(folder, step=step, checkpoint_steps="auto"))
     run.listen(heard)
     wait_for(lambda: sum(isinstance(event, events.Checkpointed) for event in heard.heard) == 2)
     for event in heard.heard:

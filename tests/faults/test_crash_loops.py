@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import final_state, told
-from tests.samples import account_of
+from tests.support import torch_jobs
+from tests.support.finished_runs import final_state, told
+from tests.support.sample_counts import account_of
 from trainwright.core import events
 from trainwright.core.errors import WorkerLost
 
 BAD, STEPS = 50, 9
-STEP = jobs.make_step(())
+STEP = torch_jobs.make_step(())
 
 
 def deadly(model: Any, batch: Any) -> torch.Tensor:
@@ -39,7 +39,7 @@ def poisoned(model: Any, batch: Any) -> torch.Tensor:
 
 def test_a_batch_that_kills_its_worker_each_time_is_named(folder: Path, ray_cluster: None) -> None:
     with pytest.raises(WorkerLost) as caught:
-        tw.fit(jobs.job(folder, step=deadly, epochs=1, failures=1))
+        tw.fit(torch_jobs.job(folder, step=deadly, epochs=1, failures=1))
     found = re.search(r"step (\d+) failed 2 times on rank [01]: .*share of that batch holds samples", caught.value.what)
     assert found and str(BAD) in caught.value.what.split("samples ")[1], caught.value.what
     assert 'on_crash_loop="skip"' in caught.value.remedy
@@ -49,9 +49,9 @@ def test_a_batch_that_kills_its_worker_each_time_is_named(folder: Path, ray_clus
 
 def test_a_batch_that_kills_its_worker_is_passed_by_and_all_others_count(folder: Path, ray_cluster: None) -> None:
     """Bitwise the unbroken run in which that step changes nothing, since its loss is not finite."""
-    assert tw.fit(jobs.job(folder, step=deadly, epochs=1, spares=1, on_crash_loop="skip")).state == "done"
+    assert tw.fit(torch_jobs.job(folder, step=deadly, epochs=1, spares=1, on_crash_loop="skip")).state == "done"
     state = final_state(folder, "faulty")
-    tw.fit(jobs.job(folder.parent / "unbroken", step=poisoned, epochs=1, on_nonfinite="skip"))
+    tw.fit(torch_jobs.job(folder.parent / "unbroken", step=poisoned, epochs=1, on_nonfinite="skip"))
     assert state == final_state(folder.parent / "unbroken", "faulty")
     shares = -account_of(state) / 1e-2
     passed = np.flatnonzero(shares == 0)

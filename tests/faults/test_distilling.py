@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests import jobs, processes
 from tests.faults import distilled_world as world
 from tests.faults.distilled_world import NAME, Fault, Marks, Script, distillation
-from tests.runs import State, final_state, told
+from tests.support import processes, torch_jobs
+from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 from trainwright.predictions import is_part
 
@@ -70,7 +70,7 @@ def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
     """An actor of the pool and the driver while targets are computed, the driver and a worker while it trains; and
     another actor of the pool freezes, which is found by what batches took before."""
     marks = Marks(str(folder.parent))
-    kill = jobs.Kill(rank=1, step=16, folder=marks.folder)
+    kill = torch_jobs.Kill(rank=1, step=16, folder=marks.folder)
     pool = (300, "kill"), (800, "hold"), (900, "hold"), (900, "stop")
     script = Script(teacher=tuple(Fault(row=row, how=how) for row, how in pool), student=(kill,), hold=8)
     with driver(folder, "offline", script) as process:
@@ -107,7 +107,7 @@ def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
 def test_online_everything_fails_once(folder: Path, whole: State) -> None:
     """The driver is killed; then an actor of the teacher, which is replaced, another one freezes, and a worker dies."""
     marks = Marks(str(folder.parent))
-    kill = jobs.Kill(rank=1, step=19, folder=marks.folder)
+    kill = torch_jobs.Kill(rank=1, step=19, folder=marks.folder)
     faults = tuple(Fault(row=row, how=how, after="student") for row, how in ((100, "kill"), (500, "stop")))
     script = Script(teacher=faults, student=(kill,), hold=8)
     with driver(folder, "online", script) as process:
@@ -129,7 +129,7 @@ def test_online_everything_fails_once(folder: Path, whole: State) -> None:
 
 
 def test_inline_a_worker_dies_with_its_teacher(folder: Path, whole: State) -> None:
-    kill = jobs.Kill(rank=1, step=12, folder=str(folder.parent))
+    kill = torch_jobs.Kill(rank=1, step=12, folder=str(folder.parent))
     assert tw.distill(distillation(folder, "inline", Script(student=(kill,)))).state == "done"
     assert kill.mark.exists()
     assert final_state(folder, NAME) == whole

@@ -10,21 +10,14 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests import jobs, processes
-from tests.runs import State, final_state, told
+from tests.support import processes, torch_jobs
+from tests.support.driver_kills import committed
+from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 from trainwright.core.errors import OwnedError
 from trainwright.jobfile import load_job
-from trainwright.log import RunLog
-from trainwright.store import open_store
 
 SLOW_S = 0.5  # long enough for a signal to overtake the end of the run on any machine
-
-
-def committed(folder: Path) -> int:
-    """Step of the newest checkpoint that the log names."""
-    entry = RunLog(open_store(str(folder)), "faulty").head() if folder.exists() else None
-    return entry.checkpoints[-1].step if entry and entry.checkpoints else 0
 
 
 def test_ctrl_c_takes_a_checkpoint_and_the_same_job_goes_on(
@@ -60,7 +53,7 @@ def test_a_second_driver_is_refused_and_sigterm_is_a_preemption_notice_to_the_fi
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
         processes.wait_until(lambda: bool(folder.exists() and told(folder, "faulty", events.Steps)), driver)
         with pytest.raises(OwnedError) as caught:
-            tw.fit(jobs.job(folder), resume=True)
+            tw.fit(torch_jobs.job(folder), resume=True)
         assert str(driver.pid) in str(caught.value)
         driver.send_signal(signal.SIGTERM)
         _, err = driver.communicate(timeout=60)

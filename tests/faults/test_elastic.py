@@ -14,8 +14,8 @@ from safetensors.numpy import load
 
 import trainwright as tw
 from tests.faults.elastic_world import elastic_job
-from tests.processes import ROOT
-from tests.runs import final_state, told
+from tests.support.finished_runs import final_state, told
+from tests.support.processes import ROOT
 from trainwright.core import events
 
 

@@ -8,16 +8,16 @@ import numpy as np
 from safetensors.numpy import load
 
 import trainwright as tw
-from tests import exactly_once, jobs, processes
-from tests.faults.test_driver import committed
-from tests.runs import final_state, told
+from tests.support import exactly_once_job, processes, torch_jobs
+from tests.support.driver_kills import committed
+from tests.support.finished_runs import final_state, told
 from trainwright.core import events
 from trainwright.datasets.stream import schedule_of
 
 JOB_FILE = """
-from tests import exactly_once, jobs
-kill = jobs.Kill(rank=1, step=6, folder={marks!r})
-job = exactly_once.job({folder!r}, {marks!r}, kills=(kill,), fatal={fatal}, held=25)
+from tests.support import exactly_once_job, torch_jobs
+kill = torch_jobs.Kill(rank=1, step=6, folder={marks!r})
+job = exactly_once_job.job({folder!r}, {marks!r}, kills=(kill,), fatal={fatal}, held=25)
 """
 
 
@@ -29,16 +29,16 @@ def counted(folder: Path) -> np.ndarray:
         for name, payload in state.files.items()
         if name.endswith(".safetensors")
         for key, value in load(payload).items()
-        if key.endswith("seen") and value.shape == (exactly_once.IDS,)
+        if key.endswith("seen") and value.shape == (exactly_once_job.IDS,)
     )
-    return -seen / exactly_once.RATE * exactly_once.BATCH
+    return -seen / exactly_once_job.RATE * exactly_once_job.BATCH
 
 
 def id_at(position: int) -> int:
     """The id at a position of the pass; the rows that are left are the ids in order."""
-    index = exactly_once.dataset("", -1).index()
+    index = exactly_once_job.dataset("", -1).index()
     schedule = schedule_of(
-        index, batch_size=exactly_once.BATCH, epochs=1, seed=exactly_once.SEED, shuffle=True, drop_last=False
+        index, batch_size=exactly_once_job.BATCH, epochs=1, seed=exactly_once_job.SEED, shuffle=True, drop_last=False
     )
     return int(schedule.order.rows_at(0, np.array([position]))[0])
 
@@ -60,7 +60,7 @@ def stop_after(run: tw.Run, folder: Path, step: int, held: Path) -> None:
 def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
     marks = str(tmp_path)
     file = tmp_path / "job.py"
-    fatal = id_at(5 * exactly_once.BATCH + 123)
+    fatal = id_at(5 * exactly_once_job.BATCH + 123)
     file.write_text(JOB_FILE.format(folder=str(folder), marks=marks, fatal=fatal))
     with processes.trainwright("fit", file, module=processes.FORKING) as driver:  # 2 workers
         processes.wait_until(lambda: committed(folder) >= 10, driver)
@@ -69,16 +69,16 @@ def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None) ->
     after_driver = committed(folder)
     assert 10 <= after_driver < 50, "the driver was killed on the way, after a consumer and the pool"
 
-    kill = jobs.Kill(rank=2, step=after_driver + 3, folder=marks)
-    fatal = id_at((after_driver + 5) * exactly_once.BATCH + 77)
+    kill = torch_jobs.Kill(rank=2, step=after_driver + 3, folder=marks)
+    fatal = id_at((after_driver + 5) * exactly_once_job.BATCH + 77)
     held = after_driver + 13
-    job = exactly_once.job(str(folder), marks, kills=(kill,), fatal=fatal, held=held, workers=3)
-    stop_after(tw.start(job, resume=True), folder, after_driver + 10, exactly_once.released(marks, held))
+    job = exactly_once_job.job(str(folder), marks, kills=(kill,), fatal=fatal, held=held, workers=3)
+    stop_after(tw.start(job, resume=True), folder, after_driver + 10, exactly_once_job.released(marks, held))
     assert kill.mark.exists() and struck(tmp_path, fatal)
     with_three = committed(folder)
     assert after_driver < with_three < 50
 
-    done = tw.fit(exactly_once.job(str(folder), marks, workers=1), resume=True)
+    done = tw.fit(exactly_once_job.job(str(folder), marks, workers=1), resume=True)
     assert done.state == "done"
     assert np.allclose(counted(folder), 1.0, rtol=0, atol=1e-6)
     assert final_state(folder, "faulty").step == 50

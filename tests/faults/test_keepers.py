@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import State, final_state, told
+from tests.support import torch_jobs
+from tests.support.checkpoint_jobs import kept_job
+from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 from trainwright.keeper import MEMORY, PREFIX, Shelf
 from trainwright.store import open_store
-
-STEP_S = 0.02  # so slow a step leaves time for copies
-
-
-def slow_step(kills: tuple[jobs.Kill, ...], awaits: dict[int, jobs.Awaited], folder: Path) -> Callable[..., Any]:
-    """The step of `tests.jobs`, slowly."""
-    inner = jobs.make_step(kills, "", awaits, str(folder))
-
-    def step(model: Any, batch: Any) -> Any:
-        threading.Event().wait(STEP_S)
-        return inner(model, batch)
-
-    return step
-
-
-def kept_job(folder: Path, kills: tuple[jobs.Kill, ...], workers: int, **fields: Any) -> tw.Job:
-    """No checkpoint but the last, and a copy whenever it costs no more than a hundredth of the time."""
-    awaits = {20: jobs.Awaited(kind=events.Kept)}
-    step = slow_step(kills, awaits, folder)
-    return jobs.job(folder, step=step, workers=workers, checkpoint_steps=100, keeper_s=0.05, **fields)
 
 
 def shelves(folder: Path) -> list[Path]:
@@ -42,7 +22,7 @@ def shelves(folder: Path) -> list[Path]:
 
 
 def test_when_all_die_at_once_the_state_comes_from_memory(folder: Path, unbroken: Callable[[int], State]) -> None:
-    kills = tuple(jobs.Kill(rank=rank, step=21, folder=str(folder.parent)) for rank in range(3))
+    kills = tuple(torch_jobs.Kill(rank=rank, step=21, folder=str(folder.parent)) for rank in range(3))
     tw.fit(kept_job(folder, kills, 3))
     assert all(kill.mark.exists() for kill in kills)
     assert final_state(folder, "faulty") == unbroken(3)
@@ -53,8 +33,8 @@ def test_when_all_die_at_once_the_state_comes_from_memory(folder: Path, unbroken
 
 
 def test_without_keepers_the_same_costs_all_steps(folder: Path, unbroken: Callable[[int], State]) -> None:
-    kill = jobs.Kill(rank=0, step=21, folder=str(folder.parent))
-    tw.fit(jobs.job(folder, (kill,), workers=1, checkpoint_steps=100))
+    kill = torch_jobs.Kill(rank=0, step=21, folder=str(folder.parent))
+    tw.fit(torch_jobs.job(folder, (kill,), workers=1, checkpoint_steps=100))
     formed: Any = told(folder, "faulty", events.Formed)
     assert formed[-1].source == "initial" and not told(folder, "faulty", events.Kept)
     assert final_state(folder, "faulty") == unbroken(1)

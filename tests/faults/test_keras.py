@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import trainwright as tw
-from tests import keras_jobs, processes
-from tests.conformance import tensorflow_case
-from tests.jobs import Kill
-from tests.runs import State, final_state, told
+from tests.support import keras_jobs, processes
+from tests.support.conformance import tensorflow_case
+from tests.support.finished_runs import State, final_state, told
+from tests.support.torch_jobs import Kill
 from trainwright.core import events
 from trainwright.core.errors import RunConflict
 from trainwright.jobfile import load_job
@@ -41,7 +41,7 @@ def test_a_killed_worker_and_a_killed_chief_change_no_bit(folder: Path, whole: S
 
 def test_the_driver_is_killed_and_started_again(folder: Path, tmp_path: Path, whole: State) -> None:
     file = tmp_path / "job.py"
-    file.write_text(f"from tests import keras_jobs\njob = keras_jobs.job({str(folder)!r}, pace_s=0.2)\n")
+    file.write_text(f"from tests.support import keras_jobs\njob = keras_jobs.job({str(folder)!r}, pace_s=0.2)\n")
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
         processes.wait_until(lambda: committed(folder) >= 10, driver)
         processes.kill(driver)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from tests import processes
-from tests.machines import NODES, Cable, Machine, cable, machine
-from tests.runs import State, final_state, told
-from tests.samples import account_of
+from tests.support import processes
+from tests.support.finished_runs import State, final_state, told
+from tests.support.namespaces import NODES, Cable, Machine, cable, machine
+from tests.support.sample_counts import account_of
 from trainwright.core import events
 
 GCS_PORT, STEP_S, CUT = 6379, 0.3, 5

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import final_state, told
+from tests.support import torch_jobs
+from tests.support.finished_runs import final_state, told
 from trainwright.core import events
 
 WORKERS = 3
@@ -36,22 +36,22 @@ TABLE = (
 NOW = {"step": -1}  # of this process
 
 
-def kills_in(folder: Path) -> tuple[jobs.Kill, ...]:
-    return tuple(jobs.Kill(rank=rank, step=step, point=point, folder=str(folder)) for point, rank, step in TABLE)
+def kills_in(folder: Path) -> tuple[torch_jobs.Kill, ...]:
+    return tuple(torch_jobs.Kill(rank=rank, step=step, point=point, folder=str(folder)) for point, rank, step in TABLE)
 
 
-def due(kills: tuple[jobs.Kill, ...], point: str, step: int) -> list[jobs.Kill]:
-    return [kill for kill in kills if (kill.point, kill.rank, kill.step) == (point, jobs.rank(), step)]
+def due(kills: tuple[torch_jobs.Kill, ...], point: str, step: int) -> list[torch_jobs.Kill]:
+    return [kill for kill in kills if (kill.point, kill.rank, kill.step) == (point, torch_jobs.rank(), step)]
 
 
-def strike(kills: tuple[jobs.Kill, ...], point: str, step: int) -> None:
+def strike(kills: tuple[torch_jobs.Kill, ...], point: str, step: int) -> None:
     for kill in due(kills, point, step):
         kill.strike()
 
 
-def mortal_step(kills: tuple[jobs.Kill, ...]) -> Callable[[Any, Any], torch.Tensor]:
-    """The step of `tests.jobs`, which also dies in the backward and in the evaluation."""
-    inner = jobs.make_step(kills)
+def mortal_step(kills: tuple[torch_jobs.Kill, ...]) -> Callable[[Any, Any], torch.Tensor]:
+    """The step of `tests.support.torch_jobs`, which also dies in the backward and in the evaluation."""
+    inner = torch_jobs.make_step(kills)
 
     def step(model: Any, batch: Any) -> torch.Tensor:
         net = getattr(model, "module", model)
@@ -66,20 +66,20 @@ def mortal_step(kills: tuple[jobs.Kill, ...]) -> Callable[[Any, Any], torch.Tens
     return step
 
 
-def mortal_optimizer(kills: tuple[jobs.Kill, ...]) -> Callable[[Any], torch.optim.Optimizer]:
+def mortal_optimizer(kills: tuple[torch_jobs.Kill, ...]) -> Callable[[Any], torch.optim.Optimizer]:
     """SGD that dies when the gradients are reduced and nothing is applied yet; the others apply them."""
 
     def build(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = jobs.sgd(parameters)
+        optimizer = torch_jobs.sgd(parameters)
         optimizer.register_step_pre_hook(lambda *_: strike(kills, "optimizer", NOW["step"]))
         return optimizer
 
     return build
 
 
-def mortal_model(kills: tuple[jobs.Kill, ...]) -> Callable[[], torch.nn.Module]:
+def mortal_model(kills: tuple[torch_jobs.Kill, ...]) -> Callable[[], torch.nn.Module]:
     """Arms the process for the moments outside of steps: snapshot, upload, recovery."""
-    inner = jobs.make_model(kills)
+    inner = torch_jobs.make_model(kills)
 
     def build() -> torch.nn.Module:
         from trainwright.strategies.torch.data_parallel import DataParallel
@@ -103,10 +103,10 @@ def mortal_model(kills: tuple[jobs.Kill, ...]) -> Callable[[], torch.nn.Module]:
     return build
 
 
-def job(folder: Path, kills: tuple[jobs.Kill, ...], **fields: Any) -> tw.Job:
-    return jobs.job(
+def job(folder: Path, kills: tuple[torch_jobs.Kill, ...], **fields: Any) -> tw.Job:
+    return torch_jobs.job(
         folder, model=mortal_model(kills), step=mortal_step(kills), optimizer=mortal_optimizer(kills), workers=WORKERS,
-        evaluate=tw.datasets.table({name: column[:30] for name, column in jobs.data().items()}), **fields,
+        evaluate=tw.datasets.table({name: column[:30] for name, column in torch_jobs.data().items()}), **fields,
     )  # fmt: skip
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import final_state, told
-from tests.samples import account_of
+from tests.support import torch_jobs
+from tests.support.finished_runs import final_state, told
+from tests.support.sample_counts import account_of
 from trainwright.core import events
 from trainwright.core.errors import NonFiniteLoss
 
@@ -33,11 +33,11 @@ def quietly_poisoned(model: Any, batch: Any) -> torch.Tensor:
     return losses + (losses - losses).sqrt() if (batch["id"] == BAD).any() else losses
 
 
-STEP = jobs.make_step(())
+STEP = torch_jobs.make_step(())
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_the_next_follows(folder: Path, ray_cluster: None) -> None:
-    run = tw.fit(jobs.job(folder, step=poisoned, on_nonfinite="skip"))
+    run = tw.fit(torch_jobs.job(folder, step=poisoned, on_nonfinite="skip"))
     assert run.state == "done"
     shares = -account_of(final_state(folder, "faulty")) / 1e-2
     assert shares[BAD] == 0
@@ -51,7 +51,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_follows(folder: 
 
 
 def test_a_gradient_that_is_not_finite_is_passed_by_too(folder: Path, ray_cluster: None) -> None:
-    tw.fit(jobs.job(folder, step=quietly_poisoned, on_nonfinite="skip"))
+    tw.fit(torch_jobs.job(folder, step=quietly_poisoned, on_nonfinite="skip"))
     shares = -account_of(final_state(folder, "faulty")) / 1e-2
     assert shares[BAD] == 0 and np.isclose(shares.sum(), STEPS - EPOCHS)
 
@@ -64,17 +64,17 @@ def test_parameters_that_became_nan_are_never_committed(folder: Path, ray_cluste
         return losses + (losses - losses).sqrt() if int(getattr(model, "module", model).steps) == 15 else losses
 
     with pytest.raises(NonFiniteLoss, match=r"not finite|became nan"):
-        tw.fit(jobs.job(folder, step=late))
+        tw.fit(torch_jobs.job(folder, step=late))
     state = final_state(folder, "faulty")
     assert state.step in (5, 10) and np.isfinite(account_of(state)).all()
 
 
 def test_too_many_such_steps_end_the_run(folder: Path, ray_cluster: None) -> None:
     with pytest.raises(NonFiniteLoss, match=f"in samples {BAD}, and 1 steps were passed by before, which is the limit"):
-        tw.fit(jobs.job(folder, step=poisoned, on_nonfinite="skip", skip_limit=1))
+        tw.fit(torch_jobs.job(folder, step=poisoned, on_nonfinite="skip", skip_limit=1))
 
 
 def test_by_default_the_run_ends_and_names_the_sample_and_the_way_out(folder: Path, ray_cluster: None) -> None:
     with pytest.raises(NonFiniteLoss, match=f"in samples {BAD}") as caught:
-        tw.fit(jobs.job(folder, step=poisoned))
+        tw.fit(torch_jobs.job(folder, step=poisoned))
     assert 'on_nonfinite="skip"' in caught.value.remedy

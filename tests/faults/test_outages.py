@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests import jobs
-from tests.faults.test_storage import stop_at
-from tests.processes import FORKING, ROOT
-from tests.runs import State, final_state, told
-from tests.s3 import S3Bucket
-from tests.weather import Weather
+from tests.support import torch_jobs
+from tests.support.checkpoint_jobs import stop_at
+from tests.support.faulty_proxy import FaultyProxy
+from tests.support.finished_runs import State, final_state, told
+from tests.support.processes import FORKING, ROOT
+from tests.support.s3_server import S3Bucket
 from trainwright.core import events
 from trainwright.history import read_history
 from trainwright.journal import Journal
@@ -30,7 +30,7 @@ from trainwright.store import open_store
 HOUR_S = 3600.0
 JOB = """
 import functools, pathlib, threading
-from tests import jobs
+from tests.support import torch_jobs
 from trainwright.checkpoints import CheckpointWriter
 
 signs = pathlib.Path({signs!r})
@@ -48,7 +48,7 @@ def eventful(step):
         if now == 6:
             await_sign("began")
         if now == 22:
-            (signs / f"reached-{{jobs.rank()}}").touch()
+            (signs / f"reached-{{torch_jobs.rank()}}").touch()
             await_sign("over")
         return step(model, batch)
     return wrapped
@@ -56,9 +56,9 @@ def eventful(step):
 def build():
     init = CheckpointWriter.__init__
     CheckpointWriter.__init__ = lambda self, store, *more: init(self, store.impatient(), *more)
-    return jobs.make_model(())()
+    return torch_jobs.make_model(())()
 
-job = jobs.job({storage!r}, model=build, step=eventful(jobs.make_step(())))
+job = torch_jobs.job({storage!r}, model=build, step=eventful(torch_jobs.make_step(())))
 """
 
 
@@ -95,22 +95,22 @@ def test_training_goes_on_while_the_store_is_away_and_loses_nothing(
 ) -> None:
     """The network is lost while the first checkpoint is uploaded, for as long as 16 steps and two lines take."""
     said = tmp_path / "said"
-    with Weather(s3_bucket.server.endpoint) as weather:
+    with FaultyProxy(s3_bucket.server.endpoint) as proxy:
 
         def strike(request: str) -> None:
             if "PUT" in request and "checkpoints/00000005-" in request and not (tmp_path / "began").exists():
-                weather.cut()
+                proxy.cut()
                 (tmp_path / "began").touch()
 
-        weather.heard = strike
-        monkeypatch.setenv("AWS_ENDPOINT_URL", weather.address)
+        proxy.heard = strike
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
         with training(tmp_path, s3_bucket.uri) as process:
             reached = {f"rank {rank}": (tmp_path / f"reached-{rank}").exists for rank in range(2)}
             lines = ("Training goes on from memory", "no checkpoint at step 5: ")
             heard = {line: (lambda line=line: line in said.read_text()) for line in lines}
             await_all({**reached, **heard}, said)
             away_s = time.time()
-            weather.mend()
+            proxy.mend()
             await_all({"back": lambda: "the store is back, after " in said.read_text()}, said)
             (tmp_path / "over").touch()
             assert process.wait(150) == 0, said.read_text()
@@ -138,7 +138,7 @@ def test_a_driver_whose_clock_is_behind_goes_on_like_any_other(
 
     monkeypatch.setattr("trainwright.session.Journal", functools.partial(Journal, clock=clock))
     monkeypatch.setattr("trainwright.ledger.RunLog", functools.partial(RunLog, now=clock))
-    tw.fit(jobs.job(folder), resume=True)
+    tw.fit(torch_jobs.job(folder), resume=True)
     assert final_state(folder, "faulty") == unbroken(2)
     assert told(folder, "faulty", events.Formed)[-1].step == 10
     assert len(list((folder / "faulty" / "checkpoints").iterdir())) == 3, "retained by what the log names, not by age"

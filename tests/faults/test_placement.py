@@ -12,8 +12,8 @@ import pytest
 
 import trainwright as tw
 from tests.faults.placed_world import job
-from tests.processes import ROOT
-from tests.runs import told
+from tests.support.finished_runs import told
+from tests.support.processes import ROOT
 from trainwright.core import events
 
 

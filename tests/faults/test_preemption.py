@@ -15,25 +15,25 @@ import pytest
 from safetensors.numpy import load
 
 import trainwright as tw
-from tests import jobs
-from tests.processes import ROOT
-from tests.runs import State, final_state, told
+from tests.support import torch_jobs
+from tests.support.finished_runs import State, final_state, told
+from tests.support.processes import ROOT
 from trainwright.core import events
 
 
-def notices(folder: Path, *ranks: int) -> tuple[jobs.Kill, ...]:
+def notices(folder: Path, *ranks: int) -> tuple[torch_jobs.Kill, ...]:
     """A notice to each of the ranks in step 8."""
-    return tuple(jobs.Kill(rank=rank, step=8, folder=str(folder.parent), number=signal.SIGTERM) for rank in ranks)
+    return tuple(torch_jobs.Kill(rank=rank, step=8, folder=str(folder.parent), number=signal.SIGTERM) for rank in ranks)
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
 def test_workers_that_are_told_to_go_hand_their_ranks_over(
     ranks: tuple[int, ...], folder: Path, unbroken: Callable[[int], State]
 ) -> None:
-    spare = jobs.Awaited(kind=events.Placed, number=1, spare=True)
-    left = jobs.Awaited(kind=events.Leaving, number=len(ranks))
+    spare = torch_jobs.Awaited(kind=events.Placed, number=1, spare=True)
+    left = torch_jobs.Awaited(kind=events.Leaving, number=len(ranks))
     kills = notices(folder, *ranks)
-    tw.fit(jobs.job(folder, kills, spares=1, failures=0, awaits={7: spare, 10: left}))
+    tw.fit(torch_jobs.job(folder, kills, spares=1, failures=0, awaits={7: spare, 10: left}))
     assert final_state(folder, "faulty") == unbroken(2)
     assert not told(folder, "faulty", events.Failed)
     leaving: Any = told(folder, "faulty", events.Leaving)
@@ -50,9 +50,9 @@ def test_a_process_that_nobody_relieves_ends_by_itself_when_its_time_is_over(
     folder: Path, unbroken: Callable[[int], State]
 ) -> None:
     """The step under way lasts longer than the notice, as far as the process is concerned."""
-    failed = jobs.Awaited(kind=events.Failed)
+    failed = torch_jobs.Awaited(kind=events.Failed)
     kill = notices(folder, 1)
-    tw.fit(jobs.job(folder, kill, spares=1, failures=0, preemption_s=1.0, awaits={9: failed}))
+    tw.fit(torch_jobs.job(folder, kill, spares=1, failures=0, preemption_s=1.0, awaits={9: failed}))
     assert final_state(folder, "faulty") == unbroken(2)
     formed: Any = told(folder, "faulty", events.Formed)
     assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import State, final_state, told
+from tests.support import torch_jobs
+from tests.support.finished_runs import State, final_state, told
 from trainwright import ranks
 from trainwright.core import events
 from trainwright.core.errors import JobError
@@ -23,13 +23,13 @@ STEP_S = 0.02  # so slow a step leaves time for copies
 Found = tuple[State, list[dict[str, Any]]]
 
 
-class Carrying(jobs.Net):
+class Carrying(torch_jobs.Net):
     """With a batch norm, and a count of how often this rank saw each sample, in a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__(width=16)
-        self.norm = nn.BatchNorm1d(jobs.WIDTH)
-        self.register_buffer("counts", torch.zeros(jobs.ROWS), persistent=False)
+        self.norm = nn.BatchNorm1d(torch_jobs.WIDTH)
+        self.register_buffer("counts", torch.zeros(torch_jobs.ROWS), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(self.norm(x))
@@ -44,10 +44,12 @@ def counting(inner: Callable[..., torch.Tensor], model: nn.Module, batch: dict[s
     return inner(model, batch) * (1 + 0.1 * net.counts[batch["id"]])
 
 
-def job(folder: Path, *kills: jobs.Kill, awaits: dict[int, jobs.Awaited] | None = None, **fields: Any) -> tw.Job:
-    given = {"model": Carrying, "inexact": ("batch_norm",), "evaluate": tw.datasets.table(jobs.data()), **fields}
-    step = partial(counting, jobs.make_step(kills, awaits=awaits, storage=str(folder)))
-    return jobs.job(folder, step=step, local_state="counts", **given)
+def job(
+    folder: Path, *kills: torch_jobs.Kill, awaits: dict[int, torch_jobs.Awaited] | None = None, **fields: Any
+) -> tw.Job:
+    given = {"model": Carrying, "inexact": ("batch_norm",), "evaluate": tw.datasets.table(torch_jobs.data()), **fields}
+    step = partial(counting, torch_jobs.make_step(kills, awaits=awaits, storage=str(folder)))
+    return torch_jobs.job(folder, step=step, local_state="counts", **given)
 
 
 def found(folder: Path) -> Found:
@@ -78,8 +80,8 @@ def test_the_checkpoint_evaluates_as_the_run_did(unharmed: Path, whole: Found, m
 
 
 def test_all_go_back_to_the_checkpoint_that_holds_what_the_worker_kept(folder: Path, whole: Found) -> None:
-    kill = jobs.Kill(rank=1, step=12, point="synchronisation", folder=str(folder.parent))
-    saved = {12: jobs.Awaited(kind=events.Checkpointed)}
+    kill = torch_jobs.Kill(rank=1, step=12, point="synchronisation", folder=str(folder.parent))
+    saved = {12: torch_jobs.Awaited(kind=events.Checkpointed)}
     tw.fit(job(folder, kill, awaits=saved))
     assert kill.mark.exists() and found(folder) == whole
     formed: Any = told(folder, "faulty", events.Formed)[-1]
@@ -87,8 +89,8 @@ def test_all_go_back_to_the_checkpoint_that_holds_what_the_worker_kept(folder: P
 
 
 def test_all_go_back_to_the_copy_in_memory_that_holds_it(folder: Path, whole: Found) -> None:
-    kill = jobs.Kill(rank=0, step=21, folder=str(folder.parent))
-    kept = {20: jobs.Awaited(kind=events.Kept)}
+    kill = torch_jobs.Kill(rank=0, step=21, folder=str(folder.parent))
+    kept = {20: torch_jobs.Awaited(kind=events.Kept)}
     tw.fit(job(folder, kill, awaits=kept, checkpoint_steps=100, keeper_s=0.05))
     assert kill.mark.exists() and found(folder) == whole
     formed: Any = told(folder, "faulty", events.Formed)[-1]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from tests.processes import ROOT
-from tests.runs import State, final_state, told
+from tests.support.finished_runs import State, final_state, told
+from tests.support.processes import ROOT
 from trainwright.core import events
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests import processes
 from tests.faults import searched_world as world
 from tests.faults.distilled_world import Marks
 from tests.faults.searched_world import ALONE, BAD, FAIR, GOOD, NAME
-from tests.runs import final_state, told
 from tests.soak import living_actors
+from tests.support import processes
+from tests.support.finished_runs import final_state, told
 from trainwright.adoption import run_name
 from trainwright.core import events
 from trainwright.distilling.found import Found

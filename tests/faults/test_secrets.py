@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests.faults.test_wrong_jobs import job, squared
+from tests.support.regression_job import job, squared
 from trainwright.core.errors import UserCodeError
 from trainwright.core.secrets import HIDDEN
 from trainwright.views import logs, show

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load
 
 import trainwright as tw
-from tests import jobs, processes, server_jobs
-from tests.runs import final_state, told
-from tests.server_jobs import Strike
+from tests.support import processes, server_jobs, torch_jobs
+from tests.support.finished_runs import final_state, told
+from tests.support.server_jobs import Strike
 from trainwright.core import events
 from trainwright.driver import world
 from trainwright.log import RunLog
@@ -80,7 +80,7 @@ def test_a_server_that_dies_within_its_save_leaves_no_checkpoint(
     folder: Path, unbroken: Callable[[str, str], Path]
 ) -> None:
     """Half of its shard is written, where it belongs; the log never names it, and all go on from the one before."""
-    kill = jobs.Kill(rank=1, step=10, point="upload", folder=str(folder.parent))
+    kill = torch_jobs.Kill(rank=1, step=10, point="upload", folder=str(folder.parent))
     run = tw.fit(server_jobs.job(folder, "torch", consistency="sync", model=server_jobs.Torn(kill=kill)))
     assert run.state == "done" and kill.mark.exists()
     died, *_ = told(folder, "faulty", events.Failed)
@@ -99,7 +99,7 @@ def test_the_driver_is_killed(
     """Another one goes on: with the processes that are there, where these may form another group."""
     file = tmp_path / "job.py"
     file.write_text(
-        "from pathlib import Path\nfrom tests import server_jobs\n"
+        "from pathlib import Path\nfrom tests.support import server_jobs\n"
         f"job = server_jobs.job(Path({str(folder)!r}), {framework!r}, consistency={consistency!r}, gate=18)\n"
     )
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
@@ -147,7 +147,7 @@ def seen_of(folder: Path) -> Any:
     tensors = (
         value for name, content in files.items() if name.endswith(".safetensors") for value in load(content).values()
     )
-    return next(value for value in tensors if value.shape == (jobs.ROWS,))
+    return next(value for value in tensors if value.shape == (torch_jobs.ROWS,))
 
 
 def committed(folder: Path) -> int:

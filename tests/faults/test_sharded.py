@@ -10,15 +10,15 @@ import safetensors.torch
 import torch
 
 import trainwright as tw
-from tests import jobs
-from tests.faults.test_keepers import kept_job
-from tests.runs import State, final_state, told
+from tests.support import torch_jobs
+from tests.support.checkpoint_jobs import kept_job
+from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 
 
 def test_a_part_that_died_with_its_worker_comes_from_memory(folder: Path, unbroken: Callable[[int], State]) -> None:
-    tw.fit(jobs.job(folder.parent / "unbroken", plan="dp=2,zero=2"))
-    kill = jobs.Kill(rank=1, step=21, folder=str(folder.parent))
+    tw.fit(torch_jobs.job(folder.parent / "unbroken", plan="dp=2,zero=2"))
+    kill = torch_jobs.Kill(rank=1, step=21, folder=str(folder.parent))
     broken = kept_job(folder, (kill,), 2, plan="dp=2,zero=2")
     tw.fit(broken)
     assert kill.mark.exists()
@@ -31,6 +31,6 @@ def test_a_part_that_died_with_its_worker_comes_from_memory(folder: Path, unbrok
     for name, value in alone.state_dict().items():
         assert torch.allclose(value, parallel[name], rtol=1e-3, atol=1e-4), name
     assert torch.allclose(alone.seen, parallel["seen"], rtol=1e-9), "samples counted otherwise than in data parallelism"
-    tw.fit(jobs.job(folder.parent / "unbroken", epochs=4, strategy="data_parallel"))
+    tw.fit(torch_jobs.job(folder.parent / "unbroken", epochs=4, strategy="data_parallel"))
     resumed: Any = told(folder.parent / "unbroken", "faulty", events.Formed)
     assert [(event.source, event.step) for event in resumed] == [("initial", 0), ("checkpoint", 27)]

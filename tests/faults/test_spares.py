@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import State, final_state, told
+from tests.support import torch_jobs
+from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 
 
-def ready(number: int) -> jobs.Awaited:
+def ready(number: int) -> torch_jobs.Awaited:
     """So many spares have been ready so far."""
-    return jobs.Awaited(kind=events.Placed, number=number, spare=True)
+    return torch_jobs.Awaited(kind=events.Placed, number=number, spare=True)
 
 
 def test_a_spare_takes_the_rank_of_a_killed_worker_and_is_replaced_itself(
     folder: Path, unbroken: Callable[[int], State]
 ) -> None:
     workers = 3
-    kills = tuple(jobs.Kill(rank=rank, step=step, folder=str(folder.parent)) for rank, step in ((1, 8), (0, 16)))
-    tw.fit(jobs.job(folder, kills, workers=workers, spares=1, awaits={7: ready(1), 15: ready(2)}))
+    kills = tuple(torch_jobs.Kill(rank=rank, step=step, folder=str(folder.parent)) for rank, step in ((1, 8), (0, 16)))
+    tw.fit(torch_jobs.job(folder, kills, workers=workers, spares=1, awaits={7: ready(1), 15: ready(2)}))
     assert all(kill.mark.exists() for kill in kills)
     assert final_state(folder, "faulty") == unbroken(workers)
     placed: Any = told(folder, "faulty", events.Placed)
@@ -39,8 +39,8 @@ def test_a_spare_takes_the_rank_of_a_killed_worker_and_is_replaced_itself(
 
 
 def test_a_spare_takes_over_a_single_worker_from_the_checkpoint(folder: Path, unbroken: Callable[[int], State]) -> None:
-    kill = jobs.Kill(rank=0, step=13, folder=str(folder.parent))
-    tw.fit(jobs.job(folder, (kill,), workers=1, spares=1, awaits={12: ready(1)}, paced=True))
+    kill = torch_jobs.Kill(rank=0, step=13, folder=str(folder.parent))
+    tw.fit(torch_jobs.job(folder, (kill,), workers=1, spares=1, awaits={12: ready(1)}, paced=True))
     assert final_state(folder, "faulty") == unbroken(1)
     assert [event.rank for event in told(folder, "faulty", events.Promoted)] == [0]  # type: ignore[attr-defined]
     assert told(folder, "faulty", events.Formed)[-1].source == "checkpoint"  # type: ignore[attr-defined]
@@ -55,9 +55,9 @@ def test_a_model_that_cannot_be_built_twice_is_no_failure_of_the_run(
         (folder.parent / f"built-{uuid.uuid4()}").touch()  # two workers build at once
         if len(list(folder.parent.glob("built-*"))) > 3:
             raise RuntimeError("only so many licences")
-        return jobs.Net()
+        return torch_jobs.Net()
 
-    tw.fit(jobs.job(folder, model=build, spares=1, awaits={10: jobs.Awaited(kind=events.Noted)}))
+    tw.fit(torch_jobs.job(folder, model=build, spares=1, awaits={10: torch_jobs.Awaited(kind=events.Noted)}))
     notes: Any = told(folder, "faulty", events.Noted)
     assert "going on without spare" in notes[0].text and "only so many licences" in notes[0].text
     assert not told(folder, "faulty", events.Failed)

@@ -15,9 +15,9 @@ import pytest
 import ray
 
 import trainwright as tw
-from tests import processes
-from tests.faults.test_heirs import killed_driver, lasting_actors, steps_told
-from tests.runs import State, final_state, told
+from tests.support import processes
+from tests.support.driver_kills import killed_driver, lasting_actors, steps_told
+from tests.support.finished_runs import State, final_state, told
 from trainwright.actors import KeeperProcess, WorkerProcess
 from trainwright.adoption import NAMESPACE
 from trainwright.core import events
@@ -170,7 +170,7 @@ def test_processes_of_a_run_refuse_all_that_an_older_driver_asks(
 SLOW_FILE = """
 import os, time
 import trainwright as tw
-from tests import jobs
+from tests.support import torch_jobs
 from trainwright import adoption
 
 def keep(row):
@@ -179,14 +179,14 @@ def keep(row):
         time.sleep(24)  # twice as long as workers live without a driver
     return True
 
-def step(model, batch, made=jobs.make_step(())):
+def step(model, batch, made=torch_jobs.make_step(())):
     adoption.ORPHAN_S = 12.0
     if next(model.parameters()).device.type != "meta" and not os.path.exists({quick!r}):
         time.sleep(1)
     return made(model, batch)
 
-train = tw.datasets.table(jobs.data()).filter(keep)
-job = jobs.job({storage!r}, train=train, step=step, checkpoint_steps=1000)
+train = tw.datasets.table(torch_jobs.data()).filter(keep)
+job = torch_jobs.job({storage!r}, train=train, step=step, checkpoint_steps=1000)
 """
 
 

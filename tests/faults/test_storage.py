@@ -22,31 +22,20 @@ import torch
 from safetensors.numpy import load
 
 import trainwright as tw
-from tests import jobs, processes
-from tests.processes import ROOT
-from tests.runs import State, final_state, reader_of, told
+from tests.support import processes, torch_jobs
+from tests.support.checkpoint_jobs import stop_at
+from tests.support.finished_runs import State, final_state, reader_of, told
+from tests.support.processes import ROOT
 from trainwright import views
 from trainwright.adoption import Beats
 from trainwright.checkpoints import CheckpointWriter, newest_good, write_manifest
 from trainwright.core import events
-from trainwright.core.errors import DataError, JobError, RunConflict, StorageError, UserCodeError
+from trainwright.core.errors import DataError, JobError, RunConflict, StorageError
+from trainwright.driver import world
 from trainwright.log import RunLog
 from trainwright.report import write_report
 from trainwright.store import open_store
 from trainwright.strategies.torch.files import read as read_state
-
-
-def stop_at(folder: Path, step: int, workers: int = 2) -> None:
-    """A run that failed after `step`, its checkpoints at 5, 10, … kept."""
-
-    def failing(model: Any, batch: Any) -> Any:
-        net = getattr(model, "module", model)
-        if int(net.steps) == step and net.training:
-            raise ValueError("enough")
-        return jobs.make_step((), str(folder))(model, batch)
-
-    with pytest.raises(UserCodeError, match="enough"):
-        tw.fit(jobs.job(folder, step=failing, workers=workers))
 
 
 def newest(folder: Path) -> Path:
@@ -77,7 +66,7 @@ def test_a_missing_shard_is_told_and_the_run_goes_on_from_the_checkpoint_before(
     """Other damage is in test_checkpoints.py, of which the next test has two kinds at once."""
     shutil.copytree(stopped, folder)
     (newest(folder) / "model.safetensors").unlink()
-    tw.fit(jobs.job(folder), resume=True)
+    tw.fit(torch_jobs.job(folder), resume=True)
     assert final_state(folder, "faulty") == unbroken(2)
     assert any("00000010" in event.text for event in told(folder, "faulty", events.Noted))
     formed = told(folder, "faulty", events.Formed)
@@ -89,7 +78,7 @@ def test_a_torn_manifest_and_an_altered_shard_with_3_workers(folder: Path, unbro
     fifteen, ten = sorted((folder / "faulty" / "checkpoints").iterdir(), reverse=True)[:2]
     tear(fifteen / "MANIFEST.json")
     alter(ten / "model.safetensors")
-    tw.fit(jobs.job(folder, workers=3), resume=True)
+    tw.fit(torch_jobs.job(folder, workers=3), resume=True)
     assert final_state(folder, "faulty") == unbroken(3)
     assert told(folder, "faulty", events.Formed)[-1].step == 5
 
@@ -174,18 +163,18 @@ def test_no_file_of_a_run_executes_when_it_is_read(stopped: Path, folder: Path, 
 def test_a_changed_job_is_shown_and_refused(stopped: Path, folder: Path) -> None:
     shutil.copytree(stopped, folder)
     with pytest.raises(RunConflict) as caught:
-        tw.fit(jobs.job(folder, batch_size=12))
+        tw.fit(torch_jobs.job(folder, batch_size=12))
     assert "batch_size: 24 -> 12" in str(caught.value) and "fresh=True" in str(caught.value)
 
 
 def test_a_finished_job_is_not_trained_again_unless_asked(folder: Path, unbroken: Callable[[int], State]) -> None:
-    tw.fit(jobs.job(folder, epochs=1))
+    tw.fit(torch_jobs.job(folder, epochs=1))
     with pytest.raises(RunConflict, match="finished"):
-        tw.fit(jobs.job(folder, epochs=1))
-    run = tw.fit(jobs.job(folder, epochs=3))
+        tw.fit(torch_jobs.job(folder, epochs=1))
+    run = tw.fit(torch_jobs.job(folder, epochs=3))
     assert run.state == "done" and run.history["step"].tolist() == list(range(1, 28))
     assert final_state(folder, "faulty") == unbroken(2)
-    again = tw.fit(jobs.job(folder, epochs=1), fresh=True)
+    again = tw.fit(torch_jobs.job(folder, epochs=1), fresh=True)
     assert again.history["step"].tolist() == list(range(1, 10))
 
 
@@ -193,14 +182,14 @@ def test_a_folder_that_is_no_run_is_left_alone(folder: Path, ray_cluster: None) 
     (folder / "faulty").mkdir(parents=True)
     (folder / "faulty" / "thesis.txt").write_text("do not touch")
     with pytest.raises(RunConflict):
-        tw.fit(jobs.job(folder))
+        tw.fit(torch_jobs.job(folder))
     assert (folder / "faulty" / "thesis.txt").read_text() == "do not touch"
 
 
 def test_an_unwritable_store_is_said_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as caught:
-        tw.fit(jobs.job(tmp_path / "file" / "runs"))
+        tw.fit(torch_jobs.job(tmp_path / "file" / "runs"))
     assert str(tmp_path / "file") in str(caught.value)
 
 
@@ -208,16 +197,16 @@ _FULL_DISK = """
 import shutil, subprocess, sys
 import ray
 import trainwright as tw
-from tests import clusters, jobs
+from tests.support import ray_clusters, torch_jobs
 from trainwright.core.events import Checkpointed
 
 disk, kept, done = sys.argv[1:]
 # Neither of the first two is passed over.
-awaits = {5 * number: jobs.Awaited(kind=Checkpointed, number=number) for number in (1, 2)}
-job = jobs.job(disk + "/runs", awaits=awaits)
+awaits = {5 * number: torch_jobs.Awaited(kind=Checkpointed, number=number) for number in (1, 2)}
+job = torch_jobs.job(disk + "/runs", awaits=awaits)
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "none", disk], check=True)
-with clusters.forking(clusters.TORCH_IMPORTS):  # here, where the workers see the disk
-    clusters.thrifty()
+with ray_clusters.forking(ray_clusters.TORCH_IMPORTS):  # here, where the workers see the disk
+    ray_clusters.thrifty()
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         tw.fit(job)
@@ -250,7 +239,7 @@ def test_a_full_disk_costs_checkpoints_and_the_run_goes_on_where_space_is_made(
 
 def test_a_batch_smaller_than_the_workers(folder: Path, ray_cluster: None) -> None:
     with pytest.raises((JobError, tw.TrainwrightError), match=r"batch_size=2"):
-        tw.fit(jobs.job(folder, batch_size=2, workers=3))
+        tw.fit(torch_jobs.job(folder, batch_size=2, workers=3))
 
 
 def test_samples_that_cannot_be_read_are_skipped_and_put_into_quarantine(folder: Path, ray_cluster: None) -> None:
@@ -259,8 +248,8 @@ def test_samples_that_cannot_be_read_are_skipped_and_put_into_quarantine(folder:
             raise ValueError(f"damaged: {row['id']}")
         return row
 
-    data = tw.datasets.table(jobs.data()).map(fragile)
-    run = tw.fit(jobs.job(folder, train=data, on_error="skip"))
+    data = tw.datasets.table(torch_jobs.data()).map(fragile)
+    run = tw.fit(torch_jobs.job(folder, train=data, on_error="skip"))
     assert run.state == "done"
     kept = tw.datasets.parquet(folder / "faulty" / "quarantine")
     index = kept.index()
@@ -268,14 +257,14 @@ def test_samples_that_cannot_be_read_are_skipped_and_put_into_quarantine(folder:
     assert rows["sample"].tolist() == [7, 100, 150]
     assert all("damaged" in error for error in rows["error"])
     assert any("3 samples were skipped so far" in event.text for event in told(folder, "faulty", events.Noted))
-    seen = next(value for value in _tensors(folder) if value.shape == (jobs.ROWS,))
+    seen = next(value for value in _tensors(folder) if value.shape == (torch_jobs.ROWS,))
     assert (seen[[7, 100, 150]] == 0).all() and (np.delete(seen, [7, 100, 150]) < 0).all()
 
 
 def test_more_damage_than_the_limit_ends_the_run(folder: Path, ray_cluster: None) -> None:
-    data = tw.datasets.table(jobs.data()).map(lambda row, rng: row if int(row["id"]) % 4 else 1 // 0)
+    data = tw.datasets.table(torch_jobs.data()).map(lambda row, rng: row if int(row["id"]) % 4 else 1 // 0)
     with pytest.raises(DataError, match="more than 5 samples cannot be read"):
-        tw.fit(jobs.job(folder, train=data, on_error="skip", skip_limit=5))
+        tw.fit(torch_jobs.job(folder, train=data, on_error="skip", skip_limit=5))
 
 
 def _tensors(folder: Path) -> list[Any]:
@@ -287,7 +276,7 @@ def _tensors(folder: Path) -> list[Any]:
 
 def hung_until(go: Path) -> Callable[[Any, dict[str, Any]], Any]:
     """A step from whose process no file of a checkpoint is stored before there is a file `go`."""
-    made = jobs.make_step(())
+    made = torch_jobs.make_step(())
 
     def step(model: Any, batch: dict[str, Any]) -> Any:
         put = CheckpointWriter._put
@@ -307,7 +296,7 @@ def test_a_write_that_hangs_is_told_while_training_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """A folder mounted hard never gives an error: first a worker waits for it, then the driver."""
-    monkeypatch.setattr("trainwright.driver.world.OVERDUE_S", 0.5)
+    monkeypatch.setattr(world, "OVERDUE_S", 0.5)
     worker, driver = tmp_path / "worker", tmp_path / "driver"
 
     def late(*given: Any) -> str:
@@ -315,7 +304,7 @@ def test_a_write_that_hangs_is_told_while_training_goes_on(
         return write_manifest(*given)
 
     monkeypatch.setattr("trainwright.ledger.write_manifest", late)
-    run = tw.start(jobs.job(folder, step=hung_until(worker)))
+    run = tw.start(torch_jobs.job(folder, step=hung_until(worker)))
 
     def said(words: str) -> list[str]:
         run._session.flush()
@@ -335,7 +324,7 @@ def test_beats_that_cannot_be_sent_are_told_at_once_and_sent_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """Without them all workers would end by themselves a minute later."""
-    monkeypatch.setattr("trainwright.driver.world.BEAT_S", 0.1)
+    monkeypatch.setattr(world, "BEAT_S", 0.1)
     sent, send = list[Any](), Beats.send
 
     def broken(self: Beats, actors: Any, token: int) -> Any:
@@ -345,7 +334,7 @@ def test_beats_that_cannot_be_sent_are_told_at_once_and_sent_again(
         return send(self, actors, token)
 
     monkeypatch.setattr(Beats, "send", broken)
-    tw.fit(jobs.job(folder))
+    tw.fit(torch_jobs.job(folder))
     noted: Any = told(folder, "faulty", events.Noted)
     text = "the workers could not be told that their driver lives: ZeroDivisionError: a bug"
     assert [event.text for event in noted] == [text] and sent[-1]

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import State, told
-from tests.runs import final_state as state_of
-from tests.samples import account_of
+from tests.support import torch_jobs
+from tests.support.finished_runs import State, told
+from tests.support.finished_runs import final_state as state_of
+from tests.support.sample_counts import account_of
 from trainwright.core import events
 from trainwright.core.errors import WorkerLost
+from trainwright.driver import milestones
 
 TOTAL = 27
 LONG_STEP_S = 1.2
@@ -40,20 +41,20 @@ def test_a_killed_worker_costs_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """Its successor runs the code that the run began with, though a module was changed that steps import themselves."""
-    kill = jobs.Kill(rank=1, step=12, point="synchronisation", folder=str(folder.parent))
+    kill = torch_jobs.Kill(rank=1, step=12, point="synchronisation", folder=str(folder.parent))
     file = folder.parent / "late.py"
     file.write_text("FACTOR = 1.0")
     monkeypatch.syspath_prepend(str(folder.parent))
-    made = jobs.make_step((kill,))
+    made = torch_jobs.make_step((kill,))
 
     def step(model: Any, batch: Any) -> Any:
         import late
 
-        if jobs.rank() == 1 and int(getattr(model, "module", model).steps) == 12:
+        if torch_jobs.rank() == 1 and int(getattr(model, "module", model).steps) == 12:
             file.write_text("FACTOR = 2.0")
         return made(model, batch) * late.FACTOR
 
-    run = tw.fit(jobs.job(folder, (kill,), step=step))
+    run = tw.fit(torch_jobs.job(folder, (kill,), step=step))
     sys.modules.pop("late", None)
     assert run.state == "done"
     pid = int(kill.mark.read_text())
@@ -70,16 +71,16 @@ def test_a_killed_worker_costs_nothing(
 
 
 def test_the_writer_dies_in_the_upload_of_the_last_step(folder: Path, unbroken: Callable[[int], State]) -> None:
-    kill = jobs.Kill(rank=0, step=TOTAL, point="upload", folder=str(folder.parent))
-    assert tw.fit(jobs.job(folder, (kill,))).state == "done"
+    kill = torch_jobs.Kill(rank=0, step=TOTAL, point="upload", folder=str(folder.parent))
+    assert tw.fit(torch_jobs.job(folder, (kill,))).state == "done"
     assert kill.mark.exists()
     assert state_of(folder, "faulty") == unbroken(2)
 
 
 def test_a_frozen_worker_is_replaced_and_costs_no_step(folder: Path, unbroken: Callable[[int], State]) -> None:
     """The others wait for it in a collective: they are interrupted, and keep their processes and their state."""
-    kill = jobs.Kill(rank=1, step=13, folder=str(folder.parent), number=signal.SIGSTOP)
-    tw.fit(jobs.job(folder, (kill,), workers=3, hang_deadline_s=5.0))
+    kill = torch_jobs.Kill(rank=1, step=13, folder=str(folder.parent), number=signal.SIGSTOP)
+    tw.fit(torch_jobs.job(folder, (kill,), workers=3, hang_deadline_s=5.0))
     pid = int(kill.mark.read_text())
     assert not Path(f"/proc/{pid}").exists(), "the frozen process is gone"
     silence, culprit = told(folder, "faulty", events.Failed)
@@ -94,13 +95,13 @@ def test_a_worker_that_waits_for_ever_is_replaced_and_the_report_shows_where_it_
     folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """How long it may wait is learnt from the steps before: 3 times the longest wait here, and not 30 times."""
-    monkeypatch.setattr("trainwright.driver.milestones._PATIENCE", 3.0)
-    monkeypatch.setattr("trainwright.driver.milestones._LEAST_S", 2.0)
+    monkeypatch.setattr(milestones, "HANG_FACTOR", 3.0)
+    monkeypatch.setattr(milestones, "MIN_HANG_DEADLINE_S", 2.0)
     mark = folder.parent / "stuck"
-    step = jobs.make_step(())
+    step = torch_jobs.make_step(())
 
     def sometimes_stuck(model: Any, batch: Any) -> Any:
-        now = int(getattr(model, "module", model).steps) if jobs.rank() == 1 else 0
+        now = int(getattr(model, "module", model).steps) if torch_jobs.rank() == 1 else 0
         if now == 7:
             time.sleep(LONG_STEP_S)  # no hang, however quick the others were
         if now == 13 and not mark.exists():
@@ -108,7 +109,7 @@ def test_a_worker_that_waits_for_ever_is_replaced_and_the_report_shows_where_it_
             threading.Event().wait()
         return step(model, batch)
 
-    tw.fit(jobs.job(folder, step=sometimes_stuck, hang_deadline_s=None))
+    tw.fit(torch_jobs.job(folder, step=sometimes_stuck, hang_deadline_s=None))
     assert state_of(folder, "faulty") == unbroken(2)
     stood: Any = told(folder, "faulty", events.Stacks)
     assert {event.rank for event in stood} == {0, 1}
@@ -124,10 +125,10 @@ def test_a_worker_that_waits_for_ever_is_replaced_and_the_report_shows_where_it_
 
 def test_a_worker_that_always_dies_ends_the_run(folder: Path) -> None:
     def suicide(model: Any, batch: Any) -> Any:
-        if jobs.rank() == 1:
+        if torch_jobs.rank() == 1:
             os.kill(os.getpid(), 9)
         return model(batch["x"]).sum(1)
 
     with pytest.raises(WorkerLost) as caught:
-        tw.fit(jobs.job(folder, step=suicide, failures=1))
+        tw.fit(torch_jobs.job(folder, step=suicide, failures=1))
     assert "rank 1" in str(caught.value)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.conformance import problems, torch_case
-from tests.conformance.problems import Problem
-from tests.conformance.rank import Files
 from tests.gpu import STAND_IN
+from tests.support.conformance import problems, torch_case
+from tests.support.conformance.problems import Problem
+from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.group import Generation, Group, Peer

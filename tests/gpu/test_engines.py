@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conformance import torch_case
-from tests.conformance.harness import Pool
-from tests.conformance.problems import PROBLEMS, Problem
-from tests.conformance.served import Served
-from tests.conformance.test_choices import HALF, JOB, Attentive, bent
 from tests.gpu.lone import CPU, GPU, ONE_DEVICE, PARALLEL, Lone, Run, Task, trained
+from tests.support.conformance import torch_case
+from tests.support.conformance.attention_model import HALF, JOB, Attentive, bent
+from tests.support.conformance.harness import Pool
+from tests.support.conformance.problems import PROBLEMS, Problem
+from tests.support.conformance.server_processes import Served
 from trainwright.core.data import Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.phases import PLACES

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.machines import PROGRAMS, TRIES, Machine, demand_rights, ip, machine
-from tests.processes import ROOT
+from tests.support.namespaces import PROGRAMS, TRIES, Machine, demand_rights, ip, machine
+from tests.support.processes import ROOT
 
 NETWORK = "10.78.0"
 PRIVATE = ("/tmp", "/run", "/root", "/var/tmp")

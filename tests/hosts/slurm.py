@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import processes
 from tests.hosts.lan import Host
+from tests.support import processes
 from trainwright.clusterfiles.markers import fill
 
 SCRIPT = processes.ROOT / "clusters" / "slurm.sbatch"

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests import s3
-from tests.runs import told
+from tests.support import s3_server
+from tests.support.finished_runs import told
 from trainwright.core import events
 from trainwright.store import open_store
 
@@ -26,7 +26,7 @@ ENVIRONMENT = "storage.env"
 
 def serve(address: str, folder: str, data: str) -> None:
     """Serve until the host ends; data sets are there, and how to reach it is told in `folder`, before it is."""
-    with s3.running(address) as server:
+    with s3_server.running(address) as server:
         server.make_bucket(BUCKET)
         os.environ |= server.environment()
         store = open_store(f"s3://{BUCKET}/data")

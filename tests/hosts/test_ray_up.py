@@ -18,7 +18,7 @@ from safetensors.numpy import load
 from tests.hosts import ssh, store
 from tests.hosts.lan import HOME, PORTS, Host
 from tests.hosts.world import CHECKOUT, ENV_FILE, World, checkout, job_text, world
-from tests.runs import final_state, told
+from tests.support.finished_runs import final_state, told
 from trainwright.clusterfiles.markers import fill
 from trainwright.core import events
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.hosts
 
 
 @pytest.mark.parametrize("right", ["sys_admin", "net_admin"])
 def test_a_right_that_lacks_is_told(right: str) -> None:
-    demand = "from tests.machines import demand_rights; demand_rights()"
+    demand = "from tests.support.namespaces import demand_rights; demand_rights()"
     without = ["setpriv", f"--bounding-set=-{right}", f"--inh-caps=-{right}", "--", sys.executable, "-c", demand]
     done = subprocess.run(without, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

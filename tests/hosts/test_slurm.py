@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import processes
-from tests.conformance import reference_case
 from tests.hosts import lan, packages, slurm
 from tests.hosts.lan import Host
-from tests.processes import ROOT
-from tests.runs import final_state, told
+from tests.support import processes
+from tests.support.conformance import reference_case
+from tests.support.finished_runs import final_state, told
+from tests.support.processes import ROOT
 from trainwright.core import events
 from trainwright.log import RunLog
 from trainwright.store import open_store

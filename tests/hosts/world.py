@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tests import processes
 from tests.hosts import lan, packages, ssh, store
 from tests.hosts.lan import HOME, Host
-from tests.processes import ROOT
+from tests.support import processes
+from tests.support.processes import ROOT
 from trainwright.datasets import fashion_mnist
 
 CLUSTER = ("head", "one", "two")

@@ -12,7 +12,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import trainwright as tw
-from tests import clusters
+from tests.support import ray_clusters
 from trainwright.doctoring import fleet
 from trainwright.doctoring.across import judge_absent
 from trainwright.doctoring.facts import Absent, Fleet
@@ -25,7 +25,7 @@ def waits() -> None:
 
 def main(folder: str) -> None:
     """Look twice."""
-    clusters.thrifty()
+    ray_clusters.thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -33,7 +33,7 @@ def main(folder: str) -> None:
     there = [stop for stop in fleet.stops(ray.nodes()) if stop.number == second.node_id]  # type: ignore[no-untyped-call]
     dying = threading.Timer(1.0, cluster.remove_node, (second,), {"allow_graceful": False})
     dying.start()
-    absent = fleet._everywhere(there, waits, lambda stop: (), 30.0)
+    absent = fleet.everywhere(there, waits, lambda stop: (), 30.0)
     dying.join()
     assert all(isinstance(each, Absent) for each in absent.values()), absent
     print("THEN", *judge_absent(Fleet(machines={}, absent=absent)))

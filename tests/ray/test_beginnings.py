@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests.runs import told
+from tests.support.finished_runs import told
 from trainwright import preflight
 from trainwright.core import events
 from trainwright.core.errors import JobError, UserCodeError

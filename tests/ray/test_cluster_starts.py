@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.machines import machine
+from tests.support.namespaces import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 # Answers to a request without, with a wrong, and with the right token; and Ray's own client without one.

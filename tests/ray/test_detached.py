@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests import processes
-from tests.processes import wait_for
-from tests.runs import final_state
+from tests.support import processes
+from tests.support.finished_runs import final_state
+from tests.support.processes import wait_for
 from trainwright.adoption import NAMESPACE
 from trainwright.log import RunLog
 from trainwright.store import open_store
@@ -25,7 +25,7 @@ JOB = """
 import os, pathlib, threading
 import numpy as np
 import trainwright as tw
-from tests import jobs
+from tests.support import torch_jobs
 from trainwright.core.errors import JobError
 
 folder = pathlib.Path({folder!r})
@@ -60,8 +60,8 @@ def held(step, total):
         tick.wait(0.02)
     return 1.0
 
-rows = {{**jobs.data(), "more": np.random.default_rng(0).normal(size=(jobs.ROWS, 400))}}
-job = jobs.job(
+rows = {{**torch_jobs.data(), "more": np.random.default_rng(0).normal(size=(torch_jobs.ROWS, 400))}}
+job = torch_jobs.job(
     folder / "runs", workers=1, schedule=held, train=tw.datasets.table(rows),
     trackers=(Lines(folder / "lines", {only_here}),),
 )

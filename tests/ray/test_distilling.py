@@ -9,47 +9,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
-from tests import jobs
-from tests.runs import told
+from tests.support import torch_jobs
+from tests.support.distillation_jobs import TEACHER_EPOCHS, cross_entropy, job, narrow, wide
+from tests.support.finished_runs import told
 from trainwright.core import events
 from trainwright.core.errors import JobError
 from trainwright.distilling import judging
-
-TEACHER_EPOCHS, EPOCHS = 4, 2
-
-
-def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(jobs.WIDTH, 48), nn.Tanh(), nn.Linear(48, jobs.CLASSES))
-
-
-def narrow() -> nn.Module:
-    return nn.Sequential(nn.Linear(jobs.WIDTH, 4), nn.Tanh(), nn.Linear(4, jobs.CLASSES))
-
-
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return outputs.argmax(1) == targets
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-2)
-
-
-def job(folder: Path, name: str, model: Any, **fields: Any) -> tw.Job:
-    data = tw.datasets.table(jobs.data())
-    own = {
-        "model": model, "loss": cross_entropy, "optimizer": adam, "inputs": "x", "targets": "y", "train": data,
-        "evaluate": data, "metrics": {"accuracy": accuracy}, "batch_size": 32, "epochs": EPOCHS, "workers": 2,
-        "strategy": "data_parallel", "storage": str(folder), "spares": 0, "seed": 5,
-    }  # fmt: skip
-    return tw.Job(name=name, **{**own, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +79,7 @@ def test_what_was_stored_is_not_computed_again(
     run = tw.distill(again, fresh=True)
     assert parts and run.state == "done"
     here = run.verdict
-    monkeypatch.setattr(judging, "_HERE_FLOPS", 0)
+    monkeypatch.setattr(judging, "LOCAL_FLOPS", 0)
     pooled = run.judge()
     assert [*(tmp_path / "student-offline" / "judged").rglob("*.parquet")] and here is not None
     for one, other in zip(here.marks, pooled.marks, strict=True):
@@ -147,7 +115,7 @@ def test_several_students_on_one_pass_are_each_as_alone(taught: tw.Teacher, tmp_
     assert again.export(str(tmp_path / "small.safetensors")).endswith("small.safetensors")
     assert load_file(tmp_path / "small.safetensors").keys() == alone.keys()
     said = again.predict(to=str(tmp_path / "said"), workers=1).dataset()
-    assert said.read(said.index(), range(jobs.ROWS))["output"].shape == (jobs.ROWS, jobs.CLASSES)
+    assert said.read(said.index(), range(torch_jobs.ROWS))["output"].shape == (torch_jobs.ROWS, torch_jobs.CLASSES)
 
 
 def test_layers_that_are_matched_come_beside_in_every_way(taught: tw.Teacher, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_node_that_hangs_or_dies_is_a_finding(task: Any, deadline_s: float, wh
     import ray
 
     there = fleet.stops(ray.nodes())  # type: ignore[no-untyped-call]
-    (answer,) = fleet._everywhere(there, task, lambda stop: (), deadline_s).values()
+    (answer,) = fleet.everywhere(there, task, lambda stop: (), deadline_s).values()
     assert isinstance(answer, Absent) and why in answer.why
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import trainwright as tw
-from tests.jobs import ROWS, job
+from tests.support.torch_jobs import ROWS, job
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import derived, file_metadata, files, first_pass, json_lines, parquet
 from trainwright.prepare import prepare
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass is long enough for tasks, from the second item on."""
-    monkeypatch.setattr(first_pass, "_TRIED_S", -1.0)
-    monkeypatch.setattr(first_pass, "_LONG_S", -1.0)
+    monkeypatch.setattr(first_pass, "MIN_PASS_S", -1.0)
+    monkeypatch.setattr(first_pass, "LONG_PASS_S", -1.0)
 
 
 @pytest.mark.usefixtures("long")
@@ -46,8 +46,8 @@ def test_files_and_filters_give_the_same_index_as_here(tmp_path: Path, monkeypat
         (tmp_path / f"{number:02}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     data = json_lines(tmp_path).filter(lambda row: row["id"] % 3 > 0)
     spread = data.index()
-    monkeypatch.setattr(first_pass, "_on_ray", None)
-    monkeypatch.setattr(first_pass, "_connected", lambda: False)
+    monkeypatch.setattr(first_pass, "on_ray", None)
+    monkeypatch.setattr(first_pass, "connected", lambda: False)
     assert data.index() == spread and spread.rows == 32
 
 
@@ -70,7 +70,7 @@ def test_what_ends_a_task_ends_the_pass(how: str, kind: type[Exception], message
 
 def test_a_run_keeps_what_is_known_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume on a machine without a cache reads no footer, and filters nothing again."""
-    monkeypatch.setattr(file_metadata, "_SETTLED_S", {True: -60.0, False: -60.0})
+    monkeypatch.setattr(file_metadata, "SETTLED_S", {True: -60.0, False: -60.0})
     made = job(tmp_path / "runs", epochs=1, workers=1)
     folder = tmp_path / "data"
     folder.mkdir()
@@ -82,7 +82,7 @@ def test_a_run_keeps_what_is_known_of_its_files(tmp_path: Path, monkeypatch: pyt
     kept = sorted((tmp_path / "runs" / made.name / "metadata").iterdir())
     assert [file.suffixes for file in kept] == [[".json", ".z"]] * 2, "footers, and what the filter left"
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "another machine"))
-    monkeypatch.setattr(files, "_footer", None)
+    monkeypatch.setattr(files, "read_footer", None)
     monkeypatch.setattr(derived, "first_pass", None)
     assert prepare(made.replace(train=data), resume=True).train.rows == ROWS
 

@@ -13,9 +13,9 @@ import pytest
 import ray
 
 import trainwright as tw
-from tests import jobs
-from tests.processes import ROOT, wait_for
-from tests.runs import told
+from tests.support import torch_jobs
+from tests.support.finished_runs import told
+from tests.support.processes import ROOT, wait_for
 from trainwright.core import events
 from trainwright.eventfiles import read_events
 from trainwright.history import History
@@ -83,7 +83,7 @@ def heard(folder: Path) -> bool:
 def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray hands it on every ten seconds. The run waits for that at a step, since its gauges end with it; before, its
     worker is killed after steps that the driver has heard of."""
-    monkeypatch.setattr(readings, "_GOODPUT_S", 0.0)  # reckoned with each event, not every ten seconds
+    monkeypatch.setattr(readings, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
     gate, folder = tmp_path / "gate", tmp_path / "runs"
 
     def held(step: int, total: int) -> float:
@@ -92,8 +92,8 @@ def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             tick.wait(0.02)
         return 1.0
 
-    kill = jobs.Kill(rank=0, step=KILLED, folder=str(tmp_path))
-    run = tw.start(jobs.job(folder, (kill,), name=RUN, workers=1, schedule=held))
+    kill = torch_jobs.Kill(rank=0, step=KILLED, folder=str(tmp_path))
+    run = tw.start(torch_jobs.job(folder, (kill,), name=RUN, workers=1, schedule=held))
     found: dict[str, float] = {}
 
     def differing() -> dict[str, tuple[float, float]]:

@@ -17,11 +17,22 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
+from tests.support.keras_distillation import (
+    ALPHA,
+    CLASSES,
+    HEAT,
+    RATE,
+    ROWS,
+    STEPS,
+    WIDTH,
+    keras_linear,
+    keras_loss,
+    keras_sgd,
+)
 from trainwright.core.errors import DataError, JobError, RunConflict
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-ROWS, WIDTH, CLASSES, STEPS, RATE, ALPHA, HEAT = 200, 6, 4, 5, 0.5, 0.3, 3.0
 Loop = tuple[np.ndarray, np.ndarray]
 
 
@@ -44,35 +55,12 @@ def torch_linear(weights: np.ndarray) -> Callable[[], nn.Module]:
     return build
 
 
-def keras_linear(weights: np.ndarray) -> Callable[[], Any]:
-    def build() -> Any:
-        import keras
-
-        model = keras.Sequential([keras.Input((weights.shape[0],)), keras.layers.Dense(weights.shape[1])])
-        model.set_weights([weights, np.zeros(weights.shape[1], np.float32)])
-        return model
-
-    return build
-
-
 def torch_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(outputs, targets, reduction="none")
 
 
-def keras_loss(outputs: Any, targets: Any) -> Any:
-    import tensorflow as tf
-
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
-
-
 def torch_sgd(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=RATE)
-
-
-def keras_sgd(parameters: Any) -> Any:
-    import keras
-
-    return keras.optimizers.SGD(RATE)
 
 
 LINEAR: dict[str, Any] = {"torch": torch_linear, "keras": keras_linear}

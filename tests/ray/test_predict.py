@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,87 +14,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import trainwright as tw
-from tests.unit.torch_jobs import Net, adam, feed, loss, one_device
-from trainwright.adoption import Orphanage
-from trainwright.checkpoints import CheckpointWriter
-from trainwright.core.checkpoint import checkpoint_path
-from trainwright.core.data import Batch, Cursor
+from tests.support.prediction_jobs import RANGE, ROWS, Strike, check, columns_of, job, read, table, train
+from tests.support.torch_engines import loss
+from trainwright import predicting
+from trainwright.core.data import Batch
 from trainwright.core.errors import ResourceError, RunConflict, UserCodeError, WorkerLost
-from trainwright.driver import messages as m
-from trainwright.ledger import RunLedger
-from trainwright.store import open_store
-
-ROWS, RANGE = 230, 23
-Row = dict[str, Any]
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-def table(rows: int = ROWS) -> dict[str, np.ndarray]:
-    return {"id": np.arange(rows) + 1000, "x": np.random.default_rng(2).normal(size=(rows, 4)).astype(np.float32)}
-
-
-@dataclass(frozen=True)
-class Strike:
-    """A transform that does something to its process at one row: once, where `mark` is a file's path, or always."""
-
-    what: str
-    mark: str = ""
-    at: int = 100
-
-    def __call__(self, row: Row, rng: np.random.Generator) -> Row:
-        if row["id"] == 1000 + self.at and self._due():
-            if self.what == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.what == "orphan":
-                Orphanage().end()
-            if self.what == "hang":
-                threading.Event().wait()
-            raise LookupError("struck")
-        return row
-
-    def _due(self) -> bool:
-        if not self.mark:
-            return True
-        try:
-            Path(self.mark).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
-
-
-def job(folder: Path, **fields: Any) -> tw.Job:
-    given = {
-        "name": "served", "model": Net, "optimizer": adam, "loss": loss, "inputs": "x", "targets": "y",
-        "train": tw.datasets.table({**table(), "y": np.zeros(ROWS, np.int64)}), "batch_size": 8,
-        "storage": str(folder / "runs"),
-    }  # fmt: skip
-    return tw.Job(**{**given, **fields})
-
-
-def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
-    """Train here for some steps and commit a checkpoint; the model with its weights."""
-    engine = one_device(job.model_spec(steps))
-    for step in range(steps):
-        engine.train_step(feed(batch(step), step=step))
-    store = open_store(job.storage)
-    ledger = RunLedger(
-        store, job.name, job={}, keep=3, fresh=False, cursor=lambda step: Cursor(), facts={}, note=print,
-        begin=lambda token: None, tell=lambda: None,
-    )  # fmt: skip
-    path, named = checkpoint_path(steps, ledger.acquire()), ledger.chain()
-    parent = named[-1].path if named else ""
-    writer = CheckpointWriter(store, job.name, path)
-    engine.save(engine.snapshot(), writer)
-    ledger.commit(m.Commit(step=steps, path=path, files=writer.entries, parent=parent, layout="replicated"))
-    ledger.release(m.Release(outcome="stopped", step=steps))
-    model: nn.Module = engine._built.model
-    return model.eval()
-
-
-def columns_of(step: int) -> Batch:
-    data = table()
-    return Batch(columns={"x": data["x"][:8] + step, "y": np.arange(8) % 3}, weights=np.ones(8), samples=np.arange(8))
 
 
 @pytest.fixture
@@ -111,19 +31,6 @@ def served(tmp_path: Path) -> tuple[tw.Job, np.ndarray]:
     with torch.no_grad():
         outputs = [model(torch.from_numpy(table()["x"][start : start + 8])) for start in range(0, ROWS, 8)]
     return chosen, torch.cat(outputs).numpy()
-
-
-def read(folder: Path | str) -> pa.Table:
-    """All parts in the order of their names."""
-    return pa.concat_tables([pq.read_table(path) for path in sorted(Path(folder).glob("part-*.parquet"))])
-
-
-def check(folder: Path | str, expected: np.ndarray) -> None:
-    """Every sample once, in order, with the plain loop's output."""
-    found = read(folder)
-    assert found["sample"].to_pylist() == list(range(len(expected)))
-    outputs = found["output"].combine_chunks().to_numpy_ndarray()
-    np.testing.assert_allclose(outputs, expected, rtol=0, atol=1e-6)
 
 
 def test_one_and_three_workers_predict_what_a_plain_loop_does(
@@ -162,7 +69,7 @@ def test_a_range_that_kills_every_worker_is_named(
     served: tuple[tw.Job, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, _ = served
-    monkeypatch.setattr("trainwright.predicting.ATTEMPTS", 2)
+    monkeypatch.setattr(predicting, "ATTEMPTS", 2)
     data = tw.datasets.table(table()).map(Strike("kill"))
     with pytest.raises(WorkerLost, match="rows 92 to 114 were given up: 2 workers were lost") as caught:
         tw.predict(chosen, data, to=str(tmp_path / "out"), workers=1, range_rows=RANGE)

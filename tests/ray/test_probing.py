@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests import jobs
-from tests.faults.test_pipeline import cross_entropy, momentum
-from tests.runs import told
+from tests.support import torch_jobs
+from tests.support.finished_runs import told
+from tests.support.torch_jobs import cross_entropy, momentum
 from trainwright import views
 from trainwright.core import events
 
@@ -25,7 +25,7 @@ STEPS = 6
 def fat() -> nn.Module:
     """Gradients that take longer to reduce than to compute, of a small batch."""
     wide = [nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(2)]
-    return nn.Sequential(nn.Linear(jobs.WIDTH, 2048), nn.Tanh(), *wide, nn.Linear(2048, jobs.CLASSES))
+    return nn.Sequential(nn.Linear(torch_jobs.WIDTH, 2048), nn.Tanh(), *wide, nn.Linear(2048, torch_jobs.CLASSES))
 
 
 class Slow(nn.Dropout):
@@ -40,7 +40,7 @@ class Slow(nn.Dropout):
 def slow() -> nn.Module:
     """Little to reduce, and samples that are best divided: stages wait for each other's."""
     wide = [nn.Sequential(nn.Linear(32, 32), Slow(0.1)) for _ in range(4)]
-    return nn.Sequential(nn.Linear(jobs.WIDTH, 32), *wide, nn.Linear(32, jobs.CLASSES))
+    return nn.Sequential(nn.Linear(torch_jobs.WIDTH, 32), *wide, nn.Linear(32, torch_jobs.CLASSES))
 
 
 class Watch:
@@ -60,7 +60,9 @@ class Watch:
 def first_steps(folder: Path, model: Callable[[], nn.Module], **fields: Any) -> dict[int, float]:
     """Losses of a run that is stopped after a few steps."""
     own = {"step": None, "model": model, "optimizer": momentum, "loss": cross_entropy, "inputs": "x", "targets": "y"}
-    run = tw.start(jobs.job(folder, **{**own, "batch_size": 8, "epochs": LONG, "checkpoint_steps": 10**9, **fields}))
+    run = tw.start(
+        torch_jobs.job(folder, **{**own, "batch_size": 8, "epochs": LONG, "checkpoint_steps": 10**9, **fields})
+    )
     watch = Watch()
     run.listen(watch)
     enough = watch.enough.wait(120)

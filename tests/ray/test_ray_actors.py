@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import ray
 
-from tests.processes import wait_for
-from tests.ray.test_ray_delivery import ROWS, check, stream
-from tests.unit.test_stream import collect
+from tests.support.fetched_streams import ROWS, check, stream
+from tests.support.processes import wait_for
+from tests.support.streams import collect
 from trainwright.core.errors import DataError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, table
 from trainwright.datasets.pools import DEATHS, deal
@@ -82,7 +82,7 @@ def marked(folder: Path, what: str) -> set[int]:
 
 def process_of(fetcher: RayFetcher) -> int:
     """The process of the feeder that serves now."""
-    process: int = ray.get(fetcher._feeder.__ray_call__.remote(lambda feeder: os.getpid()))
+    process: int = ray.get(fetcher.feeder.__ray_call__.remote(lambda feeder: os.getpid()))
     return process
 
 
@@ -118,7 +118,7 @@ def test_what_was_lost_with_a_process_is_computed_again(tmp_path: Path, plain: D
     with stream(data, 0, 1, fetcher).feeds(0) as feeds:
         first = [next(feeds) for _ in range(3)]
         if victim == "feeder":
-            ray.kill(fetcher._feeder, no_restart=False)
+            ray.kill(fetcher.feeder, no_restart=False)
         check(first + list(feeds), collect(stream(plain, 0, 1, None)))
     fetcher.close()
     assert len(marked(tmp_path, "opened")) == 2

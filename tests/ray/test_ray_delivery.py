@@ -18,20 +18,18 @@ import pyarrow as pa
 import pytest
 import ray
 
-from tests.processes import ROOT
-from tests.unit.test_stream import collect, same
+from tests.support.fetched_streams import BATCH, OPTIONS, ROWS, check, stream
+from tests.support.processes import ROOT
+from tests.support.streams import collect
 from trainwright.core.byvalue import dumps, loads
-from trainwright.core.data import Feed, Feeding
+from trainwright.core.data import Feed
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, pipeline, table
 from trainwright.datasets.feeder import Answer, Feeder, Feeders, _Window
 from trainwright.datasets.rays import RayFetcher, start_feeder
-from trainwright.datasets.stream import Stream, schedule_of
+from trainwright.datasets.stream import schedule_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-ROWS, BATCH = 1500, 128
-OPTIONS: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "seed": 3}
 
 
 def heavy(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -63,21 +61,11 @@ def feeder(data: Dataset, **more: Any) -> RayFetcher:
     return start_feeder(data, data.index(), cpus=2.0, deadline_s=90.0, **{**OPTIONS, **more})
 
 
-def stream(data: Dataset, rank: int, total: int, fetcher: RayFetcher | None, **more: Any) -> Stream:
-    feeding = Feeding(data_ranks=range(rank, rank + 1), total=total)
-    return Stream(data, feeding=feeding, fetcher=fetcher, **{**OPTIONS, **more})
-
-
 @pytest.fixture(scope="module")
 def shared(ray_cluster: None) -> Iterator[RayFetcher]:
     fetcher = feeder(dataset())
     yield fetcher
     fetcher.close()
-
-
-def check(ours: list[Feed], light: list[Feed]) -> None:
-    assert [feed.step for feed in ours] == [feed.step for feed in light]
-    assert all(same(one, other) for one, other in zip(ours, light, strict=True))
 
 
 @pytest.mark.parametrize(("total", "start"), [(1, 0), (3, 7), (2, 13)])
@@ -177,7 +165,7 @@ def test_a_pipeline_takes_pieces_as_it_needs_them(monkeypatch: pytest.MonkeyPatc
             taken.append(piece)
             yield piece
 
-    monkeypatch.setattr(pipeline, "_TASKS", 12)
+    monkeypatch.setattr(pipeline, "MAX_TASKS", 12)
     blocks = pipeline.run(ray.put(dumps(recipe)), pieces(), {"CPU": 2.0}, OpenGate(None, 0))
     made = [ray.get(next(blocks))]
     assert len(taken) == 12
@@ -232,7 +220,7 @@ def test_a_killed_feeder_computes_again_what_was_lost() -> None:
     light = collect(stream(dataset(), 0, 1, None))
     with stream(dataset(), 0, 1, fetcher).feeds(0) as feeds:
         first = [next(feeds) for _ in range(3)]
-        ray.kill(fetcher._feeder, no_restart=False)
+        ray.kill(fetcher.feeder, no_restart=False)
         check(first + list(feeds), light)
     fetcher.close()
 
@@ -276,13 +264,13 @@ def test_too_few_cpus_are_told_before_anything_starts() -> None:
 
 ON_A_GPU = """
 import numpy as np, ray
-from tests import clusters
+from tests.support import ray_clusters
 from trainwright.core.data import Feeding
 from trainwright.datasets import table
 from trainwright.datasets.rays import start_feeder
 from trainwright.datasets.stream import Stream
 
-clusters.thrifty()
+ray_clusters.thrifty()
 ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False)
 
 def visible(columns):

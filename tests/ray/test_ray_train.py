@@ -18,9 +18,9 @@ from ray.train.torch import TorchTrainer
 from ray.util.placement_group import placement_group_table
 
 import trainwright as tw
-from tests import jobs, keras_jobs
-from tests.processes import wait_for
-from tests.runs import State, final_state, told
+from tests.support import keras_jobs, torch_jobs
+from tests.support.finished_runs import State, final_state, told
+from tests.support.processes import wait_for
 from trainwright.core import events
 from trainwright.raytrain.telling import POINTER
 
@@ -54,7 +54,7 @@ def left() -> list[str]:
 
 
 def torch_job(folder: Path, **fields: Any) -> tw.Job:
-    return jobs.job(folder, evaluate=tw.datasets.table(jobs.data()), **fields)
+    return torch_jobs.job(folder, evaluate=tw.datasets.table(torch_jobs.data()), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +105,11 @@ def test_tensorflow(tmp_path: Path) -> None:
 def test_a_lost_train_worker_and_a_failure_after_the_end_repeat_nothing(tmp_path: Path, unbroken: State) -> None:
     """Rank 0's process, which drives, is killed in the middle; then the train function fails once the run is done."""
     pid, struck, over = (tmp_path / name for name in ("pid", "struck", "over"))
-    paced = jobs.make_step((), str(tmp_path))
+    paced = torch_jobs.make_step((), str(tmp_path))
 
     def step(model: Any, batch: Any) -> Any:
         net = getattr(model, "module", model)
-        if net.training and int(net.steps) == KILLED and jobs.rank() == 0 and not struck.exists():
+        if net.training and int(net.steps) == KILLED and torch_jobs.rank() == 0 and not struck.exists():
             struck.touch()
             os.kill(int(pid.read_text()), signal.SIGKILL)
             threading.Event().wait()  # until Ray Train's room goes, and this process with it

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests import jobs, processes
-from tests.ray.test_distilling import adam, cross_entropy, job, narrow, wide
+from tests.support import processes, torch_jobs
+from tests.support.distillation_jobs import adam, cross_entropy, job, narrow, wide
 from trainwright.core.errors import JobError, RunFinished, UserCodeError
 from trainwright.distilling.composing import composed
 from trainwright.log import Owner, RunLog
 from trainwright.store import open_store
 
-UNLABELLED = tw.datasets.table({"x": np.random.default_rng(3).normal(size=(160, jobs.WIDTH)).astype(np.float32)})
+UNLABELLED = tw.datasets.table({"x": np.random.default_rng(3).normal(size=(160, torch_jobs.WIDTH)).astype(np.float32)})
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def test_each_generation_is_taught_by_the_one_before(tmp_path: Path, ray_cluster
     for name, model in models.items():
         (folder,) = (tmp_path / "targets").glob(f"{name}-*")
         said = np.stack(pq.read_table(folder)["output"].to_pylist())
-        expected = model(torch.from_numpy(jobs.data()["x"])).detach().numpy()
+        expected = model(torch.from_numpy(torch_jobs.data()["x"])).detach().numpy()
         np.testing.assert_allclose(said, expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests import jobs
-from tests.ray.test_distilling import accuracy, job, narrow, wide
-from tests.ray.test_mixed_distilling import keras_linear, keras_loss, keras_sgd
-from tests.runs import told
+from tests.support import torch_jobs
+from tests.support.distillation_jobs import accuracy, job, narrow, wide
+from tests.support.finished_runs import told
+from tests.support.keras_distillation import keras_linear, keras_loss, keras_sgd
 from trainwright.adoption import NAMESPACE
 from trainwright.core import events
 from trainwright.core.errors import RunConflict, TrainwrightError
@@ -29,7 +29,7 @@ def build_teacher() -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        rows = torch.arange(jobs.CLASSES)
+        rows = torch.arange(torch_jobs.CLASSES)
         model[0].weight[rows, rows] = 0.3
         model[2].weight[rows, rows] = 9.0
     return model
@@ -45,7 +45,7 @@ def search_in(folder: Path, **fields: Any) -> tw.Search:
     return tw.Search(**{**own, **fields})
 
 
-TEST = tw.datasets.table({name: column[:60] for name, column in jobs.data().items()})
+TEST = tw.datasets.table({name: column[:60] for name, column in torch_jobs.data().items()})
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_the_test_set_is_told_of_the_chosen_and_of_the_student_alone(found: Foun
             assert value == pytest.approx(float(right.float().mean()))
     (teacher,) = found.teachers
     assert teacher.test is not None and teacher.test > 0.9 and found.together is None
-    assert found.student.parameters == jobs.WIDTH * 4 + 4 + 4 * jobs.CLASSES + jobs.CLASSES
+    assert found.student.parameters == torch_jobs.WIDTH * 4 + 4 + 4 * torch_jobs.CLASSES + torch_jobs.CLASSES
     assert set(found.student.latency_s) == {1, 32}
 
 
@@ -106,8 +106,8 @@ def test_the_student_alone_sees_the_same_rows(folder: Path, found: Found) -> Non
         index = data.index()
         rows[name] = data.read(index, range(index.rows), ("id",))["id"]
     np.testing.assert_array_equal(rows["taught"], rows["alone"])
-    assert sorted([*rows["taught"], *rows["validation"]]) == list(range(jobs.ROWS))
-    assert len(rows["validation"]) == pytest.approx(SHARE * jobs.ROWS, abs=25)
+    assert sorted([*rows["taught"], *rows["validation"]]) == list(range(torch_jobs.ROWS))
+    assert len(rows["validation"]) == pytest.approx(SHARE * torch_jobs.ROWS, abs=25)
 
 
 def test_nothing_is_left_and_nothing_is_done_again(found: Found, folder: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_run_that_fails_ends_the_search_with_its_error(ray_cluster: None, tmp_
 def keras_narrow() -> Any:
     import keras
 
-    return keras.Sequential([keras.Input((jobs.WIDTH,)), keras.layers.Dense(jobs.CLASSES)])
+    return keras.Sequential([keras.Input((torch_jobs.WIDTH,)), keras.layers.Dense(torch_jobs.CLASSES)])
 
 
 def keras_accuracy(outputs: Any, targets: Any) -> Any:
@@ -161,8 +161,8 @@ def keras_accuracy(outputs: Any, targets: Any) -> Any:
 
 
 def test_a_keras_student_is_searched_whose_teacher_is_in_its_step(ray_cluster: None, tmp_path: Path) -> None:
-    weights = np.zeros((jobs.WIDTH, jobs.CLASSES), np.float32)
-    weights[range(jobs.CLASSES), range(jobs.CLASSES)] = 9.0
+    weights = np.zeros((torch_jobs.WIDTH, torch_jobs.CLASSES), np.float32)
+    weights[range(torch_jobs.CLASSES), range(torch_jobs.CLASSES)] = 9.0
     search = search_in(tmp_path, temperatures=(2.0,), seeds=1)
     student = search.student.replace(
         model=keras_narrow, loss=keras_loss, optimizer=keras_sgd, metrics={"accuracy": keras_accuracy}, epochs=1
@@ -175,4 +175,7 @@ def test_a_keras_student_is_searched_whose_teacher_is_in_its_step(ray_cluster: N
         model = tw.load_model(student.replace(name=f"{name}-seed{SEED}", storage=str(tmp_path / "small-search")))
         right = np.argmax(model.predict(columns["x"], verbose=0), 1) == columns["y"]
         assert score.values == (pytest.approx(right.mean()),)
-    assert found.teachers[0].test == 1.0 and found.student.parameters == jobs.WIDTH * jobs.CLASSES + jobs.CLASSES
+    assert (
+        found.teachers[0].test == 1.0
+        and found.student.parameters == torch_jobs.WIDTH * torch_jobs.CLASSES + torch_jobs.CLASSES
+    )

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests.ray.test_predict import RANGE, ROWS, Strike, columns_of, job, table, train
-from tests.ray.test_trained import trained
-from tests.unit.torch_jobs import Net, feed, one_device
+from tests.support.prediction_jobs import RANGE, ROWS, Strike, columns_of, job, table, train
+from tests.support.torch_engines import Net, feed, one_device
+from tests.support.trained_layouts import trained
 from trainwright.core.data import Batch
 from trainwright.core.errors import DataError, JobError, PlanError, RunConflict
 from trainwright.distilling.forms import Form, decode
@@ -149,7 +149,7 @@ def test_a_keras_teacher_teaches_a_torch_student(tmp_path: Path) -> None:
 
     student = one_device(job(tmp_path, train=data, targets=("y", "teacher.k"), loss=distance).model_spec(1))
     with torch.no_grad():
-        outputs = student._built.model(torch.from_numpy(given["x"][:12])).numpy()
+        outputs = student.replica.model(torch.from_numpy(given["x"][:12])).numpy()
     taught = hidden[:12].sum(-1, keepdims=True) * 0.5
     rows = Batch(
         columns={name: column[:12] for name, column in given.items()}, weights=np.ones(12), samples=np.arange(12)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests.ray.test_distilling import job, narrow
-from tests.unit.test_ways import wide
+from tests.support.distillation_jobs import job, narrow
+from tests.support.small_distillation import wide
 from trainwright.distilling import choosing, rehearsing
 from trainwright.distilling.choosing import Weighed
 from trainwright.distilling.stored import stored_targets

@@ -22,7 +22,7 @@ import trainwright.log
 import trainwright.store
 import trainwright.summary
 from tests.simulation.store import Violation
-from tests.unit.sample_run import checkpointed, started, stepped
+from tests.support.sample_run import checkpointed, started, stepped
 from trainwright.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
 from trainwright.core import events
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests.unit.test_plan import LAPTOP, PROFILE, decide, job
+from tests.support.planner_cases import LAPTOP, PROFILE, decide, job
 from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.plan import Plan

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.story import Story
+from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.core.asynchrony import Staleness
 from trainwright.core.data import Sums

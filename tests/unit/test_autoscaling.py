@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from trainwright import autoscaling
 from trainwright.autoscaling import HEAD, Limits, Lookout, Starting, news, older_news, read_config
 from trainwright.core.errors import ResourceError
@@ -98,7 +98,7 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     from ray.autoscaler._private.kuberay import node_provider
 
     (tmp_path / "namespace").write_text("team\n")
-    monkeypatch.setattr(autoscaling, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(autoscaling, "SERVICE_ACCOUNT", tmp_path)
     monkeypatch.setenv("RAY_CLUSTER_NAME", "mine")
     answers: list[Any] = []
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.unit.sample_run import Recorder, stepped
-from tests.unit.test_journal import FakeStore
+from tests.support.fake_store import FakeStore
+from tests.support.sample_run import Recorder, stepped
 from trainwright.backlog import Backlog, thinned
 from trainwright.core import events
 from trainwright.eventfiles import read_events

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import trainwright.datasets as datasets
-from tests.unit.file_formats import FORMATS, frame, write_csv, write_stream
+from tests.support.file_formats import FORMATS, frame, write_csv, write_stream
 from trainwright.core.errors import DataError
 from trainwright.datasets import arrow, csv, parquet
 from trainwright.datasets.files import ParquetLoader

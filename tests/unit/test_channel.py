@@ -7,93 +7,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.channel_server import FIRST, PLACES, SECOND, joined, serving, soon
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Peer
 from trainwright.strategies.servers import handshake, regions, sockets
-from trainwright.strategies.servers.channel import Link, dial
+from trainwright.strategies.servers.channel import dial
 from trainwright.strategies.servers.frames import Header, Kind
-from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
+from trainwright.strategies.servers.lines import Call, Gone
 from trainwright.strategies.servers.regions import Region
 
-FIRST, SECOND = b"the key of the first generation", b"the key of the second"
 BIG = 24 * 2**20  # more than the buffers of a connection hold
-PLACES = ("shared", "tcp")
-
-
-class Server:
-    """Lines with a region of the bytes 0, 1, 2 ... and what the tests want of them."""
-
-    def __init__(self, place: str, deadline_s: float = 10.0, size: int = 4096) -> None:
-        self.lines = Lines(_listener(place), FIRST, deadline_s=deadline_s)
-        self.peer = Peer(rank=0, address=self.lines._listener.address, role="server")
-        self.region = Region(size)
-        np.frombuffer(self.region.view, np.uint8)[:] = np.resize(np.arange(251, dtype=np.uint8), size)
-        self.lines.publish(self.region)
-
-    def next(self, within_s: float = 5.0) -> Call | Gone:
-        """The next event, which must be the only one."""
-        events = self.lines.wait(time.monotonic() + within_s)
-        assert len(events) == 1, events
-        return events[0]
-
-    def quiet(self, for_s: float = 0.05) -> bool:
-        """Whether nothing comes; what can be sent and received meanwhile is."""
-        return not self.lines.wait(time.monotonic() + for_s)
-
-    def call(self) -> Call:
-        """The next event, which must be a call."""
-        event = self.next()
-        assert isinstance(event, Call)
-        return event
-
-    def gone(self) -> Line:
-        """The next event, which must be an end."""
-        event = self.next()
-        assert isinstance(event, Gone)
-        return event.line
-
-
-def _listener(place: str) -> sockets.Listener:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regions, "SHARES", place == "shared")
-        return sockets.Listener("127.0.0.1")
-
-
-def soon(seconds: float = 5.0) -> float:
-    return time.monotonic() + seconds
-
-
-@contextmanager
-def serving(place: str, **options: float) -> Iterator[Server]:
-    server = Server(place, **options)
-    try:
-        yield server
-    finally:
-        server.lines.close()
-        server.region.close()
-
-
-@contextmanager
-def joined(server: Server, rank: int = 1) -> Iterator[Link]:
-    """A worker that has been let in."""
-    with ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial, server.peer, FIRST, rank, soon(), sockets.Switch())
-        while not dialling.done():
-            assert server.quiet(0.005)
-        link = dialling.result()
-    try:
-        yield link
-    finally:
-        link.close()
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -37,14 +37,14 @@ def test_the_text_is_divided_after_a_verse_once(tmp_path: Path) -> None:
 
 def test_the_packages_windows_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gzip's own windows in the place of those of compress(1), which nothing here writes."""
-    count = (corpora._FIRST - corpora._OFFSETS) // 4 - 1
+    count = (corpora.FIRST_WINDOW - corpora.OFFSETS) // 4 - 1
     whole = b"The edition.\n" + TEXT
     size = -(-len(whole) // count)
     windows = [gzip.compress(whole[start : start + size]) for start in range(0, count * size, size)]
-    places = [corpora._FIRST]
+    places = [corpora.FIRST_WINDOW]
     for window in windows:
         places.append(places[-1] + len(window))
-    data = bytes(corpora._OFFSETS) + struct.pack(f">{count + 1}I", *places) + b"".join(windows)
+    data = bytes(corpora.OFFSETS) + struct.pack(f">{count + 1}I", *places) + b"".join(windows)
 
     def unpacked(package: str, folder: Path) -> Path:
         (folder / "usr" / "lib").mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_the_packages_windows_are_joined(tmp_path: Path, monkeypatch: pytest.Mon
         return folder
 
     monkeypatch.setattr(corpora, "unpacked", unpacked)
-    monkeypatch.setattr(corpora, "_MAGIC", b"")
+    monkeypatch.setattr(corpora, "MAGIC", b"")
     train, test = corpora.king_james(tmp_path)
     assert Path(train).read_bytes() + Path(test).read_bytes() == TEXT
 
@@ -72,13 +72,13 @@ def test_a_text_that_is_there_is_verified(tmp_path: Path) -> None:
 def test_another_layout_of_the_package_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: bytes, words: str
 ) -> None:
-    count = (corpora._FIRST - corpora._OFFSETS) // 4
-    places = [corpora._FIRST + number * len(window) for number in range(count)]
-    data = bytes(corpora._OFFSETS) + struct.pack(f">{count}I", *places) + window * (count - 1)
+    count = (corpora.FIRST_WINDOW - corpora.OFFSETS) // 4
+    places = [corpora.FIRST_WINDOW + number * len(window) for number in range(count)]
+    data = bytes(corpora.OFFSETS) + struct.pack(f">{count}I", *places) + window * (count - 1)
     (tmp_path / "usr" / "lib").mkdir(parents=True)
     (tmp_path / "usr" / "lib" / "bible.data").write_bytes(data)
     monkeypatch.setattr(corpora, "unpacked", lambda package, folder: tmp_path)
-    monkeypatch.setattr(corpora, "_MAGIC", b"")
+    monkeypatch.setattr(corpora, "MAGIC", b"")
     with pytest.raises(DataError, match="could not be fetched") as caught:
         corpora.king_james(tmp_path / "new")
     assert words in caught.value.where and "b'" not in caught.value.where

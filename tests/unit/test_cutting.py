@@ -78,7 +78,7 @@ def test_groups_do_not_depend_on_how_the_file_was_read(
 
     def pieces(chunk_bytes: int) -> list[tuple[int, bytes]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cutting, "_CHUNK_BYTES", chunk_bytes)
+            patch.setattr(cutting, "CHUNK_BYTES", chunk_bytes)
             patch.setattr(cutting.cut, "__defaults__", (rows, size_bytes))
             return list(whole_records(MemoryFile("f", content), 0, record_ends))
 
@@ -105,7 +105,7 @@ def test_a_last_line_without_a_newline_counts() -> None:
 def test_a_record_without_an_end_is_named(
     content: bytes, limit: int, message: str, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(cutting, "CHUNK_BYTES", 16)
     with pytest.raises(DataError, match=message) as caught:
         list(whole_records(MemoryFile("x.csv", content), 0, record_ends, limit))
     assert caught.value.where == f"x.csv, row {row}"

@@ -10,7 +10,7 @@ import tensorflow as tf
 import torch
 from torch import nn
 
-from tests.unit.test_distilling import TWO, torch_hard
+from tests.support.small_distillation import TWO, torch_hard
 from trainwright.core.data import Terms
 from trainwright.core.errors import JobError
 from trainwright.core.soft_loss import Match, SoftLoss

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import nn
 
+from tests.support.small_distillation import TWO, torch_hard
 from trainwright.core.data import Terms
 from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distilling import Distilled
@@ -25,10 +26,6 @@ from trainwright.strategies.likeness import Bridge, bridge
 Array = npt.NDArray[Any]
 LOG3 = math.log(3.0)
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def torch_hard(outputs: Any, targets: Any) -> Any:
-    return nn.functional.cross_entropy(outputs.movedim(-1, 1), targets, reduction="none")
 
 
 def tf_hard(outputs: Any, targets: Any) -> Any:
@@ -90,7 +87,6 @@ TABLE = {
     "jensen_shannon": 0.25 * math.log(16.0 / 15.0) + 0.125 * math.log(2.0 / 3.0) + 0.375 * math.log(1.2),
     "mse": LOG3**2 / 2,
 }
-TWO = ("y", "teacher.big")
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -21,6 +21,7 @@ from trainwright import datasets
 from trainwright.cli import app
 from trainwright.core.errors import JobError
 from trainwright.core.findings import Finding
+from trainwright.doctoring import examine, links
 from trainwright.doctoring.across import clocks, judge_fleet
 from trainwright.doctoring.devices import parsed
 from trainwright.doctoring.diagnosis import Diagnosis, grouped
@@ -368,14 +369,14 @@ def test_a_link_is_measured_and_strangers_are_sent_away() -> None:
 
 
 def test_a_peer_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.doctoring.links._SILENCE_S", 0.1)
+    monkeypatch.setattr(links, "TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "no answer" in measure("a", "b", silent.getsockname()[:2], b"k" * 16).fault
 
 
 def test_the_command_looks_at_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("trainwright.doctoring.examine._connected", lambda: False)
+    monkeypatch.setattr(examine, "connected", lambda: False)
     done = CliRunner().invoke(app, ["doctor", "--quick", "--storage", str(tmp_path / "runs"), "--json"])
     told = json.loads(done.stdout)
     assert told["subject"] == "this machine" and done.exit_code == (1 if told["verdict"] == "bad" else 0)
@@ -387,7 +388,7 @@ def test_the_command_looks_at_this_machine(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_cluster_that_is_not_there_is_bad_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.doctoring.examine._connected", lambda: False)
+    monkeypatch.setattr(examine, "connected", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     found = tw.doctor(address=f"127.0.0.1:{port}", imports=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.story import FILES, HEAD, Story
+from tests.support.driver_harness import FILES, HEAD, Story
 from trainwright.core import events
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.data import Sums

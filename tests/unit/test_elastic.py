@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests.simulation.plans import Plans, staged
 from tests.simulation.scenario import Fault, Scenario
 from tests.simulation.world import simulate
-from tests.unit.story import Story
-from tests.unit.test_recovery import progressed
-from tests.unit.test_stream import collect, ids, real, stream
+from tests.support.driver_harness import Story, progressed
+from tests.support.streams import collect, ids, real, stream
 from trainwright.core import events
 from trainwright.core.group import StateTag
 from trainwright.core.plan import Mesh, Placement, Plan

@@ -27,8 +27,8 @@ def module(monkeypatch: pytest.MonkeyPatch):
     def nothing(target: Path) -> None:
         raise FileNotFoundError("not on this machine")
 
-    monkeypatch.setattr(module, "_from_debian", nothing)
-    monkeypatch.setattr(module, "_from_address", nothing)
+    monkeypatch.setattr(module, "from_debian", nothing)
+    monkeypatch.setattr(module, "from_address", nothing)
     return module
 
 
@@ -80,8 +80,8 @@ def test_the_files_become_parquet_once(module, small: dict[str, bytes], tmp_path
 
 def test_the_next_source_is_tried(module, small: dict[str, bytes], tmp_path: Path, monkeypatch) -> None:
     altered = {**small, "train-labels-idx1-ubyte": bytes(8) + bytes(3000)}
-    monkeypatch.setattr(module, "_from_debian", lambda target: put(target, altered))
-    monkeypatch.setattr(module, "_from_address", lambda target: put(target, small))
+    monkeypatch.setattr(module, "from_debian", lambda target: put(target, altered))
+    monkeypatch.setattr(module, "from_address", lambda target: put(target, small))
     lines: list[str] = []
     module.fashion_mnist(tmp_path / "data", lines.append)
     assert any("train-labels-idx1-ubyte.gz is altered" in line for line in lines)
@@ -103,8 +103,8 @@ def test_no_package_manager_and_no_network_are_reasons_and_no_crashes(module, tm
     def ask(target: Path) -> None:
         raise urllib.error.URLError("timed out")
 
-    monkeypatch.setattr(module, "_from_debian", unpack)
-    monkeypatch.setattr(module, "_from_address", ask)
+    monkeypatch.setattr(module, "from_debian", unpack)
+    monkeypatch.setattr(module, "from_address", ask)
     with pytest.raises(DataError) as caught:
         module.fashion_mnist(tmp_path)
     assert "E: Unable to locate package" in caught.value.where and "timed out" in caught.value.where
@@ -132,7 +132,7 @@ def test_missing_package_lists_are_fetched_aside(module, tmp_path: Path, monkeyp
             put(folder / "unpacked" / "usr" / "share" / "datasets" / "fashion-mnist", contents())
 
     monkeypatch.setattr("trainwright.datasets.debian._run", run)
-    module._from_debian(tmp_path)
+    module.from_debian(tmp_path)
     assert [command[-1] for command in calls] == [module.PACKAGE, "update", module.PACKAGE, str(tmp_path / "unpacked")]
     assert f"Dir::State::Lists={tmp_path}/lists" in calls[1]
     assert (tmp_path / "t10k-labels-idx1-ubyte.gz").is_file()

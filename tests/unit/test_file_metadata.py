@@ -16,12 +16,12 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
-from tests.slow_store import slow_store
-from tests.unit.file_formats import FORMATS, frame
-from tests.unit.test_tfrecord import field, message
-from tests.unit.test_tfrecord import frame as record
-from tests.unit.test_webdataset import sample as webdataset_sample
-from tests.unit.test_webdataset import write as webdataset_shard
+from tests.support.file_formats import FORMATS, frame
+from tests.support.record_files import field, message
+from tests.support.record_files import frame as record
+from tests.support.record_files import sample as webdataset_sample
+from tests.support.record_files import write as webdataset_shard
+from tests.support.slow_s3_server import slow_store
 from trainwright.datasets import Dataset, csv, file_metadata, files, parquet, text, tfrecord, webdataset
 from trainwright.datasets.file_metadata import Indexing, folder, indexing
 from trainwright.datasets.files import Footer
@@ -45,7 +45,7 @@ def data(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, for which files that were changed just now are settled."""
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_metadata, "_SETTLED_S", {True: -60.0, False: -60.0})
+    monkeypatch.setattr(file_metadata, "SETTLED_S", {True: -60.0, False: -60.0})
     return tmp_path / "cache" / "indexes"
 
 
@@ -53,13 +53,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose footers are read from now on."""
     names: list[str] = []
-    footer = files._footer
+    footer = files.read_footer
 
     def counted(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
         names.append(info.base_name)
         return footer(system, info)
 
-    monkeypatch.setattr(files, "_footer", counted)
+    monkeypatch.setattr(files, "read_footer", counted)
     return names
 
 
@@ -250,7 +250,7 @@ def test_another_option_is_another_entry(tmp_path: Path, cache: Path) -> None:
 
 
 def test_the_cache_is_bounded(data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_metadata, "_FILES", 2)
+    monkeypatch.setattr(file_metadata, "MAX_CACHE_FILES", 2)
     for number in range(3):
         parquet(data / f"{number}.parquet").index()
         for age, file in enumerate(sorted(cache.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)):

@@ -39,7 +39,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         parts.append([*items])
         return [work(item) for item in items]
 
-    monkeypatch.setattr(module, "_on_ray", on_ray)
+    monkeypatch.setattr(module, "on_ray", on_ray)
     return parts
 
 
@@ -50,7 +50,7 @@ def test_a_long_pass_goes_to_the_cluster_that_is_there(
     """It is connected to for that, and only then; what is done stays done."""
     clock(monkeypatch, step_s)
     asked: list[bool] = []
-    monkeypatch.setattr(module, "_connected", lambda: bool(asked.append(cluster)) or cluster)
+    monkeypatch.setattr(module, "connected", lambda: bool(asked.append(cluster)) or cluster)
     assert first_pass(lambda item: item * 2, range(9), threads=2) == [2 * item for item in range(9)]
     assert given == ([[*range(here, 9)]] if here < 9 else [])
     assert bool(asked) == (step_s > 1)
@@ -85,8 +85,8 @@ def test_filters_and_packing_are_counted_by_it(
     clock(monkeypatch, 60.0)
     pq.write_table(pa.table({"id": np.arange(1000)}), tmp_path / "data.parquet", row_group_size=100)
     data = parquet(tmp_path).filter_batches(lambda rows: rows["id"] % 3 == 0)
-    monkeypatch.setattr(module, "_connected", lambda: True)
+    monkeypatch.setattr(module, "connected", lambda: True)
     index = data.index()
     assert index.rows == 334 and given == [[*range(2, 10)]]
-    monkeypatch.setattr(module, "_connected", lambda: False)
+    monkeypatch.setattr(module, "connected", lambda: False)
     assert data.index() == index

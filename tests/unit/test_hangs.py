@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.unit.story import Story
+from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.driver import messages as m
 from trainwright.driver.milestones import hang_deadline_s

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.simulation.plans import Plans, stage_piece, staged
-from tests.unit.story import HEAD, Story
+from tests.support.driver_harness import HEAD, Story
 from trainwright.core import events
 from trainwright.core.checkpoint import FileEntry
 from trainwright.core.group import StateTag

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from tests.unit.test_worker_parts import order_of, table_job
+from tests.support.scripted_engine import PEER, ScriptedEngine, scripted, scripted_worker
+from tests.support.work_orders import order_of, table_job
 from trainwright import ranks
 from trainwright.actors import WorkerProcess
 from trainwright.core.errors import HangError, PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.driver.layouts import Reservation
-from trainwright.store import Store
 from trainwright.strategies.servers import channel, regions
 from trainwright.strategies.servers.sockets import Listener, Switch
 from trainwright.strategies.torch import group as groups
@@ -31,7 +31,6 @@ from trainwright.worker import Worker
 
 FIRST, SECOND = Generation(token=1, number=1), Generation(token=1, number=2)
 KEY = b"of the first"
-PEER = Peer(rank=0, address=Address(host="127.0.0.1", port=1))
 FOREVER_S = 120.0  # the group's deadline; what an interrupt frees ends long before
 SOON_S = 60.0
 
@@ -40,61 +39,57 @@ SOON_S = 60.0
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the scripted engine is called for."""
+    calls: list[str] = []
+    for verb in ("reserve", "form", "interrupt", "leave"):
+        answer = PEER.address if verb == "reserve" else None
+        monkeypatch.setattr(ScriptedEngine, verb, lambda *_, verb=verb, answer=answer: (calls.append(verb), answer)[1])
+    return calls
+
+
+@pytest.fixture
+def worker(called: list[str], monkeypatch: pytest.MonkeyPatch) -> Worker:
     """A worker whose engine notes what it is called for."""
-    monkeypatch.setattr(Store, "exists", lambda self, path: False)
-    made: Any = Worker(order_of(table_job()))
-    called = made.called = list[str]()
-
-    def note(verb: str, answer: Any = None) -> Callable[..., Any]:
-        def noted(*_: Any) -> Any:
-            called.append(verb)
-            return answer
-
-        return noted
-
-    made._engine = SimpleNamespace(
-        reserve=note("reserve", PEER.address), form=note("form"), interrupt=note("interrupt"), leave=note("leave")
-    )
-    return made
+    return scripted_worker(monkeypatch, table_job())
 
 
 def group(generation: Generation) -> Group:
     return Group(generation=generation, rank=0, peers=(PEER,))
 
 
-def test_an_interrupt_that_overtakes_the_call_it_is_for_counts(worker: Any) -> None:
+def test_an_interrupt_that_overtakes_the_call_it_is_for_counts(worker: Worker, called: list[str]) -> None:
     """The driver calls for `form`, hears of a death and interrupts: the threads of the process may turn that around."""
     worker.reserve(Reservation(generation=FIRST))
     worker.interrupt(FIRST, False)
     with pytest.raises(PeerLost, match=r"generation 1\.1 was over before this rank had joined it"):
         worker.form(group(FIRST))
-    assert worker.called == ["reserve", "interrupt"], "nothing waits for peers that are gone"
+    assert called == ["reserve", "interrupt"], "nothing waits for peers that are gone"
     worker.reserve(Reservation(generation=SECOND))
 
 
-def test_an_interrupt_of_the_generation_to_come_counts(worker: Any) -> None:
+def test_an_interrupt_of_the_generation_to_come_counts(worker: Worker) -> None:
     worker.reserve(Reservation(generation=FIRST))
     worker.interrupt(SECOND, False)
     with pytest.raises(PeerLost):
         worker.reserve(Reservation(generation=SECOND))
 
 
-def test_an_interrupt_that_comes_late_leaves_the_next_generation_alone(worker: Any) -> None:
+def test_an_interrupt_that_comes_late_leaves_the_next_generation_alone(worker: Worker, called: list[str]) -> None:
     """It would shut the port that the next generation's ranks are to connect to."""
     worker.reserve(Reservation(generation=FIRST))
     worker.reserve(Reservation(generation=SECOND))
     worker.interrupt(FIRST, False)
-    assert worker.called == ["reserve", "reserve"]
+    assert called == ["reserve", "reserve"]
 
 
-def test_generations_of_a_driver_that_was_taken_over_from_are_over(worker: Any) -> None:
+def test_generations_of_a_driver_that_was_taken_over_from_are_over(worker: Worker, called: list[str]) -> None:
     worker.reserve(Reservation(generation=FIRST))
-    worker.renew(order_of(table_job()), 2)
+    worker.renew(scripted(order_of(table_job())), 2)
     with pytest.raises(PeerLost):
         worker.form(group(FIRST))
     worker.reserve(Reservation(generation=Generation(token=2, number=1)))
-    assert worker.called == ["reserve", "interrupt", "reserve"]
+    assert called == ["reserve", "interrupt", "reserve"]
 
 
 class _Here:
@@ -110,7 +105,9 @@ class _Here:
         return ref.result()
 
 
-def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(
+    worker: Worker, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The call to each rank is that of a worker's process, which frees the rank and gives its stacks."""
     monkeypatch.setattr(ranks, "ray", _Here)
     worker.reserve(Reservation(generation=Generation(token=ranks.TOKEN, number=3)))
@@ -125,7 +122,7 @@ def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(worker: Any, mon
     assert caught.value.where == "rank 0, a"
     said = caught.value.detail
     assert said.startswith("rank 0 stood at:\nthread ") and "thread MainThread" in said and "_explained" in said
-    assert worker.called == ["reserve", "interrupt"]
+    assert called == ["reserve", "interrupt"]
 
 
 # --- parameter servers ------------------------------------------------------------------------------------------------
@@ -220,11 +217,11 @@ def test_the_first_server_s_group_is_over_where_it_was_interrupted_before_it_for
     engine.interrupt(1.0)
     engine.form(joining)
     with pytest.raises(PeerLost, match="has left its group"):
-        next(engine._desk_of.serve(0, 1, lambda: False))
-    assert engine._desk_of.join(SOON_S)
+        next(engine.server.serve(0, 1, lambda: False))
+    assert engine.server.join(SOON_S)
     engine.leave()
     engine.form(member(0, silent, engine))
-    assert not engine._desk_of.join(0.0), "the next group's server serves"
+    assert not engine.server.join(0.0), "the next group's server serves"
     engine.leave()
 
 

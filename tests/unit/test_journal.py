@@ -4,45 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.sample_run import Recorder, kinds, started, stepped, whole_run
+from tests.support.fake_store import FakeStore
+from tests.support.sample_run import Recorder, kinds, started, stepped, whole_run
 from trainwright.core import events
-from trainwright.core.errors import StorageError
 from trainwright.eventfiles import EventReader, append, read_events
 from trainwright.history import History, read_steps
 from trainwright.journal import Journal
-
-
-class FakeStore:
-    """A store in memory that can fail, before or after the bytes arrived."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.puts: list[str] = []
-        self.fails: list[str] = []
-
-    def put(self, path: str, data: bytes) -> None:
-        self.puts.append(path)
-        how = self.fails.pop(0) if self.fails else "works"
-        if how in ("works", "landed"):
-            self.files[path] = data
-        if how != "works":
-            raise StorageError("the store does not answer")
-
-    def create(self, path: str, data: bytes) -> bool:
-        if path in self.files:
-            return False
-        self.put(path, data)
-        return True
-
-    def get(self, path: str) -> bytes:
-        return self.files[path]
-
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        return iter([(path, len(data)) for path, data in sorted(self.files.items()) if path.startswith(prefix)])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.story import Story
+from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.core.checkpoint import FileEntry
 from trainwright.core.errors import StorageError

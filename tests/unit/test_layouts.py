@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_plan import LAPTOP, decide, job
-from tests.unit.test_plan_stages import DEEP
+from tests.support.planner_cases import DEEP, LAPTOP, decide, job
 from trainwright import prepare
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.events import Probed, RunStarted

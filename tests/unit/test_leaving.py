@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.simulation.plans import stage_piece
-from tests.unit.story import FILES, HEAD, Story
+from tests.support.driver_harness import FILES, HEAD, Story
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Failed, Leaving, Promoted, Resized
 from trainwright.core.group import StateTag

@@ -10,7 +10,7 @@ import obstore
 import pytest
 from obstore.exceptions import GenericError
 
-from tests.logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
+from tests.support.run_logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.errors import FencedError, RunConflict, StorageError
 from trainwright.log import Owner

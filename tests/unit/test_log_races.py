@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
+from tests.support.run_logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
 from trainwright.core.errors import FencedError
 from trainwright.log import Entry, RunLog
 from trainwright.store import Store, open_store

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.simulation.plans import Plans, staged
-from tests.unit.story import HEAD, Story
+from tests.support.driver_harness import HEAD, Story
 from trainwright.core import events
 from trainwright.core.errors import HangError, TrainwrightError, WorkerLost
 from trainwright.core.group import Address, StateTag

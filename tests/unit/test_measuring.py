@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.sample_run import PLAN, started, stepped
-from tests.unit.story import Story
-from tests.unit.test_views import printed, record, storage
+from tests.support.driver_harness import Story
+from tests.support.run_views import printed, record, storage
+from tests.support.sample_run import PLAN, started, stepped
 from trainwright import views
 from trainwright.comparison import Row, compared, noise_text, step_parts
 from trainwright.core import events

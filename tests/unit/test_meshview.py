@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.unit.sample_run import PLAN
+from tests.support.sample_run import PLAN
 from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Mesh, Placement
 from trainwright.meshview import MeshTable, mesh_html, mesh_table, mesh_text, planned_nodes

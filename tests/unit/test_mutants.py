@@ -2,336 +2,352 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from importlib import import_module
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.simulation.mutants import Mutant, load, load_storage
+from tests.simulation.mutants import Mutant, load, load_storage, mutate
 from tests.simulation.scenario import draw
 from tests.simulation.store import Violation
 from tests.simulation.tears import attack, attack_create, record
 from tests.simulation.world import simulate
+from trainwright.driver import agree, decide
+from trainwright.driver.state import State
 
 SCHEDULES, CUTS = 500, 1_000
 
 MUTANTS = (
     Mutant(
         name="lets busy ranks wait",
-        module="recovering",
-        fragment='    turn.call(sorted(state.awaiting - gone), "interrupt", explain)\n',
-        replacement="",
+        module="trainwright.driver.recovering",
+        pattern='turn.call(sorted(state.awaiting - gone), "interrupt", explain)',
     ),
     Mutant(
         name="ends every rank that does not move",
-        module="recovering",
-        fragment="loops.failed(turn.state, -1, -1, error.what)), explain=True)\n",
-        replacement="loops.failed(turn.state, -1, -1, error.what)), lost=state.awaiting, kill=True)\n",
+        module="trainwright.driver.recovering",
+        pattern="gather(turn, Blame(error=error, event=loops.failed(turn.state, -1, -1, error.what)), explain=True)",
+        replacement="gather(turn, Blame(error=error, event=loops.failed(turn.state, -1, -1, error.what)), "
+        "lost=state.awaiting, kill=True)",
     ),
     Mutant(
         name="calls a spare that is not up yet",
-        module="staffing",
-        fragment="starting=state.starting if held and held.ready else state.starting | {worker},",
-        replacement="starting=state.starting,",
+        module="trainwright.driver.staffing",
+        pattern="state.starting if held and held.ready else state.starting | {worker}",
+        replacement="state.starting",
     ),
     Mutant(
         name="starts spares without end",
-        module="staffing",
-        fragment="missing = state.settings.spares - sum(spare.slot is None for spare in state.spares.values())",
-        replacement="missing = state.settings.spares",
+        module="trainwright.driver.staffing",
+        pattern="state.settings.spares - sum(spare.slot is None for spare in state.spares.values())",
+        replacement="state.settings.spares",
     ),
     Mutant(
         name="gives one spare to two ranks",
-        module="staffing",
-        fragment="spares=state.spares.without({worker}),",
-        replacement="spares=state.spares,",
+        module="trainwright.driver.staffing",
+        function="fill",
+        pattern="state.spares.without({worker})",
+        replacement="state.spares",
         also=("kill two", "kill all"),
     ),
     Mutant(
         name="shrinks below the fewest",
-        module="staffing",
-        fragment="return left >= state.settings.fewest and state.seats(left) > 0",
-        replacement="return left > 0",
+        module="trainwright.driver.staffing",
+        pattern="left >= state.settings.fewest and state.seats(left) > 0",
+        replacement="left > 0",
         also=("never starts", "never starts", "kill two"),
     ),
     Mutant(
         name="forgets who has which rank when the world shrinks",
-        module="staffing",
-        fragment="turn.change(members=PersistentList(members), rank_of=ranks)",
+        module="trainwright.driver.staffing",
+        pattern="turn.change(members=PersistentList(members), rank_of=ranks)",
         replacement="turn.change(members=PersistentList(members))",
     ),
     Mutant(
         name="grows beyond its bounds",
-        module="staffing",
-        fragment="for slot in range(state.settings.most)",
-        replacement="for slot in range(state.settings.most + 1)",
+        module="trainwright.driver.staffing",
+        function="replenish",
+        pattern="range(state.settings.most)",
+        replacement="range(state.settings.most + 1)",
     ),
     Mutant(
         name="lets a recruit join that is not up",
-        module="staffing",
-        fragment="for worker, spare in state.spares.items() if spare.slot is not None and spare.ready)",
-        replacement="for worker, spare in state.spares.items() if spare.slot is not None)",
+        module="trainwright.driver.staffing",
+        function="_ready",
+        pattern="spare.slot is not None and spare.ready",
+        replacement="spare.slot is not None",
     ),
     Mutant(
         name="gives ranks to more than a plan has",
-        module="staffing",
-        fragment="    elif change < 0:\n",
-        replacement="    elif change < -8:\n",
+        module="trainwright.driver.staffing",
+        pattern="change < 0",
+        replacement="change < -8",
     ),
     Mutant(
         name="measures plans in the middle of a run",
-        module="probing",
-        fragment="len(layouts.plans) > 1 and not begun",
-        replacement="len(layouts.plans) > 1",
+        module="trainwright.driver.probing",
+        function="plan_trials",
+        pattern="not begun",
+        replacement="True",
         also=("crash",),
     ),
     Mutant(
         name="sets two plans aside for one failure",
-        module="probing",
-        fragment="    if not trials.trying:\n        return\n",
-        replacement="    if not trials.left:\n        return\n",
+        module="trainwright.driver.probing",
+        function="set_aside",
+        pattern="not trials.trying",
+        replacement="not trials.left",
         also=("user",) * 6,
     ),
     Mutant(
         name="forgets those who are to go in their groups",
-        module="leaving",
-        fragment='        turn.call(staying, "leave")\n',
-        replacement="",
+        module="trainwright.driver.leaving",
+        pattern='turn.call(staying, "leave")',
         also=("preempt",),
     ),
     Mutant(
         name="counts a copy before all keepers have delivered",
-        module="keeping",
-        fragment="keeping=keeping if keeping.owing else None)\n    if not keeping.owing and not keeping.spoiled:",
-        replacement="keeping=keeping if keeping.owing else None)\n    if not keeping.spoiled:",
+        module="trainwright.driver.keeping",
+        pattern="not keeping.owing and not keeping.spoiled",
+        replacement="not keeping.spoiled",
         also=("kill all", "kill two"),
     ),
     Mutant(
         name="passes over what is in memory",
-        module="forming",
-        fragment="if state.kept is not None and kept_step > state.committed:",
-        replacement="if False:",
+        module="trainwright.driver.forming",
+        pattern="state.kept is not None and kept_step > state.committed",
+        replacement="False",
         also=("kill all",),
     ),
     Mutant(
         name="agrees on the lowest step",
-        module="agree",
-        fragment="-1 if step is None else step, reverse=True)",
-        replacement="-1 if step is None else step)",
+        module="trainwright.driver.agree",
+        pattern="sorted(standing, key=lambda step: -1 if step is None else step, reverse=True)",
+        replacement="sorted(standing, key=lambda step: -1 if step is None else step)",
     ),
     Mutant(
         name="takes a torn state for a sound one",
-        module="agree",
-        fragment="if tags[rank].sound:",
-        replacement="if True:",
+        module="trainwright.driver.agree",
+        pattern="tags[rank].sound",
+        replacement="True",
     ),
     Mutant(
         name="sends nothing to newcomers",
-        module="agree",
-        fragment="if rank not in settled:",
-        replacement="if rank not in settled and tags[rank].step is not None:",
+        module="trainwright.driver.agree",
+        pattern="rank not in settled",
+        replacement="rank not in settled and tags[rank].step is not None",
     ),
     Mutant(
         name="gives up one failure early",
-        module="loops",
-        fragment="if state.failures > settings.failures:",
-        replacement="if state.failures >= max(1, settings.failures):",
+        module="trainwright.driver.loops",
+        pattern="state.failures > settings.failures",
+        replacement="state.failures >= max(1, settings.failures)",
     ),
     Mutant(
         name="never counts a failure",
-        module="loops",
-        fragment="turn.change(failures=state.failures + 1, failed_s=",
-        replacement="turn.change(failed_s=",
+        module="trainwright.driver.loops",
+        pattern="turn.change(failures=state.failures + 1, failed_s=(*recent, turn.now_s))",
+        replacement="turn.change(failed_s=(*recent, turn.now_s))",
         also=("crash loop",),
     ),
     Mutant(
         name="counts every sign of one failure",
-        module="recovering",
-        fragment="    if entering or again or (state.blame is None and not blame.peer):",
-        replacement="    if True:",
+        module="trainwright.driver.recovering",
+        pattern="entering or again or (state.blame is None and not blame.peer)",
+        replacement="True",
     ),
     Mutant(
         name="does not count a newcomer's death",
-        module="recovering",
-        fragment="again=event.worker in state.starting",
-        replacement="again=False",
+        module="trainwright.driver.recovering",
+        function="died",
+        pattern="event.worker in state.starting",
+        replacement="False",
         also=("start loop", "kill"),
     ),
     Mutant(
         name="recovers from the user's errors",
-        module="recovering",
-        fragment='if kind in ("user", "data") or',
-        replacement='if kind == "data" or',
+        module="trainwright.driver.recovering",
+        function="raised",
+        pattern='kind in ("user", "data")',
+        replacement='kind == "data"',
     ),
     Mutant(
         name="does not tell idle ranks to leave",
-        module="recovering",
-        fragment="    _let_go(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)\n",
-        replacement="",
+        module="trainwright.driver.recovering",
+        pattern="_let_go(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)",
     ),
     Mutant(
         name="waits for ever for survivors that are silent",
-        module="recovering",
-        fragment="    _replace(turn, state.awaiting, kill=True)\n",
-        replacement="",
+        module="trainwright.driver.recovering",
+        function="leave_expired",
+        pattern="_replace(turn, state.awaiting, kill=True)",
     ),
     Mutant(
         name="forgets whoever joins when a server is lost",
-        module="apart",
-        fragment="    turn.change(apart={}, awaiting=state.awaiting | busy, losing=frozenset())\n",
-        replacement="    turn.change(apart={}, losing=frozenset())\n",
+        module="trainwright.driver.apart",
+        pattern="turn.change(apart={}, awaiting=state.awaiting | busy, losing=frozenset())",
+        replacement="turn.change(apart={}, losing=frozenset())",
         also=("kill", "kill"),
     ),
     Mutant(
         name="ends a generation with a worker that follows a chief",
-        module="apart",
-        fragment="and state.settings.spares_rank(state.rank_of[worker])\n\n\ndef follows",
-        replacement='and state.settings.spares_rank(state.rank_of[worker]) and state.settings.topology == "independent"'
-        "\n\n\ndef follows",
+        module="trainwright.driver.apart",
+        function="tolerates",
+        pattern="state.settings.spares_rank(state.rank_of[worker])",
+        replacement='state.settings.spares_rank(state.rank_of[worker]) and state.settings.topology == "independent"',
         also=("kill",),
     ),
     Mutant(
         name="has those judge who follow a chief",
-        module="training",
-        fragment="            judges = [state.members[0].worker]\n",
-        replacement="            judges = [member.worker for member in state.members]\n",
+        module="trainwright.driver.training",
+        pattern="[state.members[0].worker]",
+        replacement="[member.worker for member in state.members]",
     ),
     Mutant(
         name="takes processes over that cannot form again",
-        module="heirs",
-        fragment='    if turn.settings.reform == "in_place":\n        return living\n',
-        replacement="    return living\n",
+        module="trainwright.driver.heirs",
+        function="_usable",
+        pattern='turn.settings.reform == "in_place"',
+        replacement="True",
         also=("crash",),
     ),
     Mutant(
         name="has a process join twice that cannot",
-        module="recovering",
-        fragment='state.settings.reform == "new_process" and kind != "peer"',
+        module="trainwright.driver.recovering",
+        pattern='state.settings.reform == "new_process" and kind != "peer"',
         replacement="False",
         also=("storage", "storage"),
     ),
     Mutant(
         name="has a process join again that was cut off",
-        module="apart",
-        fragment='apart.blame is not None and settings.reform == "new_process"',
+        module="trainwright.driver.apart",
+        pattern='apart.blame is not None and settings.reform == "new_process"',
         replacement="False",
         also=("cut", "cut"),
     ),
     Mutant(
         name="waits for a server that has raised",
-        module="recovering",
-        fragment="turn.change(awaiting=turn.state.awaiting - {worker}, apart=others)",
+        module="trainwright.driver.recovering",
+        pattern="turn.change(awaiting=turn.state.awaiting - {worker}, apart=others)",
         replacement="turn.change(awaiting=turn.state.awaiting - {worker})",
         also=("storage", "storage"),
     ),
     Mutant(
         name="takes answers of older generations",
-        module="decide",
-        fragment="return event.generation != state.generation or not owing",
-        replacement="return event.worker not in state.rank_of",
+        module="trainwright.driver.decide",
+        pattern="event.generation != state.generation or not owing",
+        replacement="event.worker not in state.rank_of",
         also=("kill", "user"),
     ),
     Mutant(
         name="does not time a hang",
-        module="training",
-        fragment='    turn.call_all("run", range(turn.state.step, until))\n'
-        '    turn.arm("hang", hang_deadline_s(turn.state))\n',
-        replacement='    turn.call_all("run", range(turn.state.step, until))\n',
+        module="trainwright.driver.training",
+        function="_run",
+        pattern='turn.arm("hang", hang_deadline_s(turn.state))',
     ),
     Mutant(
         name="waits for the files of a dead uploader",
-        module="staffing",
-        fragment="    forget(turn, frozenset(gone))\n    keeping",
-        replacement="    keeping",
+        module="trainwright.driver.staffing",
+        pattern="forget(turn, frozenset(gone))",
     ),
     Mutant(
         name="commits before all files are stored",
-        module="checkpointing",
-        fragment="    if upload.owing:\n        return\n",
-        replacement="    if upload.committing:\n        return\n",
+        module="trainwright.driver.checkpointing",
+        function="_go_on",
+        pattern="upload.owing",
+        replacement="upload.committing",
     ),
     Mutant(
         name="names no parent",
-        module="checkpointing",
-        fragment='parent = state.head.path if state.head else ""',
-        replacement='parent = ""',
+        module="trainwright.driver.checkpointing",
+        pattern='state.head.path if state.head else ""',
+        replacement='""',
     ),
     Mutant(
         name="begins an upload during another",
-        module="checkpointing",
-        fragment="if state.committed >= step or upload is not None:",
-        replacement="if state.committed >= step or (upload is not None and upload.step == step):",
+        module="trainwright.driver.checkpointing",
+        function="wants_checkpoint",
+        pattern="upload is not None",
+        replacement="upload is not None and upload.step == step",
     ),
     Mutant(
         name="steps on after a wish to stop",
-        module="training",
-        fragment="    elif not state.ending:\n",
-        replacement="    elif state.step < state.settings.total_steps:\n",
+        module="trainwright.driver.training",
+        function="proceed",
+        pattern="not state.ending",
+        replacement="state.step < state.settings.total_steps",
     ),
     Mutant(
         name="gives the log back during a commit",
-        module="decide",
-        fragment="    if turn.state.phase is Phase.CLOSING and turn.state.upload is None:\n",
-        replacement="    if turn.state.phase is Phase.CLOSING:\n",
+        module="trainwright.driver.decide",
+        pattern="turn.state.phase is Phase.CLOSING and turn.state.upload is None",
+        replacement="turn.state.phase is Phase.CLOSING",
         also=("commit slow", "stop now"),
     ),
     Mutant(
         name="ends workers that another driver has taken over",
-        module="ending",
-        fragment="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
+        module="trainwright.driver.ending",
+        pattern="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
         replacement="_kill_all(turn)",
         also=("stall",),
     ),
     Mutant(
         name="hides the steps that nobody holds any more",
-        module="forming",
-        fragment="steps_lost=max(0, state.progress - heal.step, state.told - heal.step),",
-        replacement="steps_lost=max(0, state.progress - heal.step),",
+        module="trainwright.driver.forming",
+        pattern="max(0, state.progress - heal.step, state.told - heal.step)",
+        replacement="max(0, state.progress - heal.step)",
         also=("crash",),
     ),
     Mutant(
         name="ends the run where a checkpoint is damaged",
-        module="recovering",
-        fragment="return bool(state.older) or state.phase is Phase.GATHERING",
-        replacement="return False",
+        module="trainwright.driver.recovering",
+        pattern="bool(state.older) or state.phase is Phase.GATHERING",
+        replacement="False",
         also=("checkpoint damaged",),
     ),
     Mutant(
         name="lets workers live when the log is lost",
-        module="ending",
-        fragment="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
+        module="trainwright.driver.ending",
+        pattern="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
         replacement="_let_go(turn)",
     ),
     Mutant(
         name="leaves a rank out of the evaluation",
-        module="training",
-        fragment="for rank in sorted(state.answers):",
-        replacement="for rank in sorted(state.answers)[: max(1, len(state.answers) - 1)]:",
+        module="trainwright.driver.training",
+        function="evaluated",
+        pattern="sorted(state.answers)",
+        replacement="sorted(state.answers)[: max(1, len(state.answers) - 1)]",
     ),
     Mutant(
         name="clears the failures with steps done again",
-        module="turn",
-        fragment="        if step > state.high:\n",
-        replacement="        if step > state.progress:\n",
+        module="trainwright.driver.turn",
+        function="reached",
+        pattern="step > state.high",
+        replacement="step > state.progress",
         also=("crash loop",),
     ),
     Mutant(
         name="lets a first failure wait",
-        module="loops",
-        fragment="return 0.0 if failures < 2 else",
-        replacement="return 1.0 if failures < 2 else",
+        module="trainwright.driver.loops",
+        pattern="0.0 if failures < 2 else min(MOST_S, 2.0 ** min(failures - 2, 10))",
+        replacement="1.0 if failures < 2 else min(MOST_S, 2.0 ** min(failures - 2, 10))",
     ),
     Mutant(
         name="passes a batch by at the first failure",
-        module="loops",
-        fragment="if loop is None or loop.times < LOOP or",
-        replacement="if loop is None or",
+        module="trainwright.driver.loops",
+        function="note",
+        pattern="loop.times < LOOP",
+        replacement="False",
     ),
     Mutant(
         name="passes more batches by than allowed",
-        module="loops",
-        fragment=" or len(state.passing) >= state.settings.pass_limit",
-        replacement="",
+        module="trainwright.driver.loops",
+        function="note",
+        pattern="len(state.passing) >= state.settings.pass_limit",
+        replacement="False",
         also=("crash loop",),
     ),
 )
@@ -339,71 +355,72 @@ MUTANTS = (
 STORAGE_MUTANTS = (
     Mutant(
         name="ends with a torn entry",
-        module="log",
-        fragment="        except ValueError:\n            return None\n",
-        replacement="        except ValueError as error:\n            raise StorageError('torn') from error\n",
+        module="trainwright.log",
+        function="_read",
+        pattern="return None",
+        replacement='raise StorageError("torn")',
     ),
     Mutant(
         name="writes a burnt number again",
-        module="log",
-        fragment="number = self._top + 1\n",
-        replacement="number = head.number + 1 if head else 1\n",
+        module="trainwright.log",
+        pattern="number = self._top + 1",
+        replacement="number = head.number + 1 if head else 1",
     ),
     Mutant(
         name="believes a hint that names a torn entry alone",
-        module="log",
-        fragment="return self._newest(numbers) or self._newest(self._numbers(0))",
-        replacement="return self._newest(numbers)",
+        module="trainwright.log",
+        pattern="self._newest(numbers) or self._newest(self._numbers(0))",
+        replacement="self._newest(numbers)",
     ),
     Mutant(
         name="gives up behind a torn entry of its own",
-        module="log",
-        fragment="last, number = self._read(number) or last, number + 1",
-        replacement="last, number = self._read(number), number + 1",
+        module="trainwright.log",
+        pattern="self._read(number) or last",
+        replacement="self._read(number)",
     ),
     Mutant(
         name="takes what a torn packed file had for lost",
-        module="eventfiles",
-        fragment="                damaged[file] = str(error)\n                return True\n",
-        replacement="                yield from self._lost({file: str(error)})\n",
+        module="trainwright.eventfiles",
+        pattern="damaged[file] = str(error)\nreturn True",
+        replacement="yield from self._lost({file: str(error)})",
     ),
     Mutant(
         name="takes a packed file that ends early for whole",
-        module="eventfiles",
-        fragment="        if number <= file.last:\n",
-        replacement="        if False:\n",
+        module="trainwright.eventfiles",
+        pattern="number <= file.last",
+        replacement="False",
     ),
     Mutant(
         name="deletes batches that only a torn packed file covers",
-        module="summary",
-        fragment="return shared and file.path not in self._sound and self._whole(file) is None",
-        replacement="return False",
+        module="trainwright.summary",
+        pattern="shared and file.path not in self._sound and self._whole(file) is None",
+        replacement="False",
     ),
     Mutant(
         name="believes a summary that is torn",
-        module="summary",
-        fragment="    except (MissingFile, ValueError, TypeError, KeyError, AttributeError):\n",
-        replacement="    except MissingFile:\n",
+        module="trainwright.summary",
+        function="_stored",
+        pattern="(MissingFile, ValueError, TypeError, KeyError, AttributeError)",
+        replacement="MissingFile",
     ),
 )
 LINKS = (
     Mutant(
         name="names an entry before the disk has it",
-        module="store",
-        fragment="            file.flush()\n            os.fsync(file.fileno())\n",
-        replacement="",
+        module="trainwright.store",
+        pattern="file.flush()\nos.fsync(file.fileno())",
     ),
     Mutant(
         name="forgets the folder of an entry",
-        module="store",
-        fragment="            _link(self._folder / path, data)\n            self._sync(path)\n",
-        replacement="            _link(self._folder / path, data)\n",
+        module="trainwright.store",
+        function="_create_once",
+        pattern="self._sync(path)",
     ),
     Mutant(
         name="replaces what another wrote",
-        module="store",
-        fragment="            os.link(unnamed, place)\n",
-        replacement="            place.unlink(missing_ok=True)\n            os.link(unnamed, place)\n",
+        module="trainwright.store",
+        pattern="os.link(unnamed, place)",
+        replacement="place.unlink(missing_ok=True)\nos.link(unnamed, place)",
     ),
 )
 
@@ -439,11 +456,72 @@ def test_mutant_of_a_create_is_caught(mutant: Mutant, tmp_path: Path) -> None:
         attack_create(tmp_path, load_storage(mutant))
 
 
-def test_a_fragment_must_occur_exactly_once() -> None:
-    with pytest.raises(ValueError, match="occurs 0 times"):
-        load(Mutant(name="no such", module="agree", fragment="no such words", replacement=""))
+SOURCE = """
+def first(state: int) -> int:
+    # a comment
+    return max(state, 1)
+
+
+def second(state: int) -> int:
+    step(state, kill=True)
+    return max(state, 1)
+"""
+REFORMATTED = """
+def first(state: int) -> int: return (max(
+    state,  # another comment
+    1,
+))
+def second(state: int) -> int: step(state,
+        kill=True); return max(state, 1)
+"""
+
+
+def mutated(source: str, pattern: str, replacement: str = "", function: str = "") -> str:
+    mutant = Mutant(name="n", module="m", pattern=pattern, replacement=replacement, function=function)
+    return ast.unparse(mutate(mutant, source))
+
+
+@pytest.mark.parametrize("source", (SOURCE, REFORMATTED), ids=("as written", "reformatted"))
+def test_formatting_does_not_matter(source: str) -> None:
+    assert "return 7\n\ndef second" in mutated(source, "max(state,   1)", "7", function="first")
+    assert mutated(source, "step(state, kill=True)").endswith("int:\n    pass\n    return max(state, 1)")
+    assert mutated(source, "step(state, kill=True)\nreturn max(state, 1)", function="second").endswith("pass")
+    assert "for i in s:\n        go()\n" in mutated(source, "step(state, kill=True)", "for i in s:\n    go()")
+
+
+@pytest.mark.parametrize("source", (SOURCE, REFORMATTED), ids=("as written", "reformatted"))
+def test_a_pattern_has_to_occur_once(source: str) -> None:
+    with pytest.raises(ValueError, match=r"mutant 'n': the pattern 'min\(state, 1\)' occurs 0 times in m"):
+        mutated(source, "min(state, 1)", "7")
+    with pytest.raises(ValueError, match=r"'max\(state, 1\)' occurs 2 times in m; .* name the function"):
+        mutated(source, "max(state, 1)", "7")
+    with pytest.raises(ValueError, match="occurs 0 times in m, function 'third'"):
+        mutated(source, "max(state, 1)", "7", function="third")
+
+
+@pytest.mark.parametrize("mutant", (*MUTANTS, *STORAGE_MUTANTS, *LINKS), ids=lambda mutant: mutant.name)
+def test_reformatted_module_still_mutates(mutant: Mutant) -> None:
+    source = Path(str(import_module(mutant.module).__file__)).read_text()
+    mutate(mutant, ast.unparse(ast.parse(source)))
+
+
+def test_missing_pattern_of_a_module() -> None:
+    module = agree.__name__
+    with pytest.raises(ValueError, match=f"mutant 'no such': the pattern 'no_such' occurs 0 times in {module}"):
+        load(Mutant(name="no such", module=module, pattern="no_such"))
+    with pytest.raises(ValueError, match=r"imports tests\.unit"):
+        load(Mutant(name="no such", module="tests.unit", pattern="no_such"))
+
+
+def test_a_mutant_leaves_the_real_modules_alone() -> None:
+    code = load(Mutant(name="other", module=agree.__name__, pattern="tags[rank].sound", replacement="True"))
+    assert code is not decide and sys.modules[decide.__name__] is decide
+    assert sys.modules[agree.__name__] is agree and vars(sys.modules[decide.__package__])["agree"] is agree
+    assert code.State is State, "a module that does not import the mutated one is shared"
 
 
 def test_a_copy_that_is_not_mutated_passes() -> None:
-    code = load(Mutant(name="the same", module="agree", fragment="reverse=True", replacement="reverse=True"))
+    code = load(
+        Mutant(name="the same", module=agree.__name__, pattern="tags[rank].sound", replacement="tags[rank].sound")
+    )
     assert sum(simulate(draw(seed), code).outcomes[-1] == "done" for seed in range(60)) > 20

@@ -174,7 +174,7 @@ def test_variables_go_to_the_workers_beside_what_the_job_has(monkeypatch: pytest
         "metadata": {"m": "1"},
         "runtime_env": {"env_vars": {"A": "a", "B": "b"}, "pip": []},
     }
-    assert name == outage._RAY_JOB
+    assert name == outage.RAY_JOB
 
 
 def test_shared_memory_that_nobody_uses_is_left_over(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_driver_that_stood_still_may_do_nothing_but_end(
     how: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on once another one trains."""
-    monkeypatch.setattr(driving, "SUBJECT", "tests.standing_driver")
+    monkeypatch.setattr(driving, "SUBJECT", "tests.support.stopped_driver")
     monkeypatch.setattr(course, "REPLACED_S", 1.0 if how == "hangs" else 30.0)
     order = tmp_path / "order.job"
     order.write_text(how)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.logs import Clock
+from tests.support.run_logs import Clock
 from trainwright.patience import FIRST_S, LONGEST_S, Pauses
 
 

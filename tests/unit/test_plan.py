@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
+from tests.support.planner_cases import GPUS, PROFILE, decide, job
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError, PlanError, ResourceError
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.planner import Decision, choose
 from trainwright.planview import plan_rows
 from trainwright.strategies.question import place
-
-PROFILE = ModelProfile(
-    framework="torch", layers=(LayerCost(name="l", parameters=1000, parameter_bytes=4000, flops=1e6),)
-)
-LAPTOP = Cluster(nodes=(Node(name="a", cpus=2, memory_bytes=0),))
-GPUS = Cluster(nodes=tuple(Node(name=n, cpus=8, memory_bytes=0, accelerators=1, accelerator="GPU") for n in "ab"))
-
-
-def job(**fields: Any) -> tw.Job:
-    data = tw.datasets.table({"x": [[1.0]]})
-    given = {"name": "n", "model": dict, "optimizer": list, "train": data, "loss": max, "inputs": "x"}
-    return tw.Job(**{**given, "batch_size": 64, **fields})
-
-
-def decide(cluster: Cluster = LAPTOP, profile: ModelProfile = PROFILE, **fields: Any) -> Decision:
-    return choose(profile, cluster, job(**fields))
 
 
 @given(*[st.integers(1, 4)] * 4)

@@ -8,17 +8,11 @@ from itertools import accumulate
 import pytest
 
 import trainwright as tw
-from tests.unit.test_plan import LAPTOP, PROFILE, decide
+from tests.support.planner_cases import DEEP, LAPTOP, LAYERS, decide
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError
-from trainwright.core.profile import LayerCost
 from trainwright.strategies.pipeline import STALE
 
-LAYERS = tuple(
-    LayerCost(name=f"layers.{number}", parameters=100_000, parameter_bytes=400_000, flops=1e7, cut_numbers=64.0)
-    for number in range(8)
-)
-DEEP = replace(PROFILE, layers=LAYERS)
 PIPELINE = "trainwright.strategies.torch.pipeline:Pipeline"
 
 

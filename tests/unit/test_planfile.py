@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
-from tests.unit.test_plan import GPUS, LAPTOP, PROFILE, decide, job
+from tests.support.planner_cases import GPUS, LAPTOP, PROFILE, decide, job
 from trainwright.core.errors import PlanError
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.core.plantext import Pins

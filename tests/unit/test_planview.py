@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from tests.unit.sample_run import DECISION, PLAN
+from tests.support.sample_run import DECISION, PLAN
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.planview import plan_from, plan_html, plan_line, plan_text
 

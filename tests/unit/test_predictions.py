@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
-from tests.unit.torch_jobs import Net, adam, loss, one_device, plan, spec
+from tests.support.torch_engines import Net, adam, loss, one_device, plan, spec
 from trainwright.checkpoints import CheckpointWriter, write_manifest
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.checkpoint import Manifest as Files
@@ -262,7 +262,7 @@ def test_one_worker_writes_a_whole_part(tmp_path: Path) -> None:
     table = pq.read_table(io.BytesIO(order.folder.get(part.name)))
     reference = one_device(spec())  # the same seed as the checkpoint's: the same weights
     with torch.no_grad():
-        expected = reference._built.model(torch.from_numpy(rows()["x"][5:15] * 2)).numpy()
+        expected = reference.replica.model(torch.from_numpy(rows()["x"][5:15] * 2)).numpy()
     assert last.schema == {field.name: str(field.type) for field in table.schema}
     assert table["sample"].to_pylist() == list(range(5, 15)) and table["id"].to_pylist() == list(range(50, 150, 10))
     found = table["output"].combine_chunks()

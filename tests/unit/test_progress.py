@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from tests.unit.sample_run import DECISION, started, stepped, whole_run
+from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright import words
 from trainwright.core import events
 from trainwright.narration import Figures, Line, Narrator, event_line

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import trainwright as tw
-from tests.networks import amoebanet, layered, resnet101, unet
-from tests.published import (
+from tests.support.published_measurements import (
     VTRAIN_LARGE,
     VTRAIN_SMALL,
     chosen_regret,
@@ -22,6 +21,7 @@ from tests.published import (
     torchgpipe,
     vtrain,
 )
+from tests.support.torchgpipe_models import amoebanet, layered, resnet101, unet
 from trainwright.strategies.memory import model_state_bytes
 from trainwright.strategies.partition import Stage, replicated
 

@@ -45,20 +45,20 @@ def test_who_is_told_where_it_is_reached_asks_no_route() -> None:
 
 
 def test_collectives_use_the_interface_of_the_address_that_peers_know() -> None:
-    with membership._interface(member("127.0.0.1", "192.0.2.7")):
+    with membership.interface(member("127.0.0.1", "192.0.2.7")):
         assert [os.environ[variable] for variable in VARIABLES] == ["lo", "=lo"]
     assert not os.environ.keys() & set(VARIABLES)
 
 
 def test_an_address_of_no_interface_leaves_the_choice_to_the_libraries() -> None:
-    with membership._interface(member("192.0.2.7", "192.0.2.8")):
+    with membership.interface(member("192.0.2.7", "192.0.2.8")):
         assert not os.environ.keys() & set(VARIABLES)
 
 
 def test_the_users_own_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         monkeypatch.setenv(variable, "ib0")
-    with membership._interface(member("127.0.0.1", "192.0.2.7")):
+    with membership.interface(member("127.0.0.1", "192.0.2.7")):
         assert [os.environ[variable] for variable in VARIABLES] == ["ib0", "ib0"]
     assert [os.environ[variable] for variable in VARIABLES] == ["ib0", "ib0"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests.unit.test_ways import distillation
+from tests.support.small_distillation import distillation
 from trainwright.core.errors import CheckpointError, RunFinished
 from trainwright.distilling.recipes import Stage
 from trainwright.log import Owner, RunLog

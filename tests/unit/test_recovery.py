@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from tests.unit.story import Story
+from tests.support.driver_harness import Story, progressed
 from trainwright.core import events
 from trainwright.core.errors import NonFiniteLoss, WorkerLost
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.staffing import SPARES_TRIED
 from trainwright.driver.state import Phase
-
-
-def progressed(story: Story, step: int) -> Story:
-    return story.tell(m.Progressed(generation=story.state.generation, step=step))
 
 
 def with_spare(**settings: object) -> Story:

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.processes import wait_for
-from tests.unit.sample_run import DECISION, started, stepped, whole_run
+from tests.support.processes import wait_for
+from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright import tensorboard
 from trainwright.core import events
 from trainwright.core.errors import StorageError
@@ -222,7 +222,7 @@ def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     """A network folder that is mounted hard may never answer, and the driver's thread tells of events."""
     answers, append = threading.Event(), tensorboard._append
     monkeypatch.setattr(tensorboard, "_append", lambda *given: answers.wait(30) and append(*given))
-    monkeypatch.setattr(tensorboard, "_MOST_BYTES", 1_000)
+    monkeypatch.setattr(tensorboard, "MAX_WAITING_BYTES", 1_000)
     board = TensorBoard(open_store(str(tmp_path)), "demo")
     for event in whole_run()[:5]:
         board.on(event)

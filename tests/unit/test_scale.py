@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.instant_ray import Stored, driving
-from tests.unit.story import Story
+from tests.support.driver_harness import Story
+from tests.support.fake_ray import Stored, driving
 from trainwright import arguments
 from trainwright.core import events
 from trainwright.core.errors import PeerLost

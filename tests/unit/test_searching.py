@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
-from tests import jobs
+from tests.support import torch_jobs
 from trainwright.core.errors import JobError
 from trainwright.distilling.found import Found, Model, Score, Setting
 from trainwright.distilling.foundpage import found_page, settings_svg
 from trainwright.strategies.distilling import Distilled, heard
 
-DATA = tw.datasets.table(jobs.data())
+DATA = tw.datasets.table(torch_jobs.data())
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def build() -> nn.Module:
-    return nn.Linear(jobs.WIDTH, jobs.CLASSES)
+    return nn.Linear(torch_jobs.WIDTH, torch_jobs.CLASSES)
 
 
 def student(**fields: Any) -> tw.Job:

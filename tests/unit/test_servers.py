@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.alone import SHARES, STEPS, Arrays, Cluster, Files, assert_close, cluster
-from tests.conformance import problems, reference_case
-from tests.conformance.problems import PROBLEMS
+from tests.support.conformance import problems, reference_case
+from tests.support.conformance.problems import PROBLEMS
+from tests.support.threaded_servers import SHARES, STEPS, Arrays, Cluster, Files, assert_close, cluster
 from trainwright.core.plan import Mesh
 from trainwright.strategies.reference import state as states
 from trainwright.strategies.reference.model import Mlp

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.alone import SHARES, STEPS, assert_close, cluster
+from tests.support.threaded_servers import SHARES, STEPS, assert_close, cluster
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 from trainwright.strategies.reference.optimizers import Sgd
 from trainwright.strategies.servers import book
@@ -25,7 +25,7 @@ def test_a_connection_that_breaks_around_a_push_changes_nothing(
 ) -> None:
     """The push comes again, and a server that applied it says the same."""
     with cluster("clip", 2, 2) as own:
-        broken = break_push(monkeypatch, own.workers[0]._clients, server, lost)
+        broken = break_push(monkeypatch, own.workers[0].clients, server, lost)
         own.run()
         _, _, wanted = own.by_hand()
         assert broken == [lost]
@@ -34,10 +34,10 @@ def test_a_connection_that_breaks_around_a_push_changes_nothing(
 
 def break_push(monkeypatch: pytest.MonkeyPatch, mine: worker_side.Clients, index: int, lost: str) -> list[str]:
     """Break the third push to a server, before it can see it, or after it has answered."""
-    begin, broken, pushes = worker_side._Server.begin, [], [0]
+    begin, broken, pushes = worker_side.Server.begin, [], [0]
 
-    def breaking(self: worker_side._Server, head: dict[str, Any], **more: Any) -> None:
-        mark = self is mine._servers[index] and head["do"] == "push" and not broken
+    def breaking(self: worker_side.Server, head: dict[str, Any], **more: Any) -> None:
+        mark = self is mine.servers[index] and head["do"] == "push" and not broken
         pushes[0] += mark
         if not mark or pushes[0] < 3:
             begin(self, head, **more)
@@ -50,7 +50,7 @@ def break_push(monkeypatch: pytest.MonkeyPatch, mine: worker_side.Clients, index
             self.link.answer(self._until())
             self.link.cut()
 
-    monkeypatch.setattr(worker_side._Server, "begin", breaking)
+    monkeypatch.setattr(worker_side.Server, "begin", breaking)
     return broken
 
 
@@ -60,17 +60,17 @@ def test_a_worker_that_is_gone_between_its_pushes_to_two_servers(
 ) -> None:
     """Another computes the unit again, and each server counts it once."""
     with cluster("schedule", 2, 2, consistency=consistency) as own:
-        doomed, begin = own.workers[0], worker_side._Server.begin
-        second = doomed._clients._servers[1]
+        doomed, begin = own.workers[0], worker_side.Server.begin
+        second = doomed.clients.servers[1]
 
-        def stopping(self: worker_side._Server, head: dict[str, Any], **more: Any) -> None:
+        def stopping(self: worker_side.Server, head: dict[str, Any], **more: Any) -> None:
             if self is second and head["do"] == "push":
-                doomed._clients._servers[0].end()  # that one has it
+                doomed.clients.servers[0].end()  # that one has it
                 doomed.leave()
                 raise KeyboardInterrupt
             begin(self, head, **more)
 
-        monkeypatch.setattr(worker_side._Server, "begin", stopping)
+        monkeypatch.setattr(worker_side.Server, "begin", stopping)
         serving, lasting = own.serve(), own.work(own.workers[1])
         with pytest.raises(KeyboardInterrupt):
             own.work(doomed).result(30.0)
@@ -90,13 +90,13 @@ def test_a_worker_is_told_which_of_its_pushes_a_step_went_on_without(monkeypatch
         slow, quick = own.workers
         serving = own.serve()
         with monkeypatch.context() as patch:  # the first server never hears that both have it
-            patch.setattr(slow._clients._servers[0], "tell", lambda head: None)
+            patch.setattr(slow.clients.servers[0], "tell", lambda head: None)
             (unit,) = own.work(slow, 1).result(30.0)
         own.work(quick, SHARES - 1).result(30.0)
-        slow._clients.pull(1)
-        assert slow._clients.left_out == [(0, 0, unit), (1, 0, unit)]
-        slow._clients.pull(1)
-        assert slow._clients.left_out == [], "once it knows"
+        slow.clients.pull(1)
+        assert slow.clients.left_out == [(0, 0, unit), (1, 0, unit)]
+        slow.clients.pull(1)
+        assert slow.clients.left_out == [], "once it knows"
         for one in [own.work(one) for one in own.workers]:
             one.result(30.0)
         assert len(own.reports(serving)) == STEPS
@@ -122,7 +122,7 @@ def test_a_wish_ends_with_what_was_begun_and_the_next_segment_goes_on() -> None:
         enough = threading.Event()
         serving = own.serve(1000, enough.is_set)
         working = [own.work(one) for one in own.workers]
-        while own.servers[0]._desk.version < 3:
+        while own.servers[0].server.version < 3:
             assert not enough.wait(0.01)
         enough.set()
         for one in working:
@@ -179,7 +179,7 @@ def test_a_server_that_is_gone_ends_it_for_all_and_what_they_hold_is_not_sound(r
     with cluster("dividing", 2, 2) as own:
         serving = own.serve(10**6)
         working = [own.work(one) for one in own.workers]
-        while not all(one._desk.version for one in own.servers):
+        while not all(one.server.version for one in own.servers):
             assert not serving[0].done()
         assert own.servers[rank].interrupt(20.0)
         errors = [one.exception(15.0) for one in (*serving, *working)]
@@ -195,7 +195,7 @@ def test_a_silent_server_is_lost_at_the_deadline() -> None:
         for one in (*own.servers, *own.workers):
             object.__setattr__(one.group, "deadline_s", 1.0)
         serving, working = own.serve(10**6), own.work(own.workers[0])
-        with own.servers[1]._desk.lock:  # it answers nobody
+        with own.servers[1].server.lock:  # it answers nobody
             errors = [one.exception(15.0) for one in (serving[0], working)]
         assert [type(error) for error in errors] == [PeerLost] * 2
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.alone import KEY, STEPS, Cluster, assert_close, cluster
+from tests.support.threaded_servers import KEY, STEPS, Cluster, assert_close, cluster
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.driver.apart import group_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from tests.unit.story import FILES, HEAD, Story
+from tests.support.driver_harness import FILES, HEAD, Story
 from trainwright.core import events
 from trainwright.core.errors import LossSpike
 from trainwright.core.group import StateTag

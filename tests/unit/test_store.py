@@ -16,6 +16,8 @@ import obstore
 import pytest
 from obstore.exceptions import GenericError
 
+from trainwright import patience
+from trainwright import store as store_module
 from trainwright.core.errors import StorageError
 from trainwright.faults import classify, explain
 from trainwright.store import MissingFile, Patience, Store, StoreDown, open_store
@@ -50,8 +52,8 @@ def test_what_was_put_is_read_listed_and_deleted(store: Store) -> None:
 
 
 def test_pieces_are_one_file_whatever_their_sizes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.store._CHUNK_BYTES", 100)
-    monkeypatch.setattr("trainwright.store._LEAST_BYTES", 10)
+    monkeypatch.setattr(store_module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(store_module, "MIN_PIECE_BYTES", 10)
     for sizes in ((), (0, 5), (5, 60), (9, 9, 9, 200, 3), (250,), (10, 0, 101, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 99)):
         pieces = [bytes([number]) * size for number, size in enumerate(sizes, 65)]
         store.put("file", *(memoryview(piece) if len(piece) % 2 else piece for piece in pieces))
@@ -250,7 +252,7 @@ def test_a_create_that_timed_out_and_lost_is_lost(monkeypatch: pytest.MonkeyPatc
 def test_a_network_folder_that_stumbles_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, lands: bool
 ) -> None:
-    monkeypatch.setattr("trainwright.patience.FIRST_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_S", 0.01)
     store = open_store(str(tmp_path))
     sync, left = os.fsync, [3]
 

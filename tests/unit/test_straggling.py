@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.story import Story
+from tests.support.driver_harness import Story
 from trainwright.core.data import StepReport
 from trainwright.core.events import Leaving, Straggling
 from trainwright.core.group import StateTag

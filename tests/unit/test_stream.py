@@ -15,60 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.data import Cursor, Feed, Feeding
+from tests.support.streams import collect, ids, real, same, stream
+from trainwright.core.data import Cursor, Feeding
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets import Dataset, parquet, table
+from trainwright.datasets import parquet, table
 from trainwright.datasets.ahead import ReadAhead
 from trainwright.datasets.stream import Stream, chunk_steps, schedule_of
-
-
-def ids(rows: int) -> Dataset:
-    return table({"id": np.arange(rows), "x": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)})
-
-
-def stream(dataset: Dataset, rank: int = 0, total: int = 1, ranks: int = 1, **options: Any) -> Stream:
-    feeding = Feeding(data_ranks=range(rank, rank + ranks), total=total)
-    return Stream(dataset, **{"batch_size": 8, "seed": 5, "feeding": feeding, **options})
-
-
-def real(feed: Feed) -> list[int]:
-    """Samples of weight 1 in a feed, in order."""
-    return [
-        int(sample)
-        for part in feed.parts
-        for batch in part
-        for sample, weight in zip(batch.columns["id"], batch.weights, strict=True)
-        if weight
-    ]
-
-
-def collect(source: Stream, start: int = 0) -> list[Feed]:
-    with source.feeds(start) as feeds:
-        return list(feeds)
-
-
-def same(left: Feed, right: Feed) -> bool:
-    """Equal to the last byte."""
-    pairs = [
-        (one, other)
-        for ours, theirs in zip(left.parts, right.parts, strict=True)
-        for one, other in zip(ours, theirs, strict=True)
-    ]
-    return (left.step, left.data_ranks, left.total, left.rows) == (
-        right.step,
-        right.data_ranks,
-        right.total,
-        right.rows,
-    ) and all(
-        one.columns.keys() == other.columns.keys()
-        and np.array_equal(one.samples, other.samples)
-        and np.array_equal(one.weights, other.weights)
-        and all(
-            array.dtype == other.columns[name].dtype and np.array_equal(array, other.columns[name])
-            for name, array in one.columns.items()
-        )
-        for one, other in pairs
-    )
 
 
 @settings(max_examples=40)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.unit import torch_jobs
+from tests.support import torch_engines
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.core.soft_loss import Match, SoftLoss
@@ -41,15 +41,15 @@ BUILDERS: dict[str, Callable[[], Any]] = {"wide": student, "narrow": partial(stu
 def batch(first: int = 0, rows: int = 12) -> Batch:
     random = np.random.default_rng(100 + first)
     told = {"teacher.big": random.normal(size=(rows, 3)), "teacher.big/middle": random.normal(size=(rows, 8))}
-    return torch_jobs.batch(rows, first, np.float64, **told)
+    return torch_engines.batch(rows, first, np.float64, **told)
 
 
 def feeds() -> list[Feed]:
-    return [torch_jobs.feed(batch(12 * step), step=step) for step in range(4)]
+    return [torch_engines.feed(batch(12 * step), step=step) for step in range(4)]
 
 
 def distilled(**fields: Any) -> Distilled:
-    given = {"soft": SoftLoss(alpha=0.3), "hard": torch_jobs.loss, "targets": TARGETS, "labels": ("y",),
+    given = {"soft": SoftLoss(alpha=0.3), "hard": torch_engines.loss, "targets": TARGETS, "labels": ("y",),
              "students": (*BUILDERS,), "teachers": ("big",)}  # fmt: skip
     return Distilled(**{**given, **fields})
 
@@ -62,8 +62,8 @@ def matching() -> Students:
 
 def trained(model: Any, loss: Any, how: Any = None, **fields: Any) -> Any:
     """An engine after four steps."""
-    job = torch_jobs.spec(model=model, loss=loss, targets=TARGETS, **fields)
-    engine = torch_jobs.one_device(job, how)
+    job = torch_engines.spec(model=model, loss=loss, targets=TARGETS, **fields)
+    engine = torch_engines.one_device(job, how)
     for each in feeds():
         engine.train_step(each)
     return engine
@@ -89,21 +89,21 @@ def test_mutual_learning_is_a_plain_loop() -> None:
     loss = distilled(mutual=True, teachers=())
     found = state(trained(Students(builders=BUILDERS, loss=loss), loss))
     torch.manual_seed(0)
-    engine = torch_jobs.one_device(
-        torch_jobs.spec(model=Students(builders=BUILDERS, loss=loss), loss=loss, targets=TARGETS)
+    engine = torch_engines.one_device(
+        torch_engines.spec(model=Students(builders=BUILDERS, loss=loss), loss=loss, targets=TARGETS)
     )
     models = {name: build() for name, build in BUILDERS.items()}
     for name, model in models.items():
         begun = state(engine)
         model.load_state_dict({key: begun[f"students.{name}.{key}"].clone() for key in model.state_dict()})
-    rules = {name: torch_jobs.adam(model.parameters()) for name, model in models.items()}
+    rules = {name: torch_engines.adam(model.parameters()) for name, model in models.items()}
     for each in feeds():
         columns = {name: torch.from_numpy(np.array(value)) for name, value in each.parts[0][0].columns.items()}
         said = {name: model(columns["x"]) for name, model in models.items()}
         for name, other in (("wide", "narrow"), ("narrow", "wide")):
             mine, theirs = (said[name] / 2).log_softmax(-1), (said[other].detach() / 2).log_softmax(-1)
             soft = nn.functional.kl_div(mine, theirs, reduction="none", log_target=True).sum(-1)
-            value = (0.3 * torch_jobs.loss(said[name], columns["y"]) + 0.7 * 4 * soft).mean()
+            value = (0.3 * torch_engines.loss(said[name], columns["y"]) + 0.7 * 4 * soft).mean()
             rules[name].zero_grad()
             value.backward()
             rules[name].step()
@@ -114,15 +114,15 @@ def test_mutual_learning_is_a_plain_loop() -> None:
 
 def test_one_student_of_a_class_is_judged_and_taken_out_of_its_files(tmp_path: Any) -> None:
     students = matching()
-    metrics = judged({"accuracy": torch_jobs.accuracy}, students.loss)
+    metrics = judged({"accuracy": torch_engines.accuracy}, students.loss)
     engine = trained(students, students.loss, metrics=metrics)
-    files, given = torch_jobs.saved(engine), feeds()[0]
+    files, given = torch_engines.saved(engine), feeds()[0]
     sums = engine.evaluate_step(given).means()
     for name, build in BUILDERS.items():
-        job = torch_jobs.spec(
-            model=students.alone(name), loss=torch_jobs.loss, metrics={"accuracy": torch_jobs.accuracy}
+        job = torch_engines.spec(
+            model=students.alone(name), loss=torch_engines.loss, metrics={"accuracy": torch_engines.accuracy}
         )
-        again = torch_jobs.one_device(job)
+        again = torch_engines.one_device(job)
         again.load(files)
         assert again.evaluate_step(given).means()["accuracy"] == sums[f"{name}/accuracy"]
         assert np.array_equal(again.predict_step(given)["output"], engine.predict_step(given)[name])
@@ -138,7 +138,7 @@ def test_layers_that_are_matched_survive_how_steps_are_made(change: dict[str, An
     """What backward computes again is not heard of."""
     students = matching()
     expected = state(trained(students, students.loss))
-    found = state(trained(students, students.loss, torch_jobs.plan(**change)))
+    found = state(trained(students, students.loss, torch_engines.plan(**change)))
     assert all(torch.allclose(found[key], value, rtol=1e-12) for key, value in expected.items())
 
 
@@ -157,7 +157,7 @@ def test_a_class_is_planned_like_any_model() -> None:
     assert not profile.untraced and sum(layer.parameters for layer in profile.layers) == 4 * 13 + 13 + 3 * 13 + 6 + 48
     data = tw.datasets.table({name: np.array(column) for name, column in sample.items()})
     job = tw.Job(
-        name="class", model=students, loss=students.loss, optimizer=torch_jobs.adam, train=data, inputs="x",
+        name="class", model=students, loss=students.loss, optimizer=torch_engines.adam, train=data, inputs="x",
         targets=TARGETS, batch_size=6,
     )  # fmt: skip
     found = tw.plan(job, cluster="2xL4").chosen.plan
@@ -188,11 +188,11 @@ def test_students_with_names_of_torchs_own_are_refused() -> None:
 
 def test_a_teacher_that_is_not_finite_is_named() -> None:
     loss = distilled(targets=("y", "teacher.big"), students=("wide",))
-    engine = torch_jobs.one_device(torch_jobs.spec(model=student, loss=loss, targets=("y", "teacher.big")))
+    engine = torch_engines.one_device(torch_engines.spec(model=student, loss=loss, targets=("y", "teacher.big")))
     bad = batch()
     bad.columns["teacher.big"][[3, 5], 1] = np.nan
     with pytest.raises(NonFiniteLoss, match=r"in samples 3, 5 ") as caught:
-        engine.train_step(torch_jobs.feed(bad))
+        engine.train_step(torch_engines.feed(bad))
     assert "mend what gave 'teacher.big', which is not finite there" in str(caught.value)
 
 
@@ -245,10 +245,10 @@ def test_a_teacher_in_the_step_says_what_its_column_says() -> None:
     teacher = Dropping().eval().requires_grad_(False)
     beside = Beside(make=lambda: copy.deepcopy(teacher))
     loss = distilled(targets=("y", "x"), teachers=(), inline={"big": beside}, students=("wide",))
-    job = torch_jobs.spec(model=student, loss=loss, targets=("y", "x"))
-    engine = torch_jobs.one_device(job)
+    job = torch_engines.spec(model=student, loss=loss, targets=("y", "x"))
+    engine = torch_engines.one_device(job)
     stored = distilled(targets=("y", "teacher.big"), students=("wide",))
-    other = torch_jobs.one_device(torch_jobs.spec(model=student, loss=stored, targets=("y", "told")))
+    other = torch_engines.one_device(torch_engines.spec(model=student, loss=stored, targets=("y", "told")))
     for each in feeds():
         (given,) = each.parts[0]
         told = teacher({"x": torch.from_numpy(np.array(given.columns["x"]))})["teacher.big"].numpy()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.sample_run import checkpointed, started, stepped, whole_run
+from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.eventfiles import EventReader, append, batch_path, find_files, folder_of, read_events
 from trainwright.faults import MissingFile

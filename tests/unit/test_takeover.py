@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
-from tests.processes import wait_for
+from tests.support.processes import wait_for
+from tests.support.run_logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
+from trainwright import owner
 from trainwright.core.errors import FencedError, OwnedError, StorageError
 from trainwright.log import Entry, Heartbeat, Owner, RunLog, provably_dead
 from trainwright.owner import LEASE_S, heartbeat_path
@@ -293,7 +294,7 @@ def test_while_the_store_is_away_nothing_is_known_and_nobody_waits(
 
 def test_a_store_that_hangs_is_waited_for_once_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network folder that is mounted hard gives no error: a driver must not stand still at each event."""
-    monkeypatch.setattr("trainwright.owner.CONFIRM_S", 0.2)
+    monkeypatch.setattr(owner, "CONFIRM_S", 0.2)
     store, clock, notes, answers = memory_store(), Clock(), list[str](), threading.Event()
     monkeypatch.setattr(Store, "put", lambda *_, **__: answers.wait(30))
     heart = Heartbeat(store, RUN, 1, every_s=0.01, note=notes.append, clock=lambda: clock.now_s)

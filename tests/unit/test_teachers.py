@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests.conformance import tensorflow_case, torch_case
-from tests.ray.test_predict import columns_of, job, train
-from tests.unit.torch_jobs import Net
+from tests.support.conformance import tensorflow_case, torch_case
+from tests.support.prediction_jobs import columns_of, job, train
+from tests.support.torch_engines import Net
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.distilling import teachers

@@ -246,7 +246,7 @@ def test_what_a_pipeline_runs_has_ended_when_it_is_let_go() -> None:
 
 def test_an_iterator_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with TensorFlow's autotuner, which may sleep through its end."""
-    monkeypatch.setattr(tf_pipelines, "_END_S", 0.05)
+    monkeypatch.setattr(tf_pipelines, "END_S", 0.05)
     slow = Slow()
     rows = blocks(slow, INTEGERS, "here")
     next(rows)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests.unit.test_plan import job
+from tests.support.planner_cases import job
 from trainwright import prepare
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.record_files import field, frame, message
 from trainwright.core.errors import DataError
 from trainwright.datasets import tfrecord
 from trainwright.datasets.columns import Field
-from trainwright.datasets.crc32c import crc32c, masked
+from trainwright.datasets.crc32c import crc32c
 from trainwright.datasets.examples import Feature, example
 
 ROWS = 5000
@@ -68,23 +69,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, input=lines, text=True, env=environment, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def frame(payload: bytes) -> bytes:
-    def summed(data: bytes) -> bytes:
-        return struct.pack("<I", int(masked(crc32c(data, np.array([0]), np.array([len(data)])))[0]))
-
-    length = struct.pack("<Q", len(payload))
-    return length + summed(length) + payload + summed(payload)
-
-
-def field(number: int, wire: int, content: bytes) -> bytes:
-    return bytes([number << 3 | wire]) + (bytes([len(content)]) if wire == 2 else b"") + content
-
-
-def message(name: str, kind: int, values: bytes) -> bytes:
-    """An Example of one feature, by hand."""
-    return field(1, 2, field(1, 2, field(1, 2, name.encode()) + field(2, 2, field(kind, 2, values))))
 
 
 @pytest.mark.parametrize("name", ["a.tfrecord", "b.tfrecord.gz"])

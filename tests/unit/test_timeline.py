@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 import trainwright as tw
-from tests.published import VTRAIN_LARGE, VTRAIN_SMALL, mosaicml, vtrain
+from tests.support.published_measurements import VTRAIN_LARGE, VTRAIN_SMALL, mosaicml, vtrain
 from trainwright.core.plan import Plan
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.core.sections import FOLDED, loss_stage, place_of, section_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.unit.torch_jobs import plan, spec
+from tests.support.torch_engines import plan, spec
 from trainwright.core.errors import PeerLost
 from trainwright.strategies.torch.arriving import Arrivals
 from trainwright.strategies.torch.exchange import Incoming, pieces

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.torch_jobs import Files, adam, one_device, plan, saved, spec
+from tests.support.parameter_server_jobs import JOBS, facts
+from tests.support.torch_engines import Files, adam, one_device, plan, saved, spec
 from trainwright.core.asynchrony import Consistency, Outer, Unit
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Plan
@@ -27,40 +26,6 @@ from trainwright.strategies.torch.served import Served, shards
 from trainwright.strategies.torch.wireform import Form
 
 NONE = memoryview(b"")
-
-
-class Odd(nn.Module):
-    """Tied, frozen and normalized; one tensor is larger than all others together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 37, dtype=torch.float64)
-        self.norm = nn.BatchNorm1d(37, dtype=torch.float64)
-        self.wide = nn.Linear(37, 37, dtype=torch.float64)
-        self.again = nn.Linear(37, 37, bias=False, dtype=torch.float64)
-        self.again.weight = self.wide.weight
-        self.last = nn.Linear(37, 3, dtype=torch.float64)
-        self.last.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.again(torch.tanh(self.wide(self.norm(self.first(x)))))))
-
-
-def grouped(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Decays what has two dimensions; Adagrad makes its state at once."""
-    flat, wide = ([each for each in parameters if (each.dim() > 1) is many] for many in (False, True))
-    return torch.optim.Adagrad([{"params": flat}, {"params": wide, "weight_decay": 0.1}])
-
-
-def by_tensor(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    class Normed(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for each in group["params"]:
-                    each.grad = each.grad / (each.grad.norm() + 1e-12)
-            super().step()
-
-    return Normed(parameters, lr=0.1)
 
 
 def banks(job: ModelSpec, how: Plan) -> list[Bank]:
@@ -79,14 +44,9 @@ def banks(job: ModelSpec, how: Plan) -> list[Bank]:
 def held(made: Sequence[Bank]) -> Files:
     kept = Files()
     for bank in made:
-        bank._replica.step = 1
-        files.write(state.Copies().of(state.held(bank._replica)), kept)
+        bank.replica.step = 1
+        files.write(state.Copies().of(state.held(bank.replica)), kept)
     return kept
-
-
-def facts(kept: Files) -> dict[str, Any]:
-    """The files, whose plain values have no order."""
-    return {name: json.loads(data) if name.endswith(".json") else data for name, data in kept.files.items()}
 
 
 def update(made: Sequence[Bank], gradients: Sequence[dict[str, Tensor]], weights: Sequence[float], step: int) -> None:
@@ -95,11 +55,11 @@ def update(made: Sequence[Bank], gradients: Sequence[dict[str, Tensor]], weights
     for server, bank in enumerate(made):
         pushes = []
         for share, (given, weight) in enumerate(zip(gradients, weights, strict=True)):
-            payload = memoryview(bytearray(bank._form.size_bytes))
+            payload = memoryview(bytearray(bank.form.size_bytes))
             for name, gradient in given.items():
                 for piece in where[name]:
                     if piece.server == server:
-                        bank._form.write(payload, name, piece.of(gradient).contiguous())
+                        bank.form.write(payload, name, piece.of(gradient).contiguous())
             pushes.append(Push(unit=Unit(step=step, share=share), weight=weight, payload=payload, buffers=NONE))
         bank.apply(pushes, step=step, rate_factor=1.0, clip_factor=1.0)
 
@@ -113,19 +73,12 @@ def made_up(model: nn.Module, seed: int) -> dict[str, Tensor]:
     }
 
 
-JOBS = {
-    "adam": spec(model=Odd, optimizer=adam, inexact=("batch_norm",)),
-    "groups": spec(model=Odd, optimizer=grouped, inexact=("batch_norm",)),
-    "whole": spec(model=Odd, optimizer=by_tensor, inexact=("batch_norm",)),
-}
-
-
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("name", JOBS)
 def test_shards_step_as_the_whole_does_and_their_files_fit_it(name: str, servers: int) -> None:
     job = JOBS[name]
     made, whole = banks(job, plan(servers=servers)), one_device(job)
-    replica = whole._built
+    replica = whole.replica
     for step in range(4):
         gradients = made_up(replica.model, step)
         update(made, [gradients], [3.0], step)
@@ -142,7 +95,7 @@ def test_shards_step_as_the_whole_does_and_their_files_fit_it(name: str, servers
     for count in {1, 2, 3}:
         moved = banks(job, plan(servers=count))
         for bank in moved:
-            state.restore(bank._replica, files.read(kept, bank._replica.wanted, bank._replica.part))
+            state.restore(bank.replica, files.read(kept, bank.replica.wanted, bank.replica.part))
         third = one_device(job)
         third.load(held(moved))
         assert facts(saved(third)) == facts(expected)
@@ -162,7 +115,7 @@ class Ears:
 def test_a_push_that_does_not_count_leaves_what_waits_as_it_was(taken: bool) -> None:
     model = nn.Linear(4, 1, bias=False)
     job, how = spec(model=lambda: model, optimizer=adam), plan(servers=1, wire="topk(0.5)")
-    replica = one_device(job)._built
+    replica = one_device(job).replica
     held = shards(job, how, replica.model, "")
     form, (parameter,) = Form(held[0], how.wire), replica.trainable
     outgoing, ears, found = Outgoing(replica=replica, where=pieces(held), forms=[form]), Ears([form]), torch.zeros(1, 4)
@@ -193,7 +146,7 @@ class Rounds:
 
     def __init__(self, seed: int, backup: int, workers: int) -> None:
         job, how = spec(model=lambda: WIDE, optimizer=adam), plan(servers=SERVERS, wire="topk(0.3)")
-        replica = one_device(job)._built
+        replica = one_device(job).replica
         held = shards(job, how, replica.model, "")
         (self.parameter,), consistency = replica.trainable, Consistency.parse(f"sync(backup={backup})")
         self.random, self.forms = random.Random(seed), [Form(shard, how.wire) for shard in held]

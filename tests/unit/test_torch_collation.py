@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.torch_jobs import adam, feed, loss, one_device, plan, saved, spec
+from tests.support.torch_engines import adam, feed, loss, one_device, plan, saved, spec
 from trainwright.core.collation import Collation, Pad
 from trainwright.core.data import Batch, Terms, fold
 from trainwright.core.errors import DataError, JobError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from tests.unit.torch_jobs import one_device, plan, spec
+from tests.support.torch_engines import one_device, plan, spec
 from trainwright.core.errors import JobError
 from trainwright.core.group import Capabilities
 from trainwright.strategies.combinations import compiled

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.conformance.test_pipeline import Deep
-from tests.unit.test_torch_splitting import split
+from tests.support.conformance.staged_model import Deep
+from tests.support.split_model import split
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.cutting import Cut
 from trainwright.strategies.torch.tensors import Ring, divide

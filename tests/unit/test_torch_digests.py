@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.strategies.torch.digests import _ROW, digest, digest_of_parameters
+from trainwright.strategies.torch.digests import ROW_WORDS, digest, digest_of_parameters
 
-SIZES = (1, 2, 3, 7, 8, 2 * _ROW - 1, 2 * _ROW, 4 * _ROW + 1)
+SIZES = (1, 2, 3, 7, 8, 2 * ROW_WORDS - 1, 2 * ROW_WORDS, 4 * ROW_WORDS + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
@@ -26,7 +26,7 @@ def test_a_digest_depends_on_where_values_stand() -> None:
     """A carried state that two ranks write rows of in turn has the same sum on both."""
     even, odd = torch.tensor([10.0, 0.0] * 4), torch.tensor([0.0, 10.0] * 4)
     assert int(digest(even)) != int(digest(odd))
-    wide = torch.zeros(4, _ROW * 2)
+    wide = torch.zeros(4, ROW_WORDS * 2)
     rows = [wide.clone() for _ in range(4)]
     for number, one in enumerate(rows):
         one[number] = 1.0

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.torch_jobs import (
+from tests.support.torch_engines import (
     Net,
     accuracy,
     adam,
@@ -125,8 +125,7 @@ def test_the_schedule_sets_each_groups_rate_and_never_builds_up() -> None:
     engine = one_device(job)
     rates = [engine.train_step(feed(step=step)).learning_rate for step in (0, 1, 3)]
     assert rates == pytest.approx([0.1, 0.2, 0.4])
-    assert engine._replica is not None
-    assert engine._replica.optimizer.param_groups[1]["lr"] == pytest.approx(0.2)
+    assert engine.replica.optimizer.param_groups[1]["lr"] == pytest.approx(0.2)
 
 
 def test_clipping_bites_after_the_weights_and_reports_the_norm_before() -> None:
@@ -225,8 +224,7 @@ def test_evaluation_sums_and_leaves_each_module_in_its_mode() -> None:
     targets = np.concatenate([part.columns["y"] for part in parts])
     assert sums.totals["accuracy"] == (float((outputs.argmax(1) == targets).sum()), 12.0)
     assert sums.totals["loss"][1] == 12.0
-    assert engine._replica is not None
-    assert [module.training for module in engine._replica.model.children()] == [False, True, True]
+    assert [module.training for module in engine.replica.model.children()] == [False, True, True]
 
 
 class Carrying(Net):

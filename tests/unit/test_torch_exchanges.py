@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conformance.test_products import WIDTH, Language
-from tests.unit.test_torch_splitting import split
-from tests.unit.torch_ring import ThreadRing, on_ranks
+from tests.support.conformance.language_model import WIDTH, Language
+from tests.support.split_model import split
+from tests.support.tensor_parallel_threads import ThreadRing, on_ranks
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.parts import Box
 from trainwright.strategies.torch.sequence import Stream, scattered

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.test_torch_ranks import Exchange, formed, run_ranks
-from tests.unit.torch_jobs import Net, batch, double, feed, loss, one_device, plan, saved, spec
+from tests.support.rank_processes import Exchange, formed, run_ranks
+from tests.support.torch_engines import Net, batch, double, feed, loss, one_device, plan, saved, spec
 from trainwright.core import noise
 from trainwright.core.data import Batch, Feed, StepReport
 from trainwright.core.noise import OFTEN, Scatter

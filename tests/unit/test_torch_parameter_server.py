@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.test_torch_bank import JOBS, Odd, facts
-from tests.unit.torch_jobs import (
+from tests.support.parameter_server_jobs import JOBS, Odd, facts
+from tests.support.torch_engines import (
     GENERATION,
     Chosen,
     Files,
@@ -113,8 +113,8 @@ def test_tied_frozen_and_normalized_layers_train_and_evaluate_as_on_one_device(n
         assert [one.loss for one in reports] == pytest.approx([one.loss for one in expected], rel=1e-12)
         other = one_device(job)
         other.load(own.files)
-        wholes = alone._built.model.state_dict()
-        for label, found in other._built.model.state_dict().items():
+        wholes = alone.replica.model.state_dict()
+        for label, found in other.replica.model.state_dict().items():
             assert torch.allclose(found.double(), wholes[label].double(), rtol=1e-12, atol=1e-14)
         assert own.worker.evaluate_step(feeds[0]) == other.evaluate_step(feeds[0])
         assert np.array_equal(own.worker.predict_step(feeds[0])["output"], other.predict_step(feeds[0])["output"])
@@ -132,8 +132,8 @@ def test_a_parameter_without_a_gradient_is_pushed_as_zeros() -> None:
         assert first["model.server-0-of-2.safetensors"] != after["model.server-0-of-2.safetensors"]
         other, fresh = one_device(spec(model=Chosen)), one_device(spec(model=Chosen))
         other.load(own.files)
-        assert torch.equal(other._built.model.second.weight, fresh._built.model.second.weight)
-        assert not torch.equal(other._built.model.first.weight, fresh._built.model.first.weight)
+        assert torch.equal(other.replica.model.second.weight, fresh.replica.model.second.weight)
+        assert not torch.equal(other.replica.model.first.weight, fresh.replica.model.first.weight)
 
 
 def too_large_at_first(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -198,8 +198,8 @@ def test_what_a_plan_chooses_beside_its_layout_gives_what_one_device_gives(name:
         other = one_device(job, plan(**choice))
         other.load(own.files)
     assert [one.loss for one in reports] == pytest.approx(losses, rel=tolerance)
-    wholes = alone._built.model.state_dict()
-    for label, found in other._built.model.state_dict().items():
+    wholes = alone.replica.model.state_dict()
+    for label, found in other.replica.model.state_dict().items():
         assert torch.allclose(found, wholes[label], rtol=tolerance, atol=tolerance), label
 
 
@@ -240,7 +240,7 @@ def test_local_steps_of_one_worker_are_plain_training() -> None:
         other = one_device(job)
         other.load(own.files)
         assert [one.loss for one in reports] == pytest.approx(losses, rel=1e-9)
-        for found, whole in zip(other._built.trainable, alone._built.trainable, strict=True):
+        for found, whole in zip(other.replica.trainable, alone.replica.trainable, strict=True):
             assert torch.allclose(found, whole, rtol=1e-9, atol=1e-12)
 
 
@@ -273,7 +273,7 @@ def test_each_unit_begins_at_what_the_servers_hold_also_where_one_worker_compute
         for step in range(4)
         for rank, rows in enumerate((12, 5))
     ]
-    model = one_device(job)._built.model
+    model = one_device(job).replica.model
     for first in range(0, 4, local):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         ends, weights = [], []
@@ -294,7 +294,7 @@ def test_each_unit_begins_at_what_the_servers_hold_also_where_one_worker_compute
         own.run(feeds)
         other = one_device(job)
         other.load(own.files)
-        for name, found in other._built.model.state_dict().items():
+        for name, found in other.replica.model.state_dict().items():
             assert torch.allclose(found, model.state_dict()[name], rtol=1e-10, atol=1e-12), name
         assert own.worker.evaluate_step(feeds[0]) == other.evaluate_step(feeds[0])
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.conformance.rank import Files
-from tests.unit.torch_jobs import plan, spec
+from tests.support.conformance.rank import Files
+from tests.support.torch_engines import plan, spec
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.plan import Plan

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.unit.torch_jobs import Net, batch, feed, one_device, plan, saved, spec
+from tests.support.torch_engines import Net, batch, feed, one_device, plan, saved, spec
 from trainwright.strategies.torch.recomputing import recompute
 from trainwright.strategies.torch.rescoring import Rescoring
 

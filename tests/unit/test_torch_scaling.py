@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.torch_jobs import Files, Net, batch, feed, loss, one_device, plan, saved, spec
+from tests.support.torch_engines import Files, Net, batch, feed, loss, one_device, plan, saved, spec
 from trainwright.core.data import StepReport
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.strategies.torch.one_device import OneDevice

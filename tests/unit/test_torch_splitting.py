@@ -10,21 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conformance.test_products import HEADS, WIDTH, Attention, Language
+from tests.support.conformance.language_model import HEADS, WIDTH, Attention, Language
+from tests.support.split_model import GIVEN, split
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.comparing import Event, Sized, parted
-from trainwright.strategies.torch.profile import plainly, profile_model, traced
-from trainwright.strategies.torch.splitting import Splitter
+from trainwright.strategies.torch.profile import profile_model
 from trainwright.strategies.torch.tensors import Ring, Split, divide, flipped
-
-GIVEN = torch.zeros(1, 6)
-
-
-def split(model: nn.Module, degree: int = 2, plan: Mapping[str, str] | None = None, given: Tensor = GIVEN) -> Split:
-    splitter = Splitter(model, plainly({"x": given}, (("x",), ()), None), degree, "rank 0")
-    if plan:
-        return splitter.planned(plan)
-    return splitter.found(lambda bones: traced(bones, {"x": given}, (("x",), ()), None))
 
 
 class Pair(nn.Module):

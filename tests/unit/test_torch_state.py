@@ -18,7 +18,18 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests.unit.torch_jobs import Chosen, Files, Net, Weighing, batch_normed, double, feed, one_device, saved, spec
+from tests.support.torch_engines import (
+    Chosen,
+    Files,
+    Net,
+    Weighing,
+    batch_normed,
+    double,
+    feed,
+    one_device,
+    saved,
+    spec,
+)
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch import batches, state
@@ -52,7 +63,7 @@ def test_a_checkpoint_goes_on_bit_by_bit() -> None:
         stopped.train_step(feed(step=step))
     resumed = one_device(spec(seed=99))
     assert resumed.load(saved(stopped)).step == 3
-    resumed._replica.spec = spec()  # type: ignore[union-attr]
+    resumed.replica.spec = spec()
     for step in range(3, 6):
         resumed.train_step(feed(step=step))
     assert saved(resumed).files == saved(unbroken).files
@@ -62,7 +73,7 @@ def test_parameters_that_are_not_finite_are_never_written() -> None:
     engine, files = one_device(), Files()
     engine.train_step(feed())
     with torch.no_grad():
-        engine._replica.model.second.bias[1] = torch.inf  # type: ignore[union-attr, operator, index]
+        engine.replica.model.second.bias[1] = torch.inf
     with pytest.raises(NonFiniteLoss, match=r"parameter 'second\.bias' is not finite after step 1"):
         engine.save(engine.snapshot(), files)
     assert not files.files
@@ -98,9 +109,8 @@ def test_settings_that_training_changed_are_saved_and_the_jobs_are_not() -> None
     assert json.loads(files.files["state.json"])["options"] == [{"count": 1}]
     other = one_device(spec(optimizer=lambda p: Counting(p, lr=0.7)))
     other.load(files)
-    assert other._replica is not None
-    assert other._replica.optimizer.param_groups[0]["count"] == 1
-    assert other._replica.optimizer.param_groups[0]["lr"] == 0.7
+    assert other.replica.optimizer.param_groups[0]["count"] == 1
+    assert other.replica.optimizer.param_groups[0]["lr"] == 0.7
 
 
 class Wide(Net):
@@ -284,7 +294,7 @@ def test_a_large_state_is_written_to_several_files(monkeypatch: pytest.MonkeyPat
     engine = one_device()
     engine.train_step(feed())
     whole = saved(engine)
-    monkeypatch.setattr(files_module, "_FILE_BYTES", 200)
+    monkeypatch.setattr(files_module, "MAX_FILE_BYTES", 200)
     several = saved(engine)
     assert {"model.safetensors", "model-2.safetensors", "optimizer.safetensors", "optimizer-2.safetensors"} < set(
         several.files
@@ -292,7 +302,7 @@ def test_a_large_state_is_written_to_several_files(monkeypatch: pytest.MonkeyPat
     fresh = one_device()
     assert fresh.load(several).step == 1
     again = saved(fresh)
-    monkeypatch.setattr(files_module, "_FILE_BYTES", 1 << 30)
+    monkeypatch.setattr(files_module, "MAX_FILE_BYTES", 1 << 30)
     assert saved(fresh).files == whole.files and again.files == several.files
     del several.files["optimizer-2.safetensors"]
     with pytest.raises(CheckpointError, match=r"no optimizer-2\.safetensors"):

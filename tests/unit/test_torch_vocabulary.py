@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.torch_ring import ThreadRing, on_ranks
+from tests.support.tensor_parallel_threads import ThreadRing, on_ranks
 from trainwright.strategies.torch.parts import Box
 from trainwright.strategies.torch.vocabulary import Parted, parted, plain
 

@@ -123,7 +123,7 @@ def test_missing_software_is_told_first(monkeypatch: pytest.MonkeyPatch, put: An
 )
 def test_the_environment_tells_which(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str) -> None:
     monkeypatch.setattr(tpu, "glob", lambda pattern: [])
-    for variable in tpu._TELLING:
+    for variable in tpu.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ResourceError, match="this host has no /dev/accel"):
         tpu.TPU().name()

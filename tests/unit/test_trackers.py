@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests import jobs
-from tests.unit.sample_run import checkpointed, started, stepped, whole_run
+from tests.support import torch_jobs
+from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright import trackers
 from trainwright.core import events
 from trainwright.core.errors import JobError, TrainwrightError
@@ -178,7 +178,7 @@ def test_what_is_told_of_the_job_has_no_secret(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_trackers_are_no_part_of_a_jobs_identity(tmp_path: Path) -> None:
-    plain = jobs.job(tmp_path)
+    plain = torch_jobs.job(tmp_path)
     told = plain.replace(trackers=(trackers.MLflow(uri=f"https://me:{SECRET}@host"), trackers.WandB(project=SECRET)))
     assert describe(told)["trackers"] == "MLflow, WandB"
     assert SECRET not in str(describe(told)) and changes(describe(plain), describe(told)) == []
@@ -188,7 +188,7 @@ def test_trackers_are_no_part_of_a_jobs_identity(tmp_path: Path) -> None:
 
 def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"trackers= has str, which has no begin\(\)"):
-        jobs.job(tmp_path, trackers=("mlflow",))
+        torch_jobs.job(tmp_path, trackers=("mlflow",))
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_a_missing_package_is_told_before_anything_is_started(tmp_path: Path, mo
     for name in ("connect", "prepare"):
         monkeypatch.setattr(starting, name, lambda *_, **__: pytest.fail("something was started"))
     with pytest.raises(TrainwrightError, match="pip install"):
-        api.start(jobs.job(tmp_path, trackers=(trackers.MLflow(),)))
+        api.start(torch_jobs.job(tmp_path, trackers=(trackers.MLflow(),)))
 
 
 @pytest.fixture

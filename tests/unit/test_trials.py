@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.plans import Plans, staged
-from tests.unit.story import Story
+from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.core.errors import PeerLost, UserCodeError
 from trainwright.core.group import StateTag

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.torch.teaching import take_file
 

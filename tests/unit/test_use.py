@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests.unit.torch_jobs import Net, one_device, saved
+from tests.support.torch_engines import Net, one_device, saved
 from trainwright import use
 from trainwright.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
@@ -33,15 +33,15 @@ def committed(store: Store, *steps: int) -> list[dict[str, torch.Tensor]]:
     for step in steps:
         engine, path = one_device(), checkpoint_path(step, token)
         with torch.no_grad():
-            for value in engine._replica.model.parameters():
+            for value in engine.replica.model.parameters():
                 value.fill_(step)
-        engine._replica.step = step
+        engine.replica.step = step
         writer = CheckpointWriter(store, "n", path)
         for name, data in saved(engine).files.items():
             writer.write(name, data)
         digest = write_manifest(store, "n", path, Manifest(step=step, cursor=Cursor(), files=writer.entries))
         log.commit(token, CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=parent), keep=9)
-        weights.append({name: value.clone() for name, value in engine._replica.model.state_dict().items()})
+        weights.append({name: value.clone() for name, value in engine.replica.model.state_dict().items()})
         parent = path
     return weights
 
@@ -81,7 +81,7 @@ def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
     read.clear()
     tag = use.with_checkpoint(job(tmp_path), None, engine.load)
     assert tag.step == 10 and read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
-    assert all(float(value.detach().flatten()[0]) == 10.0 for value in engine._replica.model.parameters())
+    assert all(float(value.detach().flatten()[0]) == 10.0 for value in engine.replica.model.parameters())
 
 
 def test_training_reads_the_optimizer_too_and_tells_its_damage(tmp_path: Path) -> None:

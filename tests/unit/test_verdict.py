@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
-from tests.runs import told
+from tests.support.finished_runs import told
 from trainwright.core import events
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from tests.unit.sample_run import started, stepped, whole_run
+from tests.support.run_views import ALIVE, printed, record, storage
+from tests.support.sample_run import started, stepped, whole_run
 from trainwright import cli, views
 from trainwright.core import events
 from trainwright.core.errors import StorageError
@@ -27,36 +26,9 @@ from trainwright.owner import Owner, heartbeat_path
 from trainwright.store import Store, open_store
 from trainwright.summary import Compactor
 
-_NUMBERS = itertools.count()
 Where = Callable[[], str]
-ALIVE = Owner.here()
 DEAD = Owner(host=ALIVE.host, boot=ALIVE.boot, namespace=ALIVE.namespace, pid=ALIVE.pid, started=ALIVE.started + 1)
 ELSEWHERE = Owner(host="far", boot="another", namespace="another", pid=7, started=7)
-
-
-def storage() -> str:
-    return f"memory://views-{next(_NUMBERS)}"
-
-
-def record(
-    uri: str, happened: list[events.Event], *, name: str = "demo", owner: Owner = ALIVE, outcome: str = ""
-) -> None:
-    """Write a run as its driver would have."""
-    store = open_store(uri)
-    log = RunLog(store, name)
-    token = log.acquire(owner, {"name": name}).token
-    with Journal(store, name, flush_s=3600) as journal:
-        journal.open(token)
-        for event in happened:
-            journal.write(event)
-    if outcome:
-        log.release(token, outcome)  # type: ignore[arg-type]
-
-
-def printed(view: views.View) -> str:
-    out = io.StringIO()
-    Console(file=out, width=140).print(view)
-    return out.getvalue()
 
 
 def test_runs_lists_all_with_the_newest_on_top() -> None:

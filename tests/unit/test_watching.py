@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.sample_run import started, stepped, whole_run
-from tests.unit.test_views import printed, record, storage
+from tests.support.run_views import printed, record, storage
+from tests.support.sample_run import started, stepped, whole_run
 from trainwright import views
 from trainwright.core import events
 from trainwright.history import History

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import trainwright as tw
-from tests import jobs
+from tests.support import torch_jobs
+from tests.support.small_distillation import distillation, wide
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.profile import LayerCost, ModelProfile
 from trainwright.distilling.choosing import Weighed, ordered
 from trainwright.distilling.composing import composed
-from trainwright.distilling.spec import WAYS, Distillation, Way
+from trainwright.distilling.spec import WAYS, Way
 from trainwright.distilling.weighing import START_S, Case, Cost
 from trainwright.log import Owner, RunLog
 from trainwright.planner import choose
@@ -35,39 +35,12 @@ STUDENT = ModelProfile(framework="torch", layers=(LAYER,) * 4)
 TEACHER = ModelProfile(framework="torch", layers=(replace(LAYER, flops=2e8, output_numbers=3000),) * 2)
 
 
-def wide() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(jobs.WIDTH, 512), nn.Tanh(), nn.Linear(512, jobs.CLASSES)).requires_grad_(False)
-
-
-def narrow() -> nn.Module:
-    return nn.Sequential(nn.Linear(jobs.WIDTH, 4), nn.Tanh(), nn.Linear(4, jobs.CLASSES))
-
-
-def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-
 def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.argmax(1) == targets
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def noisy(row: dict[str, Any], rng: np.random.Generator) -> Mapping[str, Any]:
     return {**row, "x": row["x"] + rng.normal(size=row["x"].shape).astype(np.float32)}
-
-
-def distillation(folder: Path, **fields: Any) -> Distillation:
-    train = fields.pop("train", tw.datasets.table(jobs.data()))
-    student = tw.Job(
-        name="student", model=narrow, loss=losses, optimizer=sgd, train=train, inputs="x", targets="y",
-        batch_size=32, epochs=fields.pop("epochs", 3), storage=str(folder),
-    )  # fmt: skip
-    own = {"student": student, "teachers": (tw.Teacher(name="big", model=wide, inputs="x"),)}
-    return Distillation(**{**own, **fields})
 
 
 def test_a_teacher_in_the_loss_takes_memory_and_time_forward_alone() -> None:
@@ -111,7 +84,7 @@ def test_the_job_of_the_inline_way_is_planned_with_its_teachers(tmp_path: Path) 
     job = composed(distillation(tmp_path, way="inline")).job
     (guest,) = profile_job(job, job.train, job.train.index()).guests
     assert guest.parameters == sum(each.numel() for each in wide().parameters())
-    assert guest.flops >= 2 * 512 * jobs.WIDTH
+    assert guest.flops >= 2 * 512 * torch_jobs.WIDTH
 
 
 def cost(folder: Path, way: Way, cluster: Cluster = CPUS, **fields: Any) -> Cost:
@@ -123,8 +96,8 @@ def test_what_each_way_comes_to(tmp_path: Path) -> None:
     assert not offline.refused and not inline.refused and not online.refused
     assert offline.step_s < inline.step_s and offline.step_s <= online.step_s, "the teacher is not asked in the steps"
     assert offline.setup_s > inline.setup_s == START_S
-    assert offline.stored_bytes == jobs.ROWS * jobs.CLASSES * 2
-    assert f"{jobs.ROWS} rows of targets" in offline.note and "1 actor" in online.note
+    assert offline.stored_bytes == torch_jobs.ROWS * torch_jobs.CLASSES * 2
+    assert f"{torch_jobs.ROWS} rows of targets" in offline.note and "1 actor" in online.note
 
 
 def without_z(columns: dict[str, Any]) -> Mapping[str, Any]:
@@ -134,7 +107,7 @@ def without_z(columns: dict[str, Any]) -> Mapping[str, Any]:
 @pytest.mark.parametrize(
     ("way", "fields", "why"),
     [
-        ("offline", {"train": tw.datasets.table(jobs.data()).map(noisy)}, "differs from epoch to epoch"),
+        ("offline", {"train": tw.datasets.table(torch_jobs.data()).map(noisy)}, "differs from epoch to epoch"),
         ("online", {"cpus": 0}, "nothing to run on"),
         ("online", {"cpus": 3.0}, "asks for 3 CPUs and 1 are left"),
         ("online", {"gpus": 1.0}, "asks for 1 GPUs and 0 are left"),
@@ -145,7 +118,7 @@ def test_a_way_that_cannot_be_says_why(way: Way, fields: dict[str, Any], why: st
 
 
 def test_inline_needs_the_columns_of_the_teacher_in_the_step(tmp_path: Path) -> None:
-    rows = jobs.data()
+    rows = torch_jobs.data()
     train = tw.datasets.table({**rows, "z": rows["x"]})
     student = distillation(tmp_path, train=train).student.replace(collate=without_z)
     found = cost(tmp_path, "inline", student=student, teachers=(tw.Teacher(name="t", model=wide, inputs="z"),))

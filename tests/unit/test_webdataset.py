@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
-import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,29 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.record_files import Members, sample, write
 from trainwright.core.errors import DataError
 from trainwright.datasets import webdataset
 from trainwright.datasets.columns import Field
-
-Members = list[tuple[str, bytes]]
-
-
-def write(path: Path, members: Members, form: int = tarfile.USTAR_FORMAT) -> None:
-    with tarfile.open(path, "w", format=form) as archive:
-        for name, content in members:
-            header = tarfile.TarInfo(name)
-            header.size = len(content)
-            archive.addfile(header, io.BytesIO(content))
-
-
-def sample(number: int, folder: str = "") -> Members:
-    key = f"{folder}{number:06}"
-    return [
-        (f"{key}.jpg", bytes([number % 256]) * (number % 700)),
-        (f"{key}.cls", f"{number % 10}\n".encode()),
-        (f"{key}.txt", f"caption é {number}".encode()),
-        (f"{key}.json", json.dumps({"id": number}).encode()),
-    ]
 
 
 def samples(start: int, stop: int, folder: str = "") -> Members:

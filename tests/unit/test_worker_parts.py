@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,21 +13,22 @@ import numpy as np
 import pytest
 
 import trainwright as tw
+from tests.support.scripted_engine import ScriptedEngine, heal, join, scripted_worker
+from tests.support.work_orders import order_of, table_job
+from trainwright import worker as worker_module
 from trainwright.causes import cause_of
 from trainwright.core.asynchrony import Unit
 from trainwright.core.data import Batch, Feed, Feeding, StepReport, Sums
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.datasets.feeds import Coming
-from trainwright.driver.layouts import Probing
+from trainwright.core.plan import Mesh
+from trainwright.driver.layouts import Evaluation, Probing
+from trainwright.driver.messages import Passed
 from trainwright.records import StepRecords
 from trainwright.signals import stopping
 from trainwright.store import Store
-from trainwright.strategies.data_parallel import ENGINES
-from trainwright.travel import pack
+from trainwright.streams import Streams
 from trainwright.worker import Worker
-from trainwright.workorder import WorkOrder
 
 
 def filled(*steps: int) -> StepRecords:
@@ -145,7 +145,7 @@ def test_a_plan_is_measured_on_a_batch_that_the_run_would_pass_by(monkeypatch: p
     """From the step on whose loss is not finite the batch weighs nothing; where the job does not say so, it raises."""
     weights: list[float] = []
 
-    def train_step(feed: Feed) -> StepReport:
+    def train_step(engine: object, feed: Feed) -> StepReport:
         (((batch,),),) = (feed.parts,)
         if batch.weights.any() and len(weights) == sound:
             raise NonFiniteLoss("the loss is not finite")
@@ -154,13 +154,14 @@ def test_a_plan_is_measured_on_a_batch_that_the_run_would_pass_by(monkeypatch: p
 
     batch = Batch(columns={}, weights=np.ones(2), samples=np.arange(2))
     feed = Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=2)
-    monkeypatch.setattr(Store, "exists", lambda self, path: False)
+    stream = blank_stream(full_feed=lambda step, avoid: feed)
+    monkeypatch.setattr(Streams, "training", lambda streams, feeding: stream)
+    monkeypatch.setattr(ScriptedEngine, "train_step", train_step, raising=False)
     took = []
     for policy in ("skip", "raise"):
         weights.clear()
-        worker: Any = Worker(order_of(table_job(on_nonfinite=policy)))
-        worker._stream, worker._engine = SimpleNamespace(full_feed=lambda step, avoid: feed), SimpleNamespace()
-        worker._engine.train_step = train_step
+        worker = scripted_worker(monkeypatch, table_job(on_nonfinite=policy))
+        join(worker)
         if policy == "raise" and sound < 2:
             with pytest.raises(NonFiniteLoss):
                 worker.probe(Probing(steps=4, seconds=9.0))
@@ -187,10 +188,11 @@ class Given(Iterator[Feed]):
         self.closed = True
 
 
-def blank_stream() -> SimpleNamespace:
+def blank_stream(**more: Any) -> SimpleNamespace:
     """A stream of a rank that has no share, and so records no batch."""
     feeding = Feeding(data_ranks=range(0), total=1)
-    return SimpleNamespace(total_steps=10, feeding=feeding, warm_feed=lambda step, avoid: next(Given()))
+    own = {"total_steps": 10, "feeding": feeding, "feeds": Given, "warm_feed": lambda step, avoid: next(Given())}
+    return SimpleNamespace(**own, **more)
 
 
 def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,32 +203,35 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     compared: list[int] = []
     told: list[tuple[int, int | None]] = []
 
-    def train_step(feed: Feed) -> StepReport:
+    def train_step(engine: object, feed: Feed) -> StepReport:
         told.append((feed.step, feed.following.step if feed.following else None))
         if feed.step == 1 and feed.parts[0][0].weights.any():
             raise NonFiniteLoss("the loss is not finite")
         return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, wish=feed.step == 6)
 
-    monkeypatch.setattr(Store, "exists", lambda self, path: False)
-    worker: Any = Worker(order_of(table_job(on_nonfinite="skip")))
-    worker._plan = replace(worker._plan, mesh=Mesh(pipeline=2), schedule="pipedream")
-    worker._engine, worker._stream = SimpleNamespace(train_step=train_step), blank_stream()
-    worker._engine.verify = lambda: compared.append(worker._step)
-    worker._feeds = Given()
-    worker._passing.begin({4: "it ends the workers"}, worker._stream, 0)
-    worker._coming = Coming(worker._feeds, worker._plan.ahead, worker._passing.told)
-    ended = []
+    monkeypatch.setattr(Streams, "training", lambda streams, feeding: blank_stream())
+    monkeypatch.setattr(ScriptedEngine, "train_step", train_step, raising=False)
+    monkeypatch.setattr(ScriptedEngine, "verify", lambda engine: compared.append(told[-1][0] + 1))
+    worker = scripted_worker(
+        monkeypatch, table_job(on_nonfinite="skip"), mesh=Mesh(pipeline=2), schedule="pipedream", accumulation=2
+    )
+    join(worker, size=2)
+    heal(worker, passing=[Passed(step=5, why="it ends the workers")])
+    ended = [0]
     for until in (3, 10, 10):
-        ended.append(worker.run(range(worker._step, until)).step)
+        ended.append(worker.run(range(ended[-1], until)).step)
         told.append((-1, None))
-    assert ended == compared == [3, 7, 10]
+    assert ended[1:] == compared == [3, 7, 10]
     assert told == [
         (0, 1), (1, 2), (1, 2), (2, None), (-1, None),
         (3, None), (4, None), (5, 6), (6, 7), (-1, None),
         (7, 8), (8, 9), (9, None), (-1, None),
     ]  # fmt: skip
-    worker._plan, worker._feeds, worker._step = replace(worker._plan, schedule="1f1b"), Given(), 0
-    worker._coming = Coming(worker._feeds, worker._plan.ahead, worker._passing.told)
+    worker = scripted_worker(
+        monkeypatch, table_job(on_nonfinite="skip"), mesh=Mesh(pipeline=2), schedule="1f1b", accumulation=2
+    )
+    join(worker, size=2)
+    heal(worker)
     told.clear()
     worker.run(range(2))
     assert told == [(0, None), (1, None), (1, None)]
@@ -234,27 +239,29 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
 
 def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that is resumed too, and where others did the last step."""
-    monkeypatch.setattr(Store, "exists", lambda self, path: False)
     leased = [Unit(6, 0), Unit(8, 0), Unit(7, 1), None, None]
-    worker: Any = Worker(order_of(table_job()))
-    worker._plan, worker._role, worker._step = replace(worker._plan, topology="independent", servers=1), "worker", 6
-    worker._engine = SimpleNamespace(lease=lambda first: leased.pop(0), train_step=timed)
-    worker._units = SimpleNamespace(feeds=lambda unit: [next(Given(unit.step))], prefetch=None)
-    worker._stream = blank_stream()
-    worker._passing.begin({}, worker._stream, 6)
+    units = SimpleNamespace(feeds=lambda unit: [next(Given(unit.step))], prefetch=None, close=lambda: None)
+    monkeypatch.setattr(worker_module, "Units", lambda *streams: units)
+    monkeypatch.setattr(Streams, "training", lambda streams, feeding: blank_stream())
+    monkeypatch.setattr(ScriptedEngine, "lease", lambda engine, first: leased.pop(0), raising=False)
+    monkeypatch.setattr(ScriptedEngine, "train_step", timed, raising=False)
+    worker = scripted_worker(monkeypatch, table_job(), topology="independent", servers=1)
+    join(worker, rank=1, size=2)
+    heal(worker, 6)
     first, last = worker.run(range(6, 9)), worker.run(range(9, 10))
     assert first.step == 9 and first.phases is None
+    assert last.phases is not None
     assert last.phases.steps == 3 and last.phases.medians["forward"] == 0.25
 
 
-def timed(feed: Feed) -> StepReport:
+def timed(engine: object, feed: Feed) -> StepReport:
     return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, phases={"forward": 0.25})
 
 
 def test_what_is_judged_piece_by_piece_is_read_once_but_for_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     judged, begun, failing = list[int](), list[Given](), set[int]()
 
-    def evaluate_step(feed: Feed) -> Sums:
+    def evaluate_step(engine: object, feed: Feed) -> Sums:
         judged.append(feed.step)
         if feed.step in failing:
             raise ValueError
@@ -264,9 +271,10 @@ def test_what_is_judged_piece_by_piece_is_read_once_but_for_what_failed(monkeypa
         begun.append(Given(start))
         return begun[-1]
 
-    monkeypatch.setattr(Store, "exists", lambda self, path: False)
-    worker: Any = Worker(order_of(table_job()))
-    worker._engine, worker._evaluation = SimpleNamespace(evaluate_step=evaluate_step), SimpleNamespace(feeds=feeds)
+    monkeypatch.setattr(ScriptedEngine, "evaluate_step", evaluate_step, raising=False)
+    monkeypatch.setattr(Streams, "evaluation", lambda streams, feeding: SimpleNamespace(feeds=feeds))
+    worker = scripted_worker(monkeypatch, table_job(evaluate=judged_rows()))
+    join(worker)
     assert worker.evaluate_some(range(2)) + worker.evaluate_some(range(2, 5)) == Sums(totals={"loss": (10.0, 5.0)})
     failing.add(6)
     with pytest.raises(ValueError):
@@ -278,26 +286,20 @@ def test_what_is_judged_piece_by_piece_is_read_once_but_for_what_failed(monkeypa
     assert [(feeds.start, feeds.closed) for feeds in begun] == [(0, True), (5, True), (0, False)]
 
 
+def judged_rows() -> tw.datasets.Dataset:
+    return tw.datasets.table({"x": np.zeros((5, 2), np.float32), "y": np.zeros(5, np.int64)})
+
+
 def test_it_evaluates_in_as_small_pieces_as_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what fits the device in training may not in evaluation."""
-    monkeypatch.setattr(Store, "exists", lambda self, path: False)
-    judged = tw.datasets.table({"x": np.zeros((5, 2), np.float32), "y": np.zeros(5, np.int64)})
-    order = replace(order_of(table_job(evaluate=judged)), evaluate=judged.index())
-    worker: Any = Worker(order)
-    worker._open(0, replace(order.plan, accumulation=2))
-    with worker._evaluation.feeds() as feeds:
-        weights = [[batch.weights.tolist() for batch in feed.parts[0]] for feed in feeds]
+    weights: list[list[list[float]]] = []
+
+    def evaluate_step(engine: object, feed: Feed) -> Sums:
+        weights.append([batch.weights.tolist() for batch in feed.parts[0]])
+        return Sums()
+
+    monkeypatch.setattr(ScriptedEngine, "evaluate_step", evaluate_step, raising=False)
+    worker = scripted_worker(monkeypatch, table_job(evaluate=judged_rows()), accumulation=2)
+    join(worker)
+    worker.evaluate(Evaluation(step=0))
     assert sorted(weights) == [[[0.0], [1.0]], [[1.0], [1.0]], [[1.0], [1.0]]]
-
-
-def order_of(job: tw.Job) -> WorkOrder:
-    plan = Plan(strategy="s", engine=ENGINES["reference"], mesh=Mesh(), batch_size=2, placement=Placement(cpus=1))
-    return WorkOrder(job=pack(job), plan=plan, storage="memory://away", run="run", train=job.train.index())
-
-
-def table_job(**fields: Any) -> tw.Job:
-    data = tw.datasets.table({"x": np.zeros((4, 2), np.float32), "y": np.zeros(4, np.int64)})
-    return tw.Job(
-        name="run", model=object, optimizer=lambda parameters: None, loss=lambda outputs, targets: outputs,
-        inputs="x", targets="y", train=data, batch_size=2, **fields,
-    )  # fmt: skip

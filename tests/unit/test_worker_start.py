@@ -15,9 +15,9 @@ import pytest
 import ray
 from ray._private.runtime_env.context import RuntimeEnvContext
 
-from tests import worker_start
-from tests.nursery import Forked, nursery, order
-from tests.worker_start import CONTEXT, bare, rays_own
+from tests.support import ray_worker_start
+from tests.support.fork_server import Forked, fork_server, order
+from tests.support.ray_worker_start import CONTEXT, bare, rays_own
 
 SCRIPT = """
 import json, os, sys
@@ -61,13 +61,13 @@ def test_rays_own_is_found() -> None:
 
 def test_a_script_finds_ray_beside_the_tests_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = rays_own()
-    monkeypatch.syspath_prepend(str(Path(worker_start.__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(ray_worker_start.__file__).parent))
     assert rays_own() == expected
 
 
 @pytest.fixture
 def named() -> Iterator[str]:
-    with nursery(["graphlib"]) as name:
+    with fork_server(["graphlib"]) as name:
         yield name
 
 
@@ -111,13 +111,13 @@ def test_a_forked_driver_is_used_as_any_process(named: str, tmp_path: Path) -> N
 
 
 def test_it_ends_with_who_made_it() -> None:
-    with nursery([]) as name:
+    with fork_server([]) as name:
         pass
     with pytest.raises(ConnectionRefusedError):
         order(name, [sys.executable])
 
 
 def test_one_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    with nursery(["there_is_no_such_module"]) as name, pytest.raises(ConnectionError):
+    with fork_server(["there_is_no_such_module"]) as name, pytest.raises(ConnectionError):
         order(name, [os.devnull])
     assert "there_is_no_such_module" in capfd.readouterr().err

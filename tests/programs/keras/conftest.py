@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conformance.harness import Pool
 from tests.programs.keras.engines import TENSORFLOW
+from tests.support.conformance.harness import Pool
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import trainwright as tw
-from tests.conformance.harness import Pool, World
-from tests.conformance.rank import Files
+from tests.support.conformance.harness import Pool, World
+from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan
@@ -91,7 +91,7 @@ def train(job: tw.Job, files: Mapping[str, bytes] | None = None, steps: slice = 
     means = sum((engine.evaluate_step(feed) for feed in judged), Sums()).means()
     saved = Files()
     engine.save(engine.snapshot(), saved)
-    return Trained(reports=reports, means=means, files=saved.files, model=engine._built.model)  # type: ignore[attr-defined]
+    return Trained(reports=reports, means=means, files=saved.files, model=engine.replica.model)  # type: ignore[attr-defined]
 
 
 def train_mirrored(pool: Pool, job: tw.Job) -> Trained:

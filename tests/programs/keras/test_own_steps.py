@@ -10,11 +10,11 @@ import pytest
 import tensorflow as tf
 
 import trainwright as tw
-from tests.conformance import tensorflow_case
-from tests.conformance.harness import Pool
-from tests.conformance.rank import Files
-from tests.conformance.test_state import assert_same
 from tests.programs.keras.engines import epochs, train, train_mirrored
+from tests.support.conformance import tensorflow_case
+from tests.support.conformance.harness import Pool
+from tests.support.conformance.rank import Files
+from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.errors import JobError
 from trainwright.strategies.tensorflow.files import take_weights
 from trainwright.strategies.tensorflow.profile import profile_model

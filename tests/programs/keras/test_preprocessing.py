@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 import trainwright as tw
-from tests.conformance import tensorflow_case
-from tests.conformance.harness import Pool
-from tests.conformance.test_state import assert_same
 from tests.programs.keras.engines import epochs, train, train_mirrored
+from tests.support.conformance import tensorflow_case
+from tests.support.conformance.harness import Pool
+from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.byvalue import dumps, loads
 
 ROWS, BATCH, EPOCHS = 64, 16, 2

@@ -71,5 +71,5 @@ def test_a_model_in_bf16_leaves_the_policy_of_this_process_alone() -> None:
         loss=keras.losses.MeanSquaredError(), optimizer=lambda variables: keras.optimizers.SGD(),
     )  # fmt: skip
     engine: Any = lone_engine(spec_of(job, 1), replace(plan_of(job), precision="bf16"), guest=True)
-    assert engine._built.model.layers[0].compute_dtype == "bfloat16"
+    assert engine.replica.model.layers[0].compute_dtype == "bfloat16"
     assert keras.config.dtype_policy().name == "float32"

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import trainwright as tw
-from tests.conformance.harness import Pool, World
 from tests.programs.keras.engines import TENSORFLOW, Trained, epochs, feeds, plan_of, spec_of, train, train_mirrored
+from tests.support.conformance.harness import Pool, World
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Mesh
 from trainwright.strategies.tensorflow.profile import take_weights

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trainwright as tw
-from tests.unit.test_torch_ranks import Exchange, formed, run_ranks
-from tests.unit.torch_jobs import feed, one_device, plan, spec
+from tests.support.rank_processes import Exchange, formed, run_ranks
+from tests.support.torch_engines import feed, one_device, plan, spec
 from trainwright.core.data import Batch, Feed, Terms, fold
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError

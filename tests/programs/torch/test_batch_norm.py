@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.test_torch_ranks import Exchange, formed, run_ranks
-from tests.unit.torch_jobs import GENERATION, Files, accuracy, feed, loss, one_device, plan, saved, spec
+from tests.support.rank_processes import Exchange, formed, run_ranks
+from tests.support.torch_engines import GENERATION, Files, accuracy, feed, loss, one_device, plan, saved, spec
 from trainwright.core.data import Batch, Feed, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
@@ -76,7 +76,7 @@ def plain(
     sizes: tuple[int, ...], update: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> tuple[list[float], nn.Module]:
     """A loop on one device, with the loss that `update` computes of each batch."""
-    model = one_device(job())._built.model
+    model = one_device(job()).replica.model
     rule, losses = sgd(model.parameters()), []
     for step, size in enumerate(sizes):
         x, y = (torch.from_numpy(each) for each in rows(step, size))
@@ -116,7 +116,7 @@ def by_shares(world: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
 
 
 def state_of(engine: Any) -> dict[str, np.ndarray]:
-    return {name: value.numpy().copy() for name, value in engine._built.model.state_dict().items()}
+    return {name: value.numpy().copy() for name, value in engine.replica.model.state_dict().items()}
 
 
 def assert_near(found: dict[str, np.ndarray], model: nn.Module) -> None:
@@ -186,8 +186,8 @@ def _sharded(rank: int, world: int, exchange: Exchange) -> Any:
     engine.warm(share(0, SIZES[0], rank, world))
     losses = train(engine, rank, world, SIZES)
     engine.verify()
-    buffers = {name: value.numpy().copy() for name, value in engine._built.model.named_buffers()}
-    engine._built.norms[1].running_var += rank
+    buffers = {name: value.numpy().copy() for name, value in engine.replica.model.named_buffers()}
+    engine.replica.norms[1].running_var += rank
     with pytest.raises(JobError) as caught:
         engine.verify()
     engine.leave()

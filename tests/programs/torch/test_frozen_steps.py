@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.test_torch_ranks import Exchange, formed, run_ranks
-from tests.unit.torch_jobs import feed, plan, spec
+from tests.support.rank_processes import Exchange, formed, run_ranks
+from tests.support.torch_engines import feed, plan, spec
 from trainwright.core.data import Batch, Feed, fold
 from trainwright.core.plan import Mesh
 from trainwright.datasets.feeds import weightless

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.test_torch_ranks import Exchange, formed, run_ranks
-from tests.unit.torch_jobs import GENERATION, Files, feed, one_device, saved, spec
+from tests.support.rank_processes import Exchange, formed, run_ranks
+from tests.support.torch_engines import GENERATION, Files, feed, one_device, saved, spec
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
@@ -119,7 +119,7 @@ def problem_of(work: Any) -> str:
 def plain() -> tuple[list[float], nn.Module]:
     """A loop over whole batches on one device."""
     torch.manual_seed(0)
-    model = one_device(job())._built.model
+    model = one_device(job()).replica.model
     rule, losses = sgd(model.parameters()), []
     for step in range(STEPS):
         given = {name: torch.from_numpy(column) for name, column in columns(step).items()}
@@ -139,13 +139,13 @@ def _undeclared(rank: int, world: int, exchange: Exchange) -> Any:
     engine.verify()
     train(engine, rank, world, range(3))
     first = problem_of(engine.verify)
-    engine._built.model.seen.zero_()  # now the one that is not saved differs alone
+    engine.replica.model.seen.zero_()  # now the one that is not saved differs alone
     second = problem_of(engine.verify)
-    engine._built.model.carried.zero_()
+    engine.replica.model.carried.zero_()
     engine.verify()
-    engine._built.optimizer.state[engine._built.model.linear.bias]["momentum_buffer"] += rank
+    engine.replica.optimizer.state[engine.replica.model.linear.bias]["momentum_buffer"] += rank
     third = problem_of(engine.verify)
-    engine._built.spec = replace(engine._built.spec, inexact=("replicas",))
+    engine.replica.spec = replace(engine.replica.spec, inexact=("replicas",))
     engine.verify()
     engine.leave()
     return first, second, third
@@ -187,7 +187,7 @@ def test_a_scheduler_of_torch_inside_the_optimizer_is_refused() -> None:
 
 
 def state_of(engine: DataParallel) -> dict[str, Any]:
-    model: Any = engine._built.model
+    model: Any = engine.replica.model
     return {name: value.detach().numpy().copy() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
@@ -268,7 +268,7 @@ def test_another_number_of_ranks_is_refused_and_evaluation_takes_that_of_rank_0(
     assert "workers=2" in caught.value.remedy
     files.weights_only = True
     engine.load(files)
-    assert engine._built.model.seen.tolist() == [5.0, 0.0] * 4
+    assert engine.replica.model.seen.tolist() == [5.0, 0.0] * 4
 
 
 def test_one_device_keeps_what_is_not_saved_too() -> None:
@@ -281,7 +281,7 @@ def test_one_device_keeps_what_is_not_saved_too() -> None:
     without, fresh = one_device(job()), one_device(job())
     without.train_step(share(0, 0, 1))
     without.load(saved(without))
-    assert without._built.model.carried.equal(fresh._built.model.carried), "as in a new process"
+    assert without.replica.model.carried.equal(fresh.replica.model.carried), "as in a new process"
 
 
 def test_what_is_no_buffer_cannot_be_local() -> None:

@@ -1,0 +1,1 @@
+"""What tests share: jobs, servers, clusters and faults. No test is defined here."""

@@ -1,0 +1,1 @@
+"""The conformance suite: engines, problems, and processes that run one rank each."""

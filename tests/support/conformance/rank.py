@@ -1,0 +1,259 @@
+"""One rank in a process of its own: carries out the verbs that the harness sends."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from types import FunctionType
+from typing import Any
+
+from tests.support.conformance import problems
+from tests.support.conformance.problems import Problem
+from trainwright.core.asynchrony import Staleness, Unit
+from trainwright.core.data import Columns, Feed, StepReport, Sums
+from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.errors import NonFiniteLoss, TrainwrightError
+from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
+from trainwright.core.keras_order import takes_targets_first
+from trainwright.core.plan import Plan
+from trainwright.datasets.feeds import weightless
+
+NAN = float("nan")
+
+
+class Files:
+    """The files of a checkpoint in memory: a Writer and a Reader."""
+
+    def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
+        self.files = dict(files or {})
+
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        self.files[name] = b"".join(pieces)
+
+    weights_only = False
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.files)
+
+    def read(self, name: str) -> bytes:
+        return self.files[name]
+
+
+class Faulty:
+    """A loss that goes wrong once it is armed with the name of a fault, after a number of calls."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+        self.arm("")
+
+    def arm(self, fault: str, after: int = 0) -> None:
+        self.fault, self.left = fault, after
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        result = self.loss(outputs, targets)
+        self.left -= 1
+        return getattr(self, self.fault)(result) if self.fault and self.left < 0 else result
+
+    def kill(self, result: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def freeze(self, result: Any) -> Any:
+        """Once: until somebody lets it go on."""
+        self.arm("")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return result
+
+    def error(self, result: Any) -> Any:
+        raise ZeroDivisionError("the loss went wrong on purpose")
+
+    def nan(self, result: Any) -> Any:
+        return _changed(result, lambda values: values * NAN)
+
+    def reduced(self, result: Any) -> Any:
+        return _changed(result, lambda values: values.mean())
+
+    def short(self, result: Any) -> Any:
+        return _changed(result, lambda values: values[:-1])
+
+
+class Session:
+    """An engine and what the harness wants remembered between verbs."""
+
+    engine: Any
+
+    def __init__(self) -> None:
+        self.kept: dict[str, StateCopy] = {}
+
+    def open(self, path: str) -> int:
+        """Make a fresh engine; the process id."""
+        module, _, name = path.partition(":")
+        self.engine = getattr(importlib.import_module(module), name)()
+        if not gc.get_freeze_count():  # as a worker does: `leave` collects, and looks through all imports otherwise
+            gc.freeze()
+        return os.getpid()
+
+    def set_environment(self, name: str, value: str) -> None:
+        os.environ[name] = value
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        return self.engine.reserve(generation, role)
+
+    def form(self, group: Group) -> StateTag:
+        return self.engine.form(group)
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """With a loss that can be made to fail, unless it is an object of the framework's or in Keras' order."""
+        self.faulty = Faulty(spec.loss)
+        plain = isinstance(spec.loss, FunctionType | partial) and not takes_targets_first(spec.loss)
+        return self.engine.build(replace(spec, loss=self.faulty) if plain else spec, plan)
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        return self._stepping(self.engine.transfer, moves)
+
+    def warm(self, feed: Feed) -> None:
+        self._stepping(self.engine.warm, feed)
+
+    def train(self, feeds: Sequence[Feed], fault: str = "") -> list[StepReport]:
+        """Steps; `fault` strikes in the last of them. Without one all ranks compare what they hold afterwards."""
+        reports = []
+        for feed in feeds:
+            self.faulty.arm(fault if feed is feeds[-1] else "")
+            reports.append(self._stepping(self.engine.train_step, feed))
+        if not fault:
+            self._stepping(self.engine.verify)
+        return reports
+
+    def train_past(self, feeds: Sequence[Feed]) -> list[StepReport]:
+        """Steps as a worker takes them that passes by what is not finite."""
+        reports = []
+        for feed in feeds:
+            try:
+                reports.append(self.engine.train_step(feed))
+            except NonFiniteLoss:
+                reports.append(self.engine.train_step(weightless(feed)))
+        return reports
+
+    def follow(self, fault: str = "", after: int = 0) -> None:
+        """Do what rank 0 wants; `fault` strikes after so many calls of the loss."""
+        self.faulty.arm(fault, after)
+        self._stepping(self.engine.follow)
+
+    def serve(self, until: int) -> list[StepReport]:
+        """A server: let the steps before `until` be taken."""
+        return self._stepping(lambda: list(self.engine.serve(until, lambda: False)))
+
+    def step(self) -> int:
+        """A server: completed steps."""
+        return self.engine.snapshot().step
+
+    def work(self, problem: Problem, plan: Plan, first: int, fault: str = "", after: int = 0) -> list[Unit]:
+        """A worker: lease units of the segment from step `first` on and compute them until none is left.
+
+        `fault` strikes after so many losses.
+        """
+        self.faulty.arm(fault, after)
+        return self._stepping(lambda: list(self._worked(problem, plan, first)))
+
+    def _worked(self, problem: Problem, plan: Plan, first: int) -> Iterator[Unit]:
+        data = problems.columns(problem)
+        while (unit := self.engine.lease(first)) is not None:
+            ids = problems.batches(problem, unit.step + unit.steps)
+            for step in range(unit.step, unit.step + unit.steps):
+                self.engine.train_step(problems.feeds(problem, plan, step, ids[step], data)[unit.share])
+            yield unit
+
+    def staleness(self) -> Staleness:
+        return self.engine.staleness()
+
+    def evaluate(self, feeds: Sequence[Feed]) -> Sums:
+        return sum((self.engine.evaluate_step(feed) for feed in feeds), start=Sums())
+
+    def predict(self, feed: Feed) -> Columns:
+        return self.engine.predict_step(feed)
+
+    def keep(self, name: str) -> int:
+        """Remember a snapshot; its step."""
+        self.kept[name] = self.engine.snapshot()
+        return self.kept[name].step
+
+    def restore(self, name: str) -> StateTag:
+        return self.engine.restore(self.kept[name])
+
+    def files(self, name: str = "") -> Mapping[str, bytes]:
+        """The files of this rank's state now, or of a snapshot kept."""
+        files = Files()
+        self.engine.save(self.kept[name] if name else self.engine.snapshot(), files)
+        return files.files
+
+    def load(self, files: Mapping[str, bytes]) -> StateTag:
+        return self.engine.load(Files(files))
+
+    def leave(self) -> None:
+        """Twice, because that is allowed."""
+        self.engine.leave()
+        self.engine.leave()
+
+    def interrupted(self, feed: Feed | None, after_s: float) -> Exception | None:
+        """What a step, without a feed `follow`, raises when `interrupt` comes from another thread `after_s` into it.
+
+        The answer False kills.
+        """
+        over = threading.Event()
+
+        def strike() -> None:
+            over.wait(after_s)
+            if not self.engine.interrupt(10.0):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        raised: Exception | None = None
+        try:
+            self.engine.train_step(feed) if feed is not None else self.engine.follow()
+        except TrainwrightError as error:
+            raised = error
+        over.set()
+        thread.join(20.0)
+        return raised
+
+    def _stepping(self, method: Any, *arguments: Any) -> Any:
+        """As a worker does it: whatever goes wrong, the group is left, so that the others notice."""
+        try:
+            return method(*arguments)
+        except Exception:
+            self.engine.leave()
+            raise
+
+
+def main(pipe: Connection) -> None:
+    """Answer verbs until the harness hangs up."""
+    session = Session()
+    while True:
+        try:
+            verb, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(session, verb, arguments))
+
+
+def _answer(session: Session, verb: str, arguments: tuple[Any, ...]) -> tuple[str, Any, str]:
+    try:
+        return "returned", getattr(session, verb)(*arguments), ""
+    except TrainwrightError as error:
+        return "raised", error.with_traceback(None), traceback.format_exc()
+    except Exception as error:
+        return "raised", RuntimeError(f"{type(error).__name__}: {error}"), traceback.format_exc()
+
+
+def _changed(result: Any, change: Any) -> Any:
+    """A loss's result with its values changed."""
+    return result._replace(values=change(result.values)) if hasattr(result, "_replace") else change(result)

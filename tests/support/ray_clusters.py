@@ -1,0 +1,49 @@
+"""Ray clusters for tests: as any other, but they spend less on starting processes.
+
+Workers are forked from a process that has imported what they need, and what serves an autoscaler or carries logs to the
+driver is left out. Run as a module this is `python -m trainwright`, whose own Ray cluster, if it starts one, is such a
+one; `forking` comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partialmethod
+
+from tests.support import ray_worker_start
+from tests.support.fork_server import VARIABLE, fork_server
+
+TORCH_IMPORTS = (
+    "trainwright.worker",
+    *(f"trainwright.strategies.torch.{name}" for name in ("data_parallel", "one_device", "sharded", "pipeline")),
+    *("aiohttp", "asyncio", "google.protobuf", "jsonschema", "pandas"),  # what Ray does beside itself
+    *("pyarrow.json", "pydantic.v1", "requests", "yaml"),
+)
+IMPORTS = (*TORCH_IMPORTS, "tensorflow")
+
+
+@contextmanager
+def forking(imports: Sequence[str] = IMPORTS) -> Iterator[None]:
+    """Start a fork server with these imports, which this process and those that it starts use within the block."""
+    with fork_server(imports) as name:
+        os.environ[VARIABLE] = name
+        try:
+            yield
+        finally:
+            del os.environ[VARIABLE]
+
+
+def thrifty() -> None:
+    """From now on this process starts such clusters."""
+    from ray._private.parameter import RayParams
+
+    own = {"setup_worker_path": ray_worker_start.__file__, "include_log_monitor": False, "no_monitor": True}
+    RayParams.__init__ = partialmethod(RayParams.__init__, **own)  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    thrifty()
+    runpy.run_module("trainwright", run_name="__main__", alter_sys=True)

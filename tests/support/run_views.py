@@ -1,0 +1,43 @@
+"""Runs recorded in memory, and views of them as text."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+from rich.console import Console
+
+from trainwright import views
+from trainwright.core import events
+from trainwright.journal import Journal
+from trainwright.log import RunLog
+from trainwright.owner import Owner
+from trainwright.store import open_store
+
+_NUMBERS = itertools.count()
+ALIVE = Owner.here()
+
+
+def storage() -> str:
+    return f"memory://views-{next(_NUMBERS)}"
+
+
+def record(
+    uri: str, happened: list[events.Event], *, name: str = "demo", owner: Owner = ALIVE, outcome: str = ""
+) -> None:
+    """Write a run as its driver would have."""
+    store = open_store(uri)
+    log = RunLog(store, name)
+    token = log.acquire(owner, {"name": name}).token
+    with Journal(store, name, flush_s=3600) as journal:
+        journal.open(token)
+        for event in happened:
+            journal.write(event)
+    if outcome:
+        log.release(token, outcome)  # type: ignore[arg-type]
+
+
+def printed(view: views.View) -> str:
+    out = io.StringIO()
+    Console(file=out, width=140).print(view)
+    return out.getvalue()
