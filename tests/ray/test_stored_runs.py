@@ -11,7 +11,7 @@ import pytest
 
 import trainwright as tw
 from tests import stored_runs
-from tests.runs import told
+from tests.support.finished_runs import told
 from trainwright.core import events
 from trainwright.versions import versions
 
