@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import torch_jobs
+from tests.support import processes, torch_jobs
 from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright import trackers
 from trainwright.core import events
@@ -284,8 +284,10 @@ def test_wandb_writes_what_can_be_sent_later(tmp_path: Path, monkeypatch: pytest
     check([tracker])
     diary = Diary()
     store = new_store()
-    assert drive(tracker, whole_run(), store) == [] and drive(diary, [started(token=2)], store) == []
+    assert drive(tracker, whole_run(), store, patience_s=120.0) == [] and drive(diary, [started(token=2)], store) == []
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    # W&B's own process writes the file, and may do so after `finish`.
+    processes.wait_for(lambda: "exit" in [record.WhichOneof("record_type") for record in records(file)])
     found = list(records(file))
     (run,) = (record.run for record in found if record.WhichOneof("record_type") == "run")
     assert (run.run_id, run.display_name, run.project) == (diary.run.id, "demo", "digits")
