@@ -56,7 +56,7 @@ install() {
                 unset PYTHONDONTWRITEBYTECODE
                 "$venv/bin/python" -c 'if True:
                     import compileall, pathlib
-                    import trainwright.cli  # before the frameworks: it keeps them apart
+                    import trainwright.cli.main  # before the frameworks: it keeps them apart
                     import matplotlib.pyplot, pandas, ray.data, tensorflow, torch._dynamo
                     for part in ("_common", "_private", "dashboard"):
                         compileall.compile_dir(pathlib.Path(ray.__file__).parent / part, quiet=2)'

@@ -12,7 +12,7 @@ from trainwright.core.frameworks import separate
 
 if TYPE_CHECKING:
     from trainwright import datasets as datasets
-    from trainwright import schedules as schedules
+    from trainwright import lr_schedules as schedules
     from trainwright import trackers as trackers
     from trainwright.api import chaos as chaos
     from trainwright.api import distill as distill
@@ -25,75 +25,79 @@ if TYPE_CHECKING:
     from trainwright.api import plan as plan
     from trainwright.api import predict as predict
     from trainwright.api import start as start
+    from trainwright.core.batch_gather import gather as gather
     from trainwright.core.cluster import Cluster as Cluster
     from trainwright.core.collation import Pad as Pad
     from trainwright.core.data import Terms as Terms
     from trainwright.core.errors import TrainwrightError as TrainwrightError
-    from trainwright.core.gathering import gather as gather
     from trainwright.core.job import Job as Job
+    from trainwright.core.model_profile import transformer_profile as transformer_profile
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
-    from trainwright.core.profile import transformer_profile as transformer_profile
     from trainwright.core.soft_loss import Match as Match
     from trainwright.core.soft_loss import SoftLoss as SoftLoss
-    from trainwright.distilling.recipes import SelfDistillation as SelfDistillation
-    from trainwright.distilling.recipes import TwoStage as TwoStage
-    from trainwright.distilling.runs import DistilledRun as DistilledRun
-    from trainwright.distilling.runs import students as students
-    from trainwright.distilling.searching import Search as Search
-    from trainwright.distilling.searching import search as search
-    from trainwright.distilling.spec import Distillation as Distillation
-    from trainwright.distilling.teachers import Teacher as Teacher
-    from trainwright.run import Run as Run
-    from trainwright.strategies.calibration import Calibration as Calibration
-    from trainwright.strategies.estimating import estimate as estimate
-    from trainwright.strategies.fitting import Measurement as Measurement
-    from trainwright.strategies.fitting import calibrate as calibrate
-    from trainwright.strategies.ranking import rank as rank
+    from trainwright.distillation.distilled_run import DistilledRun as DistilledRun
+    from trainwright.distillation.distilled_run import students as students
+    from trainwright.distillation.recipes import SelfDistillation as SelfDistillation
+    from trainwright.distillation.recipes import TwoStage as TwoStage
+    from trainwright.distillation.search import Search as Search
+    from trainwright.distillation.search import search as search
+    from trainwright.distillation.spec import Distillation as Distillation
+    from trainwright.distillation.teachers import Teacher as Teacher
+    from trainwright.runtime.run_handle import Run as Run
+    from trainwright.strategies.cost_model.calibrate import Measurement as Measurement
+    from trainwright.strategies.cost_model.calibrate import calibrate as calibrate
+    from trainwright.strategies.cost_model.calibration import Calibration as Calibration
+    from trainwright.strategies.cost_model.estimate import estimate as estimate
+    from trainwright.strategies.search.ranking import rank as rank
 
 __version__ = "0.1.0"
 
 separate()
 
 _HOMES = {
-    "Calibration": "trainwright.strategies.calibration",
+    "Calibration": "trainwright.strategies.cost_model.calibration",
     "Cluster": "trainwright.core.cluster",
-    "DistilledRun": "trainwright.distilling.runs",
-    "Distillation": "trainwright.distilling.spec",
+    "DistilledRun": "trainwright.distillation.distilled_run",
+    "Distillation": "trainwright.distillation.spec",
     "Estimate": "trainwright.core.plan",
     "Job": "trainwright.core.job",
     "Match": "trainwright.core.soft_loss",
-    "Measurement": "trainwright.strategies.fitting",
+    "Measurement": "trainwright.strategies.cost_model.calibrate",
     "Pad": "trainwright.core.collation",
     "Plan": "trainwright.core.plan",
-    "Run": "trainwright.run",
-    "Search": "trainwright.distilling.searching",
-    "SelfDistillation": "trainwright.distilling.recipes",
+    "Run": "trainwright.runtime.run_handle",
+    "Search": "trainwright.distillation.search",
+    "SelfDistillation": "trainwright.distillation.recipes",
     "SoftLoss": "trainwright.core.soft_loss",
-    "Teacher": "trainwright.distilling.teachers",
+    "Teacher": "trainwright.distillation.teachers",
     "Terms": "trainwright.core.data",
     "TrainwrightError": "trainwright.core.errors",
-    "TwoStage": "trainwright.distilling.recipes",
-    "calibrate": "trainwright.strategies.fitting",
+    "TwoStage": "trainwright.distillation.recipes",
+    "calibrate": "trainwright.strategies.cost_model.calibrate",
     "chaos": "trainwright.api",
     "distill": "trainwright.api",
     "doctor": "trainwright.api",
-    "estimate": "trainwright.strategies.estimating",
+    "estimate": "trainwright.strategies.cost_model.estimate",
     "evaluate": "trainwright.api",
     "export": "trainwright.api",
     "fit": "trainwright.api",
-    "gather": "trainwright.core.gathering",
+    "gather": "trainwright.core.batch_gather",
     "generate": "trainwright.api",
     "load_model": "trainwright.api",
     "plan": "trainwright.api",
     "predict": "trainwright.api",
-    "rank": "trainwright.strategies.ranking",
-    "search": "trainwright.distilling.searching",
+    "rank": "trainwright.strategies.search.ranking",
+    "search": "trainwright.distillation.search",
     "start": "trainwright.api",
-    "students": "trainwright.distilling.runs",
-    "transformer_profile": "trainwright.core.profile",
+    "students": "trainwright.distillation.distilled_run",
+    "transformer_profile": "trainwright.core.model_profile",
 }
-_MODULES = ("datasets", "schedules", "trackers")
+_MODULES = {
+    "datasets": "trainwright.datasets",
+    "schedules": "trainwright.lr_schedules",
+    "trackers": "trainwright.trackers",
+}
 
 __all__ = [
     "Calibration",
@@ -140,7 +144,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"trainwright.{name}")
+        return importlib.import_module(_MODULES[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'trainwright' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """`python -m trainwright`."""
 
-from trainwright.cli import main
+from trainwright.cli.main import main
 
 if __name__ == "__main__":
     main()

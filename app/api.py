@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from trainwright.choices import Aim, Price
+    from trainwright.chaos_testing.verdict import Verdict
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
-    from trainwright.distilling.choosing import Weighed
-    from trainwright.distilling.runs import DistilledRun
-    from trainwright.distilling.spec import Distillation, Recipe
-    from trainwright.doctoring.diagnosis import Diagnosis
-    from trainwright.ordeal.verdict import Verdict
-    from trainwright.planner import Decision
-    from trainwright.predicting import Prediction
-    from trainwright.run import Run
-    from trainwright.whatif import WhatIf
+    from trainwright.diagnostics.report import Diagnosis
+    from trainwright.distillation.delivery_choice import Weighed
+    from trainwright.distillation.distilled_run import DistilledRun
+    from trainwright.distillation.spec import Distillation, Recipe
+    from trainwright.inference.predict import Prediction
+    from trainwright.planning.cluster_sizing import Aim, Price
+    from trainwright.planning.planner import Decision
+    from trainwright.planning.what_if import WhatIf
+    from trainwright.runtime.run_handle import Run
 
 
 @overload
@@ -75,12 +75,12 @@ def plan(
         critical_batch: samples (the gradient noise scale): how many steps another batch size takes to the same target.
         batch_sizes: to compare beside the job's own; need `critical_batch`.
     """
-    from trainwright.discover import connect
-    from trainwright.distilling.choosing import weigh
-    from trainwright.distilling.recipes import next_stage
-    from trainwright.distilling.spec import Distillation
-    from trainwright.prepare import decide_plan, opens, prepare, profile_of
-    from trainwright.whatif import what_if
+    from trainwright.distillation.delivery_choice import weigh
+    from trainwright.distillation.recipes import next_stage
+    from trainwright.distillation.spec import Distillation
+    from trainwright.planning.job_preparation import decide_plan, opens, prepare, profile_of
+    from trainwright.planning.what_if import what_if
+    from trainwright.runtime.cluster_discovery import connect
 
     stage = next_stage(job)
     if isinstance(stage, Distillation):
@@ -115,8 +115,8 @@ def start(
     Raises:
         TrainwrightError: the job, its data, its storage or the cluster is not right; nothing was started.
     """
-    from trainwright.run import Run
-    from trainwright.starting import ready
+    from trainwright.runtime.launch import ready
+    from trainwright.runtime.run_handle import Run
 
     job = _job(job)
     return Run(job, *ready(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
@@ -131,7 +131,7 @@ def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: b
     Raises:
         TrainwrightError: the run could not start, or failed; the first failing rank's own error.
     """
-    from trainwright.starting import awaited
+    from trainwright.runtime.launch import awaited
 
     run = start(job, resume=resume, fresh=fresh, verbose=verbose)
     awaited(run)
@@ -169,9 +169,9 @@ def distill(
         RunConflict: the folder of kept targets holds what another teacher said.
         TrainwrightError: as `fit`.
     """
-    from trainwright.distilling.spec import Distillation
-    from trainwright.distilling.training import train
-    from trainwright.raytrain import refuse
+    from trainwright.distillation.spec import Distillation
+    from trainwright.distillation.train import train
+    from trainwright.integrations.ray_train import refuse
 
     refuse("tw.distill", "call it from the driver, or train each student's job with tw.fit")
     if not isinstance(distillation, Distillation):
@@ -195,7 +195,7 @@ def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, ver
         TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
             room for the plan; some batches took longer than `hang_deadline_s`, by default 15 minutes.
     """
-    from trainwright import use
+    from trainwright.inference import evaluate as use
 
     return use.evaluate(_job(job), step, here=here, verbose=verbose)
 
@@ -240,7 +240,7 @@ def predict(
         RunConflict: the folder holds predictions of another checkpoint, data set or other columns, or other files.
         TrainwrightError: the job, its data, its storage or the cluster is not right, or a range failed again and again.
     """
-    from trainwright import predicting
+    from trainwright.inference import predict as predicting
 
     return predicting.predict(
         _job(job), data, to=to, columns=columns, keep=keep, step=step, workers=workers, batch_size=batch_size,
@@ -288,8 +288,8 @@ def generate(
         TrainwrightError: the prompts or numbers are wrong, there is no checkpoint, it does not fit the model, or the
             cluster has no room for the layout.
     """
-    from trainwright.generating import Sampling
-    from trainwright.generating import generate as continued
+    from trainwright.inference.generate import Sampling
+    from trainwright.inference.generate import generate as continued
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     return continued(
@@ -303,7 +303,7 @@ def load_model(job: Job | str, *, step: int | None = None) -> Any:
     Raises:
         TrainwrightError: there is no checkpoint, or it does not fit the model.
     """
-    from trainwright import use
+    from trainwright.inference import evaluate as use
 
     return use.load_model(_job(job), step)
 
@@ -315,7 +315,7 @@ def export(job: Job | str, path: str, *, step: int | None = None) -> str:
     Raises:
         TrainwrightError: there is no checkpoint, it does not fit the model, or the path's ending names no form.
     """
-    from trainwright import use
+    from trainwright.inference import evaluate as use
 
     return use.export(_job(job), path, step)
 
@@ -336,7 +336,8 @@ def chaos(
     nothing is left behind. Where they differ, a second unbroken run tells whether the job itself is repeatable.
 
     Args:
-        faults: names of `trainwright.ordeal.catalogue`, such as ("kill", "driver"); by default all that fit the job.
+        faults: names in `trainwright.chaos_testing.fault_catalogue`, such as ("kill", "driver"); by default all that
+            fit the job.
         seed: of the schedule of faults.
         every_s: seconds between faults, drawn at random until the run ends; by default each is given once.
         twice: make the second unbroken run in any case.
@@ -347,10 +348,10 @@ def chaos(
         JobError: the job, or a fault, is not right.
         TrainwrightError: the unbroken run cannot start, or failed.
     """
-    from trainwright.ordeal import trial
+    from trainwright.chaos_testing import experiment
 
-    wish = trial.Wish(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
-    return trial.chaos(_job(job), wish, say)
+    wish = experiment.Wish(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
+    return experiment.chaos(_job(job), wish, say)
 
 
 def doctor(
@@ -375,7 +376,7 @@ def doctor(
     Raises:
         TrainwrightError: the file is no cluster file, the job or the storage's URI is wrong.
     """
-    from trainwright.doctoring.examine import examine, examine_file, wish_for
+    from trainwright.diagnostics.run import examine, examine_file, wish_for
 
     if file is not None:
         return examine_file(file)
@@ -385,6 +386,6 @@ def doctor(
 
 def _job(job: Job | str) -> Job:
     """The job itself, or that of a job file."""
-    from trainwright.jobfile import load_job
+    from trainwright.planning.job_file import load_job
 
     return load_job(job) if isinstance(job, str) else job

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainwright.watching.mlflow_tracker import MLflow as MLflow
-from trainwright.watching.trackers import Ending as Ending
-from trainwright.watching.trackers import Row as Row
-from trainwright.watching.trackers import Tracked as Tracked
-from trainwright.watching.trackers import Tracker as Tracker
-from trainwright.watching.wandb_tracker import WandB as WandB
+from trainwright.tracking.base import Ending as Ending
+from trainwright.tracking.base import Row as Row
+from trainwright.tracking.base import Tracked as Tracked
+from trainwright.tracking.base import Tracker as Tracker
+from trainwright.tracking.mlflow import MLflow as MLflow
+from trainwright.tracking.wandb import WandB as WandB
 
 __all__ = ["Ending", "MLflow", "Row", "Tracked", "Tracker", "WandB"]

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainwright.core.asynchrony import Staleness
 from trainwright.core.data import Batch, Columns, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.group import Generation, Group, Peer, Role
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.strategies.torch.parameter_server import ParameterServer
+from trainwright.core.staleness import Staleness
+from trainwright.strategies.torch.engines.parameter_server import ParameterServer
 
 HIDDEN, CLASSES = 128, 10
 ANSWER_S, DEADLINE_S = 600.0, 30.0

@@ -20,10 +20,10 @@ from figures import Figure, compare
 from turns import host
 
 import trainwright as tw
-from trainwright.datasets import first_pass
-from trainwright.datasets.order import Order, choose_lanes
-from trainwright.datasets.pipeline import Recipe
-from trainwright.datasets.schedule import Schedule
+from trainwright.datasets.ops import first_pass
+from trainwright.datasets.ray_data.pipeline import Recipe
+from trainwright.datasets.sampling.sampler import Order, choose_lanes
+from trainwright.datasets.sampling.step_schedule import Schedule
 
 STORE = Path(__file__).resolve().parent.parent / "tests" / "slow_store.py"
 FILES, LATENCY_S = 2000, 0.05

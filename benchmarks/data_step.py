@@ -16,9 +16,9 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Feed
 from trainwright.core.engine import Engine
 from trainwright.core.group import Generation, Group, Peer
-from trainwright.datasets.stream import Stream
-from trainwright.jobfile import load_job
-from trainwright.prepare import plan_for, prepare
+from trainwright.datasets.loading.loader import Stream
+from trainwright.planning.job_file import load_job
+from trainwright.planning.job_preparation import plan_for, prepare
 from trainwright.strategies import engine_class
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fashion_mnist.py"

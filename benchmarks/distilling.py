@@ -20,14 +20,14 @@ from turns import Pass, Rounds, Timed, host, interleaved
 
 import trainwright as tw
 from trainwright.core.events import Steps
-from trainwright.datasets.rays import start_feeder
-from trainwright.datasets.stream import Stream
-from trainwright.distilling import rehearsing
-from trainwright.distilling.choosing import Weighed, weigh
-from trainwright.distilling.composing import Speaking
-from trainwright.distilling.spec import WAYS, Way
-from trainwright.eventfiles import read_events
-from trainwright.store import open_store
+from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.ray_data.fetcher import start_feeder
+from trainwright.distillation import delivery_benchmark
+from trainwright.distillation.compose_job import Speaking
+from trainwright.distillation.delivery_choice import Weighed, weigh
+from trainwright.distillation.spec import WAYS, Way
+from trainwright.storage.event_files import read_events
+from trainwright.storage.store import open_store
 
 ROWS, WIDE, BATCH_SIZE = 16_384, 2048, 64
 ROUNDS, SECONDS = 3, 6.0  # of plans and runs; of each run's steps, by prediction
@@ -101,7 +101,7 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     size = SMOKE if smoke else FULL
     if smoke:
-        rehearsing.SECONDS, rehearsing.STEPS = 0.2, 2
+        delivery_benchmark.SECONDS, delivery_benchmark.STEPS = 0.2, 2
     planned: dict[str, list[Ran]] = {way: [] for way in WAYS}
     ran: dict[str, list[Ran]] = {way: [] for way in WAYS}
     guessed: dict[str, Ran] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from figures import Figure, compare
 from machine import ray_cluster
 
-from trainwright.arguments import Arguments
+from trainwright.runtime.call_arguments import Arguments
 
 SIZES, TIMES, LIMITS_S = (1024, 10_000), 5, (0.3, 3.0)
 SMOKE_SIZES, SMOKE_TIMES = (256, 512), 1

@@ -14,8 +14,8 @@ from figures import Figure, compare
 from party import Seat, decided, machine, order_of, together
 from problem import BATCH_SIZE, ROWS, WORKERS, job
 
-from trainwright.worker import Worker
-from trainwright.workorder import WorkOrder
+from trainwright.worker.worker import Worker
+from trainwright.worker.worker_config import WorkOrder
 
 BLOCK, SMOKE_BLOCK = 25, 3
 Loop = Callable[[int], list[float]]  # (steps) -> seconds of each

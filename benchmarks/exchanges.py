@@ -26,12 +26,12 @@ from torch.nn import functional
 from trainwright.core.engine import ModelSpec
 from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.strategies.servers import regions
-from trainwright.strategies.servers.bank import Shard
-from trainwright.strategies.servers.clients import Clients
-from trainwright.strategies.torch.parameter_server import ParameterServer
-from trainwright.strategies.torch.served import shards
-from trainwright.strategies.torch.wireform import Form
+from trainwright.strategies.ps import shared_memory
+from trainwright.strategies.ps.client import Clients
+from trainwright.strategies.ps.shard_store import Shard
+from trainwright.strategies.torch.engines.parameter_server import ParameterServer
+from trainwright.strategies.torch.ps.gradient_layout import Form
+from trainwright.strategies.torch.ps.server_shard import shards
 
 SERVERS, WORKERS, RATE = 2, 2, 0.1
 WAYS = {
@@ -69,12 +69,12 @@ class OurServer:
 
     def reserve(self) -> Address:
         """Some ways are not to go through shared memory."""
-        shares = regions.SHARES
-        regions.SHARES = shares and self._way in ("shared", "sync")
+        shares = shared_memory.SHARES
+        shared_memory.SHARES = shares and self._way in ("shared", "sync")
         try:
             return self._engine.reserve(GENERATION, "server")
         finally:
-            regions.SHARES = shares
+            shared_memory.SHARES = shares
 
     def form(self, group: Group, spec: ModelSpec, plan: Plan) -> None:
         """Join the other server, with the shard that it was dealt."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import trainwright as tw
 from trainwright.core.data import Feed, Feeding
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.loading.loader import Stream
 
 ONE_RANK = Feeding(data_ranks=range(1), total=1)
 
@@ -47,7 +47,7 @@ class HeavyStream:
 
     def stream(self, epochs: int) -> tuple[Stream, Any]:
         """A new stream, and its fetcher, to be closed."""
-        from trainwright.datasets.rays import start_feeder
+        from trainwright.datasets.ray_data.fetcher import start_feeder
 
         dataset = tw.datasets.parquet(self.path).map_batches(self.function, cpus=1)
         index = dataset.index()

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 import trainwright as tw
 from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
-from trainwright.strategies.torch.probe import probe
-from trainwright.worker import Worker
-from trainwright.workorder import WorkOrder
+from trainwright.strategies.torch.profiling.device_probe import probe
+from trainwright.worker.worker import Worker
+from trainwright.worker.worker_config import WorkOrder
 
 BATCH = 8
 MEMORY_TARGET = 1.15

@@ -14,13 +14,13 @@ from typing import Any
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.driver.layouts import Reservation
 from trainwright.driver.messages import Heal
-from trainwright.planner import Decision
-from trainwright.prepare import plan_for, prepare
-from trainwright.travel import pack
-from trainwright.worker import Worker
-from trainwright.workorder import WorkOrder
+from trainwright.driver.worker_requests import Reservation
+from trainwright.planning.job_preparation import plan_for, prepare
+from trainwright.planning.planner import Decision
+from trainwright.worker.job_pickle import pack
+from trainwright.worker.worker import Worker
+from trainwright.worker.worker_config import WorkOrder
 
 MEET_S, END_S = 60.0, 10.0
 GENERATION = Generation(token=1, number=1)

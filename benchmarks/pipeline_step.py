@@ -11,7 +11,7 @@ from party import together
 from peers.plain_pipeline import PlainPipeline, StageAlone
 from problem import BATCH_SIZE, THREADS, build_deep
 
-from trainwright.worker import Worker
+from trainwright.worker.worker import Worker
 
 MICRO_BATCHES = 4
 NOTE = (

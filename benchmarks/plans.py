@@ -17,12 +17,12 @@ from six_models import MODELS, Case
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError
+from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
-from trainwright.core.profile import ModelProfile
-from trainwright.planview import name_of
-from trainwright.strategies.fitting import Measurement
-from trainwright.strategies.ranking import estimate_of, simplest
-from trainwright.workorder import WorkOrder
+from trainwright.reporting.plan_view import name_of
+from trainwright.strategies.cost_model.calibrate import Measurement
+from trainwright.strategies.search.ranking import estimate_of, simplest
+from trainwright.worker.worker_config import WorkOrder
 
 PLANS = (  # beside one device
     "dp=2", "dp=2,zero=2", "fsdp=2", "pp=2,schedule=1f1b,accumulation=4", "pp=2,schedule=gpipe,accumulation=4",

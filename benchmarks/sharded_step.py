@@ -9,7 +9,7 @@ from figures import Figure
 from peers.plain_fsdp import PlainSharded
 from problem import BATCH_SIZE, THREADS
 
-from trainwright.worker import Worker
+from trainwright.worker.worker import Worker
 
 NOTE = (
     f"The network, optimizer, batch of {BATCH_SIZE} and data of `step_time`, every linear layer and the model divided "

@@ -11,11 +11,11 @@ from alone import CLASSES, HIDDEN, Crew, Ended, Setup
 from figures import Figure
 from pairs import Ratio
 
-from trainwright.core.asynchrony import Consistency
 from trainwright.core.data import Columns
-from trainwright.simulation.outcome import Outcome
-from trainwright.simulation.scenario import Scenario
-from trainwright.simulation.virtual import Simulation
+from trainwright.core.staleness import Consistency
+from trainwright.simulator.event_simulator import Simulation
+from trainwright.simulator.outcome import Outcome
+from trainwright.simulator.scenario import Scenario
 
 RULES = ("sync", "sync(backup=1)", "ssp(3)", "async")
 WORKERS, SHARE, STEPS, PAUSE_S, SLOWER, TIMES, NEAR = 4, 64, 60, 0.06, 5, 3, 1.15

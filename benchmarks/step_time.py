@@ -9,7 +9,7 @@ from figures import Figure
 from peers.plain_ddp import PlainLoop
 from problem import BATCH_SIZE, THREADS, WORKERS
 
-from trainwright.worker import Worker
+from trainwright.worker.worker import Worker
 
 NOTE = (
     f"A multilayer perceptron of 0.8 million parameters, AdamW, global batch {BATCH_SIZE}, {WORKERS} processes on one "

@@ -11,17 +11,17 @@ from statistics import median
 
 from figures import Figure
 
-from trainwright import views
-from trainwright.checkpoints import CheckpointWriter, newest_good, verify, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.events import Evaluated, Event, Formed, RunEnded, RunStarted, Steps
-from trainwright.eventfiles import batch_path, read_events
-from trainwright.folding import Folding
-from trainwright.log import RunLog
-from trainwright.owner import Owner
-from trainwright.store import Store, open_store
-from trainwright.summary import Compactor, read_folding
+from trainwright.reporting import run_views
+from trainwright.storage.checkpoints import CheckpointWriter, newest_good, verify, write_manifest
+from trainwright.storage.event_files import batch_path, read_events
+from trainwright.storage.event_folding import Folding
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.run_owner import Owner
+from trainwright.storage.run_summary import Compactor, read_folding
+from trainwright.storage.store import Store, open_store
 
 NOTE = (
     "A folder on the local disk, each measurement in a process of its own, memory as growth of its peak (ru_maxrss) "
@@ -90,7 +90,7 @@ def history_peer(uri: str, run: str) -> None:
 
 def runs_ours(uri: str, _: str) -> None:
     """As `trainwright runs`."""
-    views.runs(uri)
+    run_views.runs(uri)
 
 
 def runs_peer(uri: str, _: str) -> None:

@@ -16,8 +16,8 @@ from figures import Figure, compare
 
 import trainwright as tw
 from trainwright.core.collation import Collation
-from trainwright.datasets.stream import Stream
-from trainwright.strategies.tensorflow.batches import columns_of
+from trainwright.datasets.loading.loader import Stream
+from trainwright.strategies.tensorflow.training.batches import columns_of
 
 ROWS, FEATURES, BATCH, TARGET = 200_000, 32, 256, 1 / 0.9
 NOTE = (

@@ -9,7 +9,7 @@ from duel import BLOCK, Loop, duel, turns_of
 from figures import Figure
 from problem import THREADS, WORKERS
 
-from trainwright.worker import Worker
+from trainwright.worker.worker import Worker
 
 NOTE = (
     f"The network, optimizer, batch and data of `step_time` in Keras 3, {WORKERS} processes on one machine with "

@@ -1,1 +1,1 @@
-"""The cluster files themselves, so that they travel with the package; `trainwright.clusterfiles` reads them."""
+"""The cluster files themselves, so that they travel with the package; `trainwright.cluster_files` reads them."""

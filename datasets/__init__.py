@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright.datasets.archives import webdataset
-    from trainwright.datasets.arrow_files import arrow
     from trainwright.datasets.corpora import king_james
-    from trainwright.datasets.csv_files import csv
+    from trainwright.datasets.dataset import Dataset, parquet, table
     from trainwright.datasets.fashion_mnist import fashion_mnist
-    from trainwright.datasets.image_files import decode_image, images
-    from trainwright.datasets.jsonl_files import json_lines
-    from trainwright.datasets.mixtures import mix
-    from trainwright.datasets.objects import from_huggingface, from_torch
-    from trainwright.datasets.ray_source import from_ray
-    from trainwright.datasets.records import tfrecord
-    from trainwright.datasets.sources import Dataset, parquet, table
-    from trainwright.datasets.splits import split
-    from trainwright.datasets.text_files import text
-    from trainwright.datasets.tf_pipelines import from_tf
+    from trainwright.datasets.formats.arrow import arrow
+    from trainwright.datasets.formats.csv import csv
+    from trainwright.datasets.formats.images import decode_image, images
+    from trainwright.datasets.formats.json_lines import json_lines
+    from trainwright.datasets.formats.python_objects import from_huggingface, from_torch
+    from trainwright.datasets.formats.ray_dataset import from_ray
+    from trainwright.datasets.formats.text import text
+    from trainwright.datasets.formats.tf_data import from_tf
+    from trainwright.datasets.formats.tfrecord import tfrecord
+    from trainwright.datasets.formats.webdataset import webdataset
+    from trainwright.datasets.ops.mix import mix
+    from trainwright.datasets.ops.split import split
 
 __all__ = [
     "Dataset",
@@ -47,25 +47,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "arrow": "arrow_files",
-    "csv": "csv_files",
-    "Dataset": "sources",
-    "decode_image": "image_files",
+    "arrow": "formats.arrow",
+    "csv": "formats.csv",
+    "Dataset": "dataset",
+    "decode_image": "formats.images",
     "fashion_mnist": "fashion_mnist",
-    "from_huggingface": "objects",
-    "from_ray": "ray_source",
-    "from_tf": "tf_pipelines",
-    "from_torch": "objects",
-    "images": "image_files",
-    "json_lines": "jsonl_files",
+    "from_huggingface": "formats.python_objects",
+    "from_ray": "formats.ray_dataset",
+    "from_tf": "formats.tf_data",
+    "from_torch": "formats.python_objects",
+    "images": "formats.images",
+    "json_lines": "formats.json_lines",
     "king_james": "corpora",
-    "mix": "mixtures",
-    "parquet": "sources",
-    "split": "splits",
-    "table": "sources",
-    "text": "text_files",
-    "tfrecord": "records",
-    "webdataset": "archives",
+    "mix": "ops.mix",
+    "parquet": "dataset",
+    "split": "ops.split",
+    "table": "dataset",
+    "text": "formats.text",
+    "tfrecord": "formats.tfrecord",
+    "webdataset": "formats.webdataset",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.datasets.columns import Arrays, Field
+from trainwright.datasets.formats.arrow_columns import Arrays, Field
 
 
 @dataclass(frozen=True, kw_only=True)

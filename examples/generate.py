@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 import trainwright as tw
-from trainwright.jobfile import load_job
+from trainwright.planning.job_file import load_job
 
 GPT = Path(__file__).with_name("gpt.py")
 

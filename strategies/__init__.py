@@ -51,6 +51,26 @@ STRATEGIES: Mapping[str, ModuleType] = {
 }
 
 
+MOVED = {
+    "reference.engine": "reference.collective",
+    "tensorflow.fit": "tensorflow.keras_fit",
+    "tensorflow.parameter_server": "tensorflow.ps.parameter_server",
+    "torch.data_parallel": "torch.engines.data_parallel",
+    "torch.one_device": "torch.engines.one_device",
+    "torch.parameter_server": "torch.engines.parameter_server",
+    "torch.pipeline": "torch.engines.pipeline",
+    "torch.sharded": "torch.engines.fsdp",
+    "torch.tensor_parallel": "torch.engines.tensor_parallel",
+}
+"""Modules of engines in runs that 0.1.0 stored, and where they are now, below `trainwright.strategies`."""
+
+
+def current_engine(engine: str) -> str:
+    """Return `module:class` of an engine as this version has it; an older version may have stored another module."""
+    module, _, name = engine.removeprefix(f"{__name__}.").partition(":")
+    return f"{__name__}.{MOVED[module]}:{name}" if module in MOVED else engine
+
+
 def strategies_for(framework: str) -> Mapping[str, ModuleType]:
     """By name, those for models of a framework; without one, as of numbers alone, torch's."""
     return {name: module for name, module in STRATEGIES.items() if (framework or "torch") in module.FRAMEWORKS}

@@ -12,7 +12,7 @@ from trainwright.core.plan import Infeasible, Plan
 from trainwright.strategies.parameter_server import ENGINES as ENGINES
 from trainwright.strategies.parameter_server import NO_FIT as NO_FIT
 from trainwright.strategies.parameter_server import refused, served
-from trainwright.strategies.question import Question
+from trainwright.strategies.search.plan_request import Question
 
 FRAMEWORKS = ("torch", "reference")
 ALONE = True

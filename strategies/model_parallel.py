@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from trainwright.core.plan import Infeasible, Plan
 from trainwright.strategies.pipeline import indivisible, stages_of, whole
-from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.search.plan_request import Question, engine_for
 
 FRAMEWORKS = ("torch",)
-ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.pipeline:Pipeline"}
+ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.pipeline:Pipeline"}
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.search.plan_request import Question, engine_for
 
 FRAMEWORKS = ("torch", "reference")
 ENGINES = {
-    "torch": "trainwright.strategies.torch.one_device:OneDevice",
-    "reference": "trainwright.strategies.reference.engine:Reference",
+    "torch": "trainwright.strategies.torch.engines.one_device:OneDevice",
+    "reference": "trainwright.strategies.reference.collective:Reference",
 }
 
 

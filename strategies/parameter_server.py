@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.core.asynchrony import Consistency, Wire
 from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.question import Question, engine_for
-from trainwright.strategies.servers.deal import busy
+from trainwright.core.staleness import Consistency, Wire
+from trainwright.strategies.ps.tensor_placement import busy
+from trainwright.strategies.search.plan_request import Question, engine_for
 
 FRAMEWORKS = ("torch", "reference")
 ENGINES = {
-    "torch": "trainwright.strategies.torch.parameter_server:ParameterServer",
+    "torch": "trainwright.strategies.torch.engines.parameter_server:ParameterServer",
     "reference": "trainwright.strategies.reference.independent:Independent",
 }
 ALONE = True

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from trainwright.core.pipeline_layout import STREAMED
 from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.core.sections import STREAMED
-from trainwright.strategies.question import Question, divisors, engine_for
+from trainwright.strategies.search.plan_request import Question, divisors, engine_for
 from trainwright.strategies.tensor_parallel import degrees
 
 FRAMEWORKS = ("torch",)
-ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.pipeline:Pipeline"}
+ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.pipeline:Pipeline"}
 STALE = "gradients are one step stale (2BW): each step's are taken at the weights that the last update started from"
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2), ("gpipe", 1), ("pipedream", 1))
 

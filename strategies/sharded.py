@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.search.plan_request import Question, engine_for
 
 FRAMEWORKS = ("torch",)
-ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.sharded:Sharded"}
+ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.fsdp:Sharded"}
 OFFLOADS = True
 
 

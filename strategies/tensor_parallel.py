@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.question import Question, divisors, engine_for
+from trainwright.strategies.search.plan_request import Question, divisors, engine_for
 
 FRAMEWORKS = ("torch",)
-ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.tensor_parallel:TensorParallel"}
-SHARDED: Mapping[str, str] = {"torch": "trainwright.strategies.torch.sharded:Sharded"}
+ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.tensor_parallel:TensorParallel"}
+SHARDED: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.fsdp:Sharded"}
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:

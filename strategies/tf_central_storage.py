@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.core.plan import Infeasible, Plan
-from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.search.plan_request import Question, engine_for
 from trainwright.strategies.tf_mirrored import one_node
 
 FRAMEWORKS = ("tensorflow",)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from trainwright.core.plan import Infeasible, Plan
 from trainwright.strategies.one_device import one_worker
-from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.search.plan_request import Question, engine_for
 
 FRAMEWORKS = ("tensorflow",)
 ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.mirrored:Mirrored"}
-FIT = "trainwright.strategies.tensorflow.fit:FitMirrored"
+FIT = "trainwright.strategies.tensorflow.keras_fit:FitMirrored"
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.core.plan import Infeasible, Plan
 from trainwright.strategies.data_parallel import replicas
-from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.search.plan_request import Question, engine_for
 
 FRAMEWORKS = ("tensorflow",)
 ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.multi_worker:MultiWorkerMirrored"}

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from trainwright.core.plan import Infeasible, Plan
 from trainwright.strategies.one_device import one_worker
-from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.search.plan_request import Question, engine_for
 
 FRAMEWORKS = ("tensorflow",)
 ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.one_device:OneDevice"}
-FIT = "trainwright.strategies.tensorflow.fit:FitOneDevice"
+FIT = "trainwright.strategies.tensorflow.keras_fit:FitOneDevice"
 
 
 def propose(question: Question) -> Iterator[Plan | Infeasible]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from math import ceil
 
 from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.question import Question, engine_for
+from trainwright.strategies.search.plan_request import Question, engine_for
 
 FRAMEWORKS = ("tensorflow",)
-ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.parameter_server:ParameterServer"}
+ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.ps.parameter_server:ParameterServer"}
 ALONE = True
 NO_FIT = "Keras' fit raises with parameter servers: it makes a data set on each worker"
 PIECE_BYTES = 1 << 20  # of parameters; a server with less waits for messages and not for bytes

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.question import Question
+from trainwright.strategies.search.plan_request import Question
 
 FRAMEWORKS = ("tensorflow",)
 ENGINE, NAMED = "trainwright.strategies.tensorflow.tpu:TPU", "trainwright.strategies.tensorflow.tpu:NamedTPU"

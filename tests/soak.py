@@ -32,16 +32,16 @@ import trainwright as tw
 from tests.support import namespaces, processes, ray_clusters, s3_server, torch_jobs
 from tests.support.finished_runs import final_state
 from tests.support.sample_counts import account_of
+from trainwright.chaos_testing import experiment
+from trainwright.chaos_testing import verdict as v
+from trainwright.chaos_testing.fault_catalogue import CATALOGUE, Fault
+from trainwright.chaos_testing.fault_schedule import Strike, every
+from trainwright.chaos_testing.leak_check import Surroundings
+from trainwright.chaos_testing.run_observer import Course
+from trainwright.chaos_testing.verdict_view import as_data
 from trainwright.core.events import Event, Formed, RunStarted, Steps
-from trainwright.log import RunLog
-from trainwright.ordeal import trial
-from trainwright.ordeal import verdict as v
-from trainwright.ordeal.catalogue import CATALOGUE, Fault
-from trainwright.ordeal.course import Course
-from trainwright.ordeal.leftovers import Surroundings
-from trainwright.ordeal.page import as_data
-from trainwright.ordeal.schedule import Strike, every
-from trainwright.store import open_store
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 CUTS = (
     Fault(name="glitch", does="the link between the hosts is cut for a moment", target="link", seconds=1.5),
@@ -104,7 +104,7 @@ def job(task: Task, storage: str, pace: Path) -> tw.Job:
 
     return torch_jobs.job(
         storage, name="soak", step=step, batch_size=BATCH, epochs=task.epochs, checkpoint_steps=CHECKPOINT_STEPS,
-        spares=1, hang_deadline_s=5.0, failures=trial.FAILURES,
+        spares=1, hang_deadline_s=5.0, failures=experiment.FAILURES,
     )  # fmt: skip
 
 
@@ -112,15 +112,15 @@ def soak(task: Task, storage: str, folder: Path) -> dict[str, Any]:
     """Train unbroken and under faults; what came of it, with all that is wrong under `wrong`."""
     pace = folder / "pace"
     made = job(task, storage, pace)
-    with trial.scratch(storage) as bench:
-        unbroken = trial.train(made, "unbroken", bench)
+    with experiment.scratch(storage) as bench:
+        unbroken = experiment.train(made, "unbroken", bench)
         assert not unbroken.error, unbroken.error
         pace.touch()
         before = Surroundings.now()
         link = namespaces.OwnEnd() if task.told else None
-        broken = trial.train(made, "chaos", bench, strikes=task.strikes, link=link, spent=pace.unlink, say=say)
-        names = [trial.named(made, suffix) for suffix in ("unbroken", "chaos")]
-        wrong = list(trial.left_by(broken, before, names[1], bench)) + living_actors()
+        broken = experiment.train(made, "chaos", bench, strikes=task.strikes, link=link, spent=pace.unlink, say=say)
+        names = [experiment.named(made, suffix) for suffix in ("unbroken", "chaos")]
+        wrong = list(experiment.left_by(broken, before, names[1], bench)) + living_actors()
         finals = [bench.final(names[0]), v.Final() if broken.error else bench.final(names[1])]
         differing, since = v.differences(unbroken, finals[0], broken, finals[1])
         if not broken.error:

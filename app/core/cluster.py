@@ -97,7 +97,9 @@ class Cluster:
         Raises:
             ResourceError: it cannot be reached, or no node is alive.
         """
-        found = importlib.import_module("trainwright.discover")  # by name: nothing here may know of Ray
+        found = importlib.import_module(
+            "trainwright.runtime.cluster_discovery"
+        )  # by name: nothing here may know of Ray
         found.connect()
         cluster: Cluster = found.discover()
         return cluster

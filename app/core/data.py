@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.noise import Scatter
+from trainwright.core.gradient_noise import Scatter
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -84,8 +84,8 @@ class StepReport:
         overflowed: nothing was applied, because the gradient was too large for `fp16`.
         finished: nothing is left to train, though steps may be left, as a callback of Keras' may decide.
         own_s: what this rank took before it waited for others; None where the engine cannot tell.
-        phases: seconds of a late step, this one or one shortly before, by phase (see `trainwright.core.phases`); None
-            where none was measured.
+        phases: seconds of a late step, this one or one shortly before, by phase (see `core.step_phases`); None where
+            none was measured.
         scatter: of the gradients of such a step; None where none was sampled.
     """
 

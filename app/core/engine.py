@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
-from trainwright.core.asynchrony import Staleness, Unit
 from trainwright.core.checkpoint import Reader, Writer
 from trainwright.core.collation import Collation
 from trainwright.core.data import Batch, Columns, Feed, StepReport, Sums
 from trainwright.core.errors import JobError
 from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
+from trainwright.core.staleness import Staleness, Unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from trainwright.core.printable import printable
+from trainwright.core.terminal_text import printable
 
 _KINDS: dict[str, type[Event]] = {}
 _TIMES = ("predicted", "refitted", "measured")

@@ -11,13 +11,13 @@ from pydantic import Field, field_validator, model_validator
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.collation import Collation, Pad
-from trainwright.core.consistency import inconsistencies
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.core.fields import Fields
+from trainwright.core.job_checks import inconsistencies
 from trainwright.core.plan import Plan
-from trainwright.core.plantext import lone
+from trainwright.core.plan_spec import lone
+from trainwright.core.strict_model import Fields
 
 Names = tuple[str, ...]
 PLACED_S, STARTED_S = 300.0, 1800.0  # for workers to start on nodes that run, on nodes that may have to be started

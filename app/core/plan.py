@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from trainwright.core.data import Feeding
 from trainwright.core.group import Role, Topology, role_of
-from trainwright.core.sections import STREAMED, loss_stage
+from trainwright.core.pipeline_layout import STREAMED, loss_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,14 +179,14 @@ class Plan:
         Raises:
             PlanError: a name or a value is not known.
         """
-        from trainwright.core.plantext import fields_of
+        from trainwright.core.plan_spec import fields_of
 
         return cls(batch_size=0, placement=Placement(cpus=1.0), engine="", **fields_of(text))
 
     @property
     def text(self) -> str:
         """What `Plan.parse` and a job's `plan=` read; without the sizes of stages and the precision."""
-        from trainwright.core.plantext import text_of
+        from trainwright.core.plan_spec import text_of
 
         return text_of(self)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from trainwright.core.errors import JobError
-from trainwright.core.fields import Fields
+from trainwright.core.strict_model import Fields
 
 Divergence = Literal["kl", "reverse_kl", "jensen_shannon", "mse"]
 

@@ -1,1 +1,1 @@
-"""The driver: pure decisions (`decide`), the words they are made of (`messages`) and their effects (`conduct`)."""
+"""The driver's decisions, pure: `state_machine.decide` takes a state and an event; see `messages` for both."""

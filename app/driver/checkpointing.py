@@ -13,12 +13,12 @@ from typing import Literal
 from trainwright.core.checkpoint import checkpoint_path
 from trainwright.core.errors import StorageError, WorkerLost
 from trainwright.core.events import Checkpointed, CheckpointSkipped
-from trainwright.driver import keeping
+from trainwright.driver import memory_checkpointing
 from trainwright.driver import messages as m
-from trainwright.driver.milestones import checkpoint_due, checkpoint_interval_s, hang_deadline_s
-from trainwright.driver.persistent import PersistentSet
+from trainwright.driver.due_times import checkpoint_due, checkpoint_interval_s, hang_deadline_s
+from trainwright.driver.persistent_collections import PersistentSet
 from trainwright.driver.state import Phase, State, Upload
-from trainwright.driver.turn import Turn
+from trainwright.driver.transition import Turn
 
 
 def wants_checkpoint(state: State, now_s: float) -> bool:
@@ -66,7 +66,7 @@ def snapshotted(turn: Turn) -> None:
     if "upload" in state.copying:
         _begin_upload(turn, [copies[rank] for rank in state.writers])
     if "keep" in state.copying:
-        keeping.begin(turn, copies)
+        memory_checkpointing.begin(turn, copies)
 
 
 def _begin_upload(turn: Turn, copies: Sequence[m.Snapshot]) -> None:

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainwright.core import events
-from trainwright.core.asynchrony import Staleness
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.data import Prefetch
 from trainwright.core.errors import TrainwrightError
+from trainwright.core.gradient_noise import Noise
 from trainwright.core.group import Generation, Move, StateTag
-from trainwright.core.noise import Noise
-from trainwright.core.phases import Phases
 from trainwright.core.plan import Plan
+from trainwright.core.staleness import Staleness
+from trainwright.core.step_phases import Phases
 
 Verb = Literal[
     "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"

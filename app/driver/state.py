@@ -12,10 +12,10 @@ from trainwright.core.data import Prefetch
 from trainwright.core.events import Failed
 from trainwright.core.group import Generation, Peer
 from trainwright.core.plan import Plan
-from trainwright.driver.layouts import Trials
 from trainwright.driver.messages import Heal, KeptFile, KeptState, Outcome, Passed
-from trainwright.driver.persistent import PersistentList, PersistentMap, PersistentSet
-from trainwright.driver.settings import Settings
+from trainwright.driver.persistent_collections import PersistentList, PersistentMap, PersistentSet
+from trainwright.driver.run_policy import Settings
+from trainwright.driver.worker_requests import Trials
 
 
 class Phase(Enum):

@@ -11,9 +11,9 @@ numpy has no autograd, so a job for these engines gives derivatives along with i
 
 | engine                    | topology    | forms again    | data ranks of an actor      |
 |---------------------------|-------------|----------------|-----------------------------|
-| `engine:Reference`        | collective  | in place       | 1                           |
-| `engine:NewProcess`       | collective  | in a new process | 1                         |
-| `engine:TwoDevices`       | collective  | in place       | 2                           |
+| `collective:Reference`    | collective  | in place       | 1                           |
+| `collective:NewProcess`   | collective  | in a new process | 1                         |
+| `collective:TwoDevices`   | collective  | in place       | 2                           |
 | `coordinator:Coordinator` | coordinator | in place       | all at rank 0, which deals  |
 | `independent:Independent` | independent | in place       | 1, against servers          |
 """

@@ -16,10 +16,10 @@ from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import CheckpointError, TrainwrightError
 from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
-from trainwright.strategies.hosts import own_host
-from trainwright.strategies.reference.program import Program
+from trainwright.strategies.common.host_address import own_host
+from trainwright.strategies.reference.star_transport import Port
 from trainwright.strategies.reference.state import State, fitted, from_bytes, merge, to_bytes
-from trainwright.strategies.reference.wire import Port
+from trainwright.strategies.reference.user_functions import Program
 
 PREFIX, SUFFIX = "state", ".npz"
 

@@ -13,10 +13,10 @@ from trainwright.core.data import Batch, Feed, StepReport
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Capabilities
 from trainwright.strategies.reference.base import weightless
-from trainwright.strategies.reference.engine import Replicated
+from trainwright.strategies.reference.collective import Replicated
 from trainwright.strategies.reference.model import Array
-from trainwright.strategies.reference.program import advance
 from trainwright.strategies.reference.state import decode, encode
+from trainwright.strategies.reference.user_functions import advance
 
 _END = b""
 _WEIGHTS, _SAMPLES, _COLUMN, _HEAD = "weights", "samples", "column/", "head"

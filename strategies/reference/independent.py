@@ -1,6 +1,6 @@
 """The independent topology in numpy float64: the executable meaning of `core.engine.Independent`.
 
-The servers' side and the workers' are `trainwright.strategies.servers`'; here are a shard, and what a worker computes.
+The servers' side and the workers' are `trainwright.strategies.ps`'; here are a shard, and what a worker computes.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from trainwright.core.asynchrony import Staleness, Unit
 from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Address, Capabilities, Generation, Group, Peer, Role, StateTag
 from trainwright.core.plan import Plan
-from trainwright.strategies.hosts import own_host
+from trainwright.core.staleness import Staleness, Unit
+from trainwright.strategies.common.host_address import own_host
+from trainwright.strategies.ps.client import Clients
+from trainwright.strategies.ps.follower_server import Follower
+from trainwright.strategies.ps.lead_server import Lead
+from trainwright.strategies.ps.server import Desk
+from trainwright.strategies.ps.server_config import Rules
+from trainwright.strategies.ps.shard_store import Shard
+from trainwright.strategies.ps.sockets import Listener
 from trainwright.strategies.reference.base import PREFIX, SUFFIX, Base, weightless
 from trainwright.strategies.reference.optimizers import Arrays
-from trainwright.strategies.reference.program import Totals
 from trainwright.strategies.reference.shards import NumpyBank, beginning, local, part_of, shards_of, whole_of, write
 from trainwright.strategies.reference.state import State
-from trainwright.strategies.servers.bank import Shard
-from trainwright.strategies.servers.clients import Clients
-from trainwright.strategies.servers.desk import Desk
-from trainwright.strategies.servers.follower import Follower
-from trainwright.strategies.servers.lead import Lead
-from trainwright.strategies.servers.rules import Rules
-from trainwright.strategies.servers.sockets import Listener
+from trainwright.strategies.reference.user_functions import Totals
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainwright.core.checkpoint import Reader
 from trainwright.core.data import Columns
-from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.strategies.reference.base import PREFIX, SUFFIX
 from trainwright.strategies.reference.model import Model
 from trainwright.strategies.reference.state import from_bytes, merge

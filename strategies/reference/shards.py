@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trainwright.core.asynchrony import Outer
 from trainwright.core.plan import Plan
+from trainwright.core.staleness import Outer
+from trainwright.strategies.ps.shard_store import Push, Shard, Slot
+from trainwright.strategies.ps.tensor_placement import Tensor, deal
 from trainwright.strategies.reference.model import Array
 from trainwright.strategies.reference.optimizers import Arrays
-from trainwright.strategies.reference.program import Program
 from trainwright.strategies.reference.state import State, cut_name
-from trainwright.strategies.servers.bank import Push, Shard, Slot
-from trainwright.strategies.servers.deal import Tensor, deal
+from trainwright.strategies.reference.user_functions import Program
 
 OUTER = "outer/"  # slots of the servers' own method, before the parameter's name
 

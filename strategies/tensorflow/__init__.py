@@ -1,9 +1,9 @@
 """Engines for TensorFlow and Keras 3 over `tf.distribute`. Importing this package alone imports no framework.
 
-Read in this order: `base` (what all engines share), `replica` (model, optimizer and where they stand), `objective`
-(losses as terms), `program` (the compiled step), `evaluation`, `files` (copies and checkpoints), then the strategies:
-`one_device`, `mirrored`, `central_storage`, `multi_worker`. Where one process leads others (`led`, which
-knows them by their `seats`): `parameter_server` with its variables (`served`) and steps (`shares`), and `tpu`.
+`base` holds what all engines share. `training/` holds the training step: `train_state` (model and optimizer),
+`objective` (losses as terms), `train_function` (the compiled step), `evaluation`, `checkpoint_files`. The engines are
+`one_device`, `mirrored`, `central_storage`, `multi_worker`, `tpu` and `keras_fit` (a walk of Keras' own `fit`); those
+with parameter servers and a coordinator are in `ps/`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
-from trainwright.strategies.failures import peer_lost
-from trainwright.strategies.tensorflow import files
-from trainwright.strategies.tensorflow.evaluation import Evaluation
-from trainwright.strategies.tensorflow.failures import ours, remember_first_use, too_late, user_code
-from trainwright.strategies.tensorflow.objective import Caller
-from trainwright.strategies.tensorflow.program import Program
-from trainwright.strategies.tensorflow.replica import Replica, Trained
+from trainwright.strategies.common.error_mapping import peer_lost
+from trainwright.strategies.tensorflow.training import checkpoint_files
+from trainwright.strategies.tensorflow.training.error_mapping import ours, remember_first_use, too_late, user_code
+from trainwright.strategies.tensorflow.training.evaluation import Evaluation
+from trainwright.strategies.tensorflow.training.objective import Caller
+from trainwright.strategies.tensorflow.training.train_function import Program
+from trainwright.strategies.tensorflow.training.train_state import Replica, Trained
 
 Result = TypeVar("Result")
 remember_first_use()
@@ -40,7 +40,7 @@ class TensorFlowEngine(ABC):
         self._replica: Trained | None = None
         self._program: Program | None = None
         self._evaluation: Evaluation | None = None
-        self._copier: files.Copier | None = None
+        self._copier: checkpoint_files.Copier | None = None
 
     @abstractmethod
     def open_strategy(self, group: Group) -> Any:
@@ -108,17 +108,17 @@ class TensorFlowEngine(ABC):
 
     def restore(self, copy: StateCopy) -> StateTag:
         """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
-        files.taken(self.replica, files.written(copy.state))
+        checkpoint_files.taken(self.replica, checkpoint_files.written(copy.state))
         return self._tag()
 
     def save(self, copy: StateCopy, writer: Writer) -> None:
         """Write a snapshot's files; may run in another thread. Raises StorageError, NonFiniteLoss."""
-        for name, data in files.written(copy.state).items():
+        for name, data in checkpoint_files.written(copy.state).items():
             writer.write(name, data)
 
     def load(self, reader: Reader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
-        files.taken(self.replica, files.read(reader))
+        checkpoint_files.taken(self.replica, checkpoint_files.read(reader))
         return self._tag()
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -157,9 +157,9 @@ class TensorFlowEngine(ABC):
         assert self._replica is not None, "build() comes first"
         return self._replica
 
-    def _copying(self) -> files.Copier:
+    def _copying(self) -> checkpoint_files.Copier:
         if self._copier is None:
-            self._copier = files.Copier(self.replica)
+            self._copier = checkpoint_files.Copier(self.replica)
         return self._copier
 
     @property

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from trainwright.core.group import Capabilities, Group
 from trainwright.strategies.tensorflow.base import TensorFlowEngine
-from trainwright.strategies.tensorflow.devices import names_of
+from trainwright.strategies.tensorflow.training.devices import names_of
 
 
 class Mirrored(TensorFlowEngine):

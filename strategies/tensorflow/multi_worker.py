@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from trainwright.core.errors import JobError
 from trainwright.core.group import Address, Generation, Group, Role
-from trainwright.strategies.hosts import own_host
+from trainwright.strategies.common.host_address import own_host
 from trainwright.strategies.tensorflow.base import TensorFlowEngine
 
 TF_CONFIG = "TF_CONFIG"

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from trainwright.core.errors import ResourceError
 from trainwright.core.group import Address, Capabilities, Group
-from trainwright.strategies.failures import first_line
-from trainwright.strategies.tensorflow.led import Led
+from trainwright.strategies.common.error_mapping import first_line
+from trainwright.strategies.tensorflow.ps.coordinator_engine import Led
 
 LOCAL, TPU_NAME = "local", "TPU_NAME"
 _CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # as the kernel shows them

@@ -1,9 +1,9 @@
-"""Engines for torch: `one_device`, `data_parallel` and `sharded`. Importing this package alone imports no framework.
+"""Engines for torch. Importing this package alone imports no framework.
 
-Read in this order: `base` (what the engines share), `replica` (model, optimizer and where they stand), `objective`
-(losses as terms, and what travels with the gradients), `step` (one step), `state` and `files` (copies and
-checkpoints), `group` (the process group's life), `data_parallel`; then `parts` (which rows a rank holds), `dividing`
-(what FSDP2 is told, and what it does not tell) and `sharded`; `dynamo` keeps start-up short.
+`engines/` holds one engine for each strategy; `engines/base` holds what they share. `training/` holds the training
+step: `train_state` (model and optimizer), `objective` (losses as terms), `step`. `checkpoint/` holds state and files,
+`distributed/` process groups and FSDP, and `pipeline/`, `tensor_parallel/` and `ps/` what these strategies need.
+`profiling/` measures models; `training/lazy_dynamo` keeps start-up short.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.support.conformance import problems
 from tests.support.conformance.harness import Pool, Rank
 from tests.support.conformance.problems import PROBLEMS
 from tests.support.conformance.server_processes import Served
-from trainwright.core.asynchrony import Unit
+from trainwright.core.staleness import Unit
 
 STEPS = 30
 

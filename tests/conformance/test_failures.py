@@ -12,7 +12,7 @@ from tests.support.conformance.harness import SOON_S, Outcome, Pool, World
 from tests.support.conformance.problems import PROBLEMS, Problem
 from tests.support.conformance.unbroken_runs import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
-from trainwright.driver.agree import agree_at
+from trainwright.driver.state_agreement import agree_at
 
 FAULTS = {
     "error": (UserCodeError, "ZeroDivisionError"),

@@ -22,7 +22,7 @@ from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 
-FIT = "trainwright.strategies.tensorflow.fit"
+FIT = "trainwright.strategies.tensorflow.keras_fit"
 ALONE = Case(name="fit-one-device", framework="tensorflow", engine=f"{FIT}:FitOneDevice", workers=(1,), in_place=False)
 MIRRORED = replace(ALONE, name="fit-mirrored", engine=f"{FIT}:FitMirrored", devices=2)
 PROBLEM = replace(PROBLEMS["dividing"], rows=68, batch_size=24, steps=9)  # 24, 24 and 20 rows, three times

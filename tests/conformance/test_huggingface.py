@@ -16,8 +16,8 @@ from tests.support.conformance.torch_case import adamw
 from trainwright.core.data import Batch, Columns, Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.generating import Logits, Sampling, Tokens, continued
-from trainwright.trained import dealt, gathered
+from trainwright.inference.generate import Logits, Sampling, Tokens, continued
+from trainwright.inference.trained_plan import dealt, gathered
 
 TORCH = "trainwright.strategies.torch"
 PROBLEM = replace(PROBLEMS["ragged"], seed=3)
@@ -53,7 +53,7 @@ def sample() -> Batch:
 def trained(pool: Pool, engine: str, mesh: Mesh, **choices: Any) -> Any:
     """Reports and last state of a few steps on batches that do not divide."""
     layout = Plan(
-        strategy="conformance", engine=f"{TORCH}.{engine}", mesh=mesh, batch_size=PROBLEM.batch_size,
+        strategy="conformance", engine=f"{TORCH}.engines.{engine}", mesh=mesh, batch_size=PROBLEM.batch_size,
         placement=Placement(cpus=1), accumulation=2, **choices,
     )  # fmt: skip
     job = ModelSpec(
@@ -94,7 +94,7 @@ CUT: dict[str, Any] = {"cuts": ("model.layers.1",), "schedule": "1f1b"}
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"engine": "sharded:Sharded", "mesh": Mesh(shard=2)}, id="sharded"),
+        pytest.param({"engine": "fsdp:Sharded", "mesh": Mesh(shard=2)}, id="sharded"),
         pytest.param({"engine": "pipeline:Pipeline", "mesh": Mesh(pipeline=2), **CUT}, id="pipeline"),
         pytest.param({"engine": "tensor_parallel:TensorParallel", "mesh": Mesh(tensor=2)}, id="tensor"),
     ],

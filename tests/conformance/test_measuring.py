@@ -10,8 +10,8 @@ from tests.support.conformance import problems
 from tests.support.conformance.cases import CASES, Case, label
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.problems import PROBLEMS, Problem
-from trainwright.core.noise import OFTEN
-from trainwright.core.phases import PLACES
+from trainwright.core.gradient_noise import OFTEN
+from trainwright.core.step_phases import PLACES
 
 FRAMEWORKS = ("torch", "tensorflow")
 SHARED = [  # a divided model's gradient of one share is nowhere whole

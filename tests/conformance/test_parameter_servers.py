@@ -26,7 +26,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost
 from trainwright.core.plan import Plan
 
-ENGINE = "trainwright.strategies.tensorflow.parameter_server:ParameterServer"
+ENGINE = "trainwright.strategies.tensorflow.ps.parameter_server:ParameterServer"
 CASE = Case(name="tf-parameter-server", framework="tensorflow", engine=ENGINE, topology="coordinator", in_place=False)
 ALONE = Case(
     name="tf-one-device", framework="tensorflow", engine="trainwright.strategies.tensorflow.one_device:OneDevice"

@@ -24,8 +24,8 @@ from trainwright.core.data import StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, PeerLost, UserCodeError
 from trainwright.core.plan import Plan
-from trainwright.driver.agree import agree
-from trainwright.strategies.torch.group import Membership
+from trainwright.driver.state_agreement import agree
+from trainwright.strategies.torch.distributed.process_group import Membership
 
 NAMED = {case.name: case for case in CASES}
 SENT_S = 8.0  # within which a stage has sent what it has to send

@@ -21,7 +21,7 @@ from tests.support.conformance.torch_case import adamw
 from trainwright.core.data import StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh
-from trainwright.strategies.torch.vocabulary import Parted
+from trainwright.strategies.torch.tensor_parallel.vocab_logits import Parted
 
 ENGINE = "trainwright.strategies.torch"
 
@@ -50,8 +50,8 @@ def numbers_of(files: Mapping[str, bytes]) -> int:
 
 def engine_of(mesh: Mesh) -> str:
     if mesh.pipeline > 1:
-        return f"{ENGINE}.pipeline:Pipeline"
-    return f"{ENGINE}.sharded:Sharded" if mesh.shard > 1 else f"{ENGINE}.tensor_parallel:TensorParallel"
+        return f"{ENGINE}.engines.pipeline:Pipeline"
+    return f"{ENGINE}.engines.fsdp:Sharded" if mesh.shard > 1 else f"{ENGINE}.engines.tensor_parallel:TensorParallel"
 
 
 def spec(model: Any, **fields: Any) -> ModelSpec:
@@ -67,7 +67,7 @@ def world_of(
 ) -> tuple[World, list[Any]]:
     """Processes of a layout, and feeds of a batch that does not divide, in two micro-batches."""
     mesh, schedule, zero, _ = PRODUCTS.get(name, (Mesh(), "", 0, 1.0))
-    engine = f"{ENGINE}.one_device:OneDevice" if name == "one" else engine_of(mesh)
+    engine = f"{ENGINE}.engines.one_device:OneDevice" if name == "one" else engine_of(mesh)
     problem = replace(PROBLEMS["ragged"], steps=steps, dtype=dtype)
     plan = problems.plan_of(problem, engine, mesh.size, 1, "collective")
     cuts = ("blocks.1",) if mesh.pipeline > 1 else ()

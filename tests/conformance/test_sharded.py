@@ -23,7 +23,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.group import Generation, Group, Move, Peer
 from trainwright.core.plan import Plan
-from trainwright.driver.agree import agree
+from trainwright.driver.state_agreement import agree
 
 NAMED = {case.name: case for case in CASES}
 TORCH = "trainwright.strategies.torch"

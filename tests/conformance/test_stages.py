@@ -21,9 +21,9 @@ from tests.support.conformance.staged_model import plan, spec, streamed
 from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.data import Feed
 from trainwright.core.errors import JobError, PeerLost, UserCodeError
+from trainwright.core.pipeline_layout import section_of
 from trainwright.core.plan import Plan
-from trainwright.core.sections import section_of
-from trainwright.strategies.orders import order
+from trainwright.strategies.search.pipeline_schedules import order
 
 WIDE = torch.float64
 SOON_S = 15.0  # half of the group's deadline

@@ -20,8 +20,8 @@ from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan
-from trainwright.datasets.feeds import weightless
-from trainwright.strategies.torch.pipeline import Pipeline
+from trainwright.datasets.loading.batches import weightless
+from trainwright.strategies.torch.engines.pipeline import Pipeline
 
 SILENT = 3
 STREAM: dict[str, Any] = {"schedule": "pipedream"}

@@ -22,10 +22,10 @@ from tests.support.conformance.keras_cases import ALONE, MIRRORED, PROBLEM
 from tests.support.conformance.staged_model import plan, spec, trained
 from tests.support.torch_engines import Files
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distilling import Distilled, judged
-from trainwright.strategies.likeness import Bridge
-from trainwright.strategies.students import Students, lone
-from trainwright.strategies.tensorflow.files import take_weights
+from trainwright.strategies.distillation.layer_projection import Bridge
+from trainwright.strategies.distillation.losses import Distilled, judged
+from trainwright.strategies.distillation.multi_student import Students, lone
+from trainwright.strategies.tensorflow.training.checkpoint_files import take_weights
 
 
 def small() -> nn.Module:

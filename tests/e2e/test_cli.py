@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.cli_job import JOB
 from tests.support.processes import finish
-from trainwright.cli import main
-from trainwright.views import show
+from trainwright.cli.main import main
+from trainwright.reporting.run_views import show
 
 
 @dataclass(frozen=True)

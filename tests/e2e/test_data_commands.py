@@ -16,13 +16,13 @@ from rich.console import Console
 
 from tests.support.processes import finish
 from tests.support.s3_server import S3Bucket
+from trainwright.cli.data import as_data, as_table, progress
 from trainwright.core.errors import DataError
-from trainwright.datacommands import as_data, as_table, progress
 from trainwright.datasets import parquet, table
-from trainwright.datasets.converting import Progress, convert, detect, source_at
-from trainwright.datasets.finding import system_of
-from trainwright.datasets.inspecting import inspect
-from trainwright.datasets.shards import finished, group_rows, shard_rows, write_shards
+from trainwright.datasets.formats.paths import system_of
+from trainwright.datasets.tools.convert import Progress, convert, detect, source_at
+from trainwright.datasets.tools.inspect import inspect
+from trainwright.datasets.tools.parquet_writer import finished, group_rows, shard_rows, write_shards
 
 
 def write(path: Path, rows: int = 1000, group: int = 10, **more: Any) -> Path:

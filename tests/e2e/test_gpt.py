@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 import trainwright as tw
 from trainwright.datasets import corpora
-from trainwright.jobfile import load_job
+from trainwright.planning.job_file import load_job
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 CREATURES = ("fowl", "cattle", "great whales", "creeping things", "beasts of the earth")

@@ -8,8 +8,8 @@ import pytest
 
 import trainwright as tw
 from tests.support.processes import ROOT
-from trainwright.jobfile import load_job
-from trainwright.views import show
+from trainwright.planning.job_file import load_job
+from trainwright.reporting.run_views import show
 
 
 @pytest.mark.parametrize("form", ["async", "local"])

@@ -6,16 +6,16 @@ import pytest
 from typer.testing import CliRunner
 
 import trainwright as tw
-from trainwright import probing
-from trainwright.cli import app
+from trainwright.cli.main import app
 from trainwright.core.accelerators import ACCELERATORS, Accelerator
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import ResourceError
-from trainwright.probing import _measured, _wanted
+from trainwright.planning import probe_accelerators
+from trainwright.planning.probe_accelerators import _measured, _wanted
 
 
 def test_a_core_is_measured_and_plans_know_it(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "ACCELERATORS", measured := {})
+    monkeypatch.setattr(probe_accelerators, "ACCELERATORS", measured := {})
     done = CliRunner().invoke(app, ["probe", "--all"])
     assert done.exit_code == 0, done.output
     core = measured["CPU"]

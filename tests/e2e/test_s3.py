@@ -15,12 +15,12 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from tests.support.s3_server import KEY, SECRET, S3Bucket
-from trainwright.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.errors import StorageError
-from trainwright.log import Owner, RunLog
-from trainwright.store import MissingFile, Patience, Store, open_store
+from trainwright.storage.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
+from trainwright.storage.run_log import Owner, RunLog
+from trainwright.storage.store import MissingFile, Patience, Store, open_store
 
 
 @pytest.fixture

@@ -15,18 +15,18 @@ import pytest
 from tests.support.faulty_proxy import SKEWED, SLOW_DOWN, Fault, FaultyProxy
 from tests.support.run_logs import FAR, JOB
 from tests.support.s3_server import S3Server
-from trainwright import store
-from trainwright.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Noted
 from trainwright.driver import messages as m
-from trainwright.eventfiles import read_events
-from trainwright.journal import Journal
-from trainwright.ledger import RunLedger
-from trainwright.log import Heartbeat, RunLog
-from trainwright.store import Patience, Store, StoreDown, open_store
+from trainwright.storage import store
+from trainwright.storage.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
+from trainwright.storage.event_files import read_events
+from trainwright.storage.event_log import Journal
+from trainwright.storage.run_log import Heartbeat, RunLog
+from trainwright.storage.run_store import RunLedger
+from trainwright.storage.store import Patience, Store, StoreDown, open_store
 
 SHORT = Patience(connect_s=0.5, silence_s=0.45, request_s=5.0, total_s=6.0)
 SHARD = os.urandom(300_000)
@@ -105,7 +105,7 @@ _numbers = itertools.count()
 @pytest.fixture
 def scene(clean: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A run with two checkpoints; pauses are a tenth of the usual ones, parts a third."""
-    for module in ("clients", "patience"):
+    for module in ("storage.object_store", "storage.retry"):
         monkeypatch.setattr(f"trainwright.{module}.FIRST_S", 0.02)
         monkeypatch.setattr(f"trainwright.{module}.LONGEST_S", 0.2)
     monkeypatch.setattr(store, "CHUNK_BYTES", PART)

@@ -11,9 +11,9 @@ import trainwright as tw
 from tests.support.cli_job import JOB
 from tests.support.processes import FORKING, finish
 from tests.support.s3_server import S3Bucket
-from trainwright.jobfile import load_job
-from trainwright.store import open_store
-from trainwright.views import show
+from trainwright.planning.job_file import load_job
+from trainwright.reporting.run_views import show
+from trainwright.storage.store import open_store
 
 # Each epoch's checkpoint is committed before the next epoch goes on: one that is due during an upload goes by.
 PACED = """

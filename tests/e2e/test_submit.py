@@ -17,12 +17,12 @@ from tests.support.finished_runs import final_state
 from tests.support.job_server import Cluster, serving
 from tests.support.processes import wait_for
 from tests.support.s3_server import SECRET, S3Bucket
-from trainwright.cli import app
+from trainwright.chaos_testing.tcp_proxy import Proxy
+from trainwright.cli.main import app
 from trainwright.core.errors import JobError, ResourceError, RunConflict
-from trainwright.ordeal.proxy import Proxy
-from trainwright.store import open_store
-from trainwright.submitting.following import Follower, Screen
-from trainwright.submitting.jobserver import JobServer
+from trainwright.storage.store import open_store
+from trainwright.submit.job_server import JobServer
+from trainwright.submit.log_follower import Follower, Screen
 
 pytestmark = pytest.mark.hosts  # a cluster of its own with a job server
 CANARY = "canary-7c1f-of-the-tests"

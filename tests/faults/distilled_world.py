@@ -22,8 +22,8 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support import exactly_once_job, torch_jobs
 from tests.support.processes import wait_for
-from trainwright import predicting
-from trainwright.rowmeter import Meter
+from trainwright.inference import predict
+from trainwright.reporting.row_progress import Meter
 
 ROWS, WIDTH, CLASSES, BATCH, EPOCHS = 1200, 8, 4, 100, 2
 STEPS = ROWS // BATCH * EPOCHS
@@ -201,5 +201,5 @@ def drive(address: str, folder: str, way: str, script: Script) -> None:
     """A driver, as the target of a process."""
     os.environ["RAY_ADDRESS"] = address
     Heard.mark = heard(Marks(str(Path(folder).parent)), os.getpid())
-    predicting.Meter = Heard  # type: ignore[misc]
+    predict.Meter = Heard  # type: ignore[misc]
     tw.distill(distillation(Path(folder), way, script))

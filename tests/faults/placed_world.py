@@ -21,7 +21,7 @@ from torch import nn
 import trainwright as tw
 from tests.support import torch_jobs
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.driver.rooms import Rooms
+from trainwright.runtime.placement_groups import Rooms
 
 CPUS = 3  # of each node: room for two workers, and one left for data
 LOSE_AT, SLOW_S = 8, 0.2  # so slow a step from there on leaves time for nodes to come and go

@@ -11,9 +11,9 @@ import torch
 
 import trainwright as tw
 from tests.support import processes, torch_jobs
+from trainwright.chaos_testing.remote_signal import Hands
+from trainwright.chaos_testing.run_state import Process
 from trainwright.core.errors import JobError
-from trainwright.ordeal.hands import Hands
-from trainwright.ordeal.scene import Process
 
 STEP_S = 0.1
 STEP = torch_jobs.make_step(())

@@ -17,7 +17,7 @@ from tests.faults.distilled_world import NAME, Fault, Marks, Script, distillatio
 from tests.support import processes, torch_jobs
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
-from trainwright.predictions import is_part
+from trainwright.inference.prediction_files import is_part
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.support.driver_kills import committed
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 from trainwright.core.errors import OwnedError
-from trainwright.jobfile import load_job
+from trainwright.planning.job_file import load_job
 
 SLOW_S = 0.5  # long enough for a signal to overtake the end of the run on any machine
 

@@ -12,7 +12,7 @@ from tests.support import exactly_once_job, processes, torch_jobs
 from tests.support.driver_kills import committed
 from tests.support.finished_runs import final_state, told
 from trainwright.core import events
-from trainwright.datasets.stream import schedule_of
+from trainwright.datasets.loading.loader import schedule_of
 
 JOB_FILE = """
 from tests.support import exactly_once_job, torch_jobs

@@ -67,7 +67,7 @@ def test_a_run_outlives_the_loss_of_the_gcs(
     head: Machine, folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:
     # nsenter would stop together with a child that is stopped: a shell stands between.
-    guard = head.start("sh", "-c", '"$@" & wait "$!"', "-", sys.executable, "-m", "trainwright.headguard")
+    guard = head.start("sh", "-c", '"$@" & wait "$!"', "-", sys.executable, "-m", "trainwright.runtime.gcs_restarter")
     guard_pid, gcs_pid = numbers(guard)
     driver = driver_of(head, folder, tmp_path)
     processes.wait_until(lambda: folder.exists() and committed(folder) >= 5, driver)

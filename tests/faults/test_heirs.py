@@ -15,11 +15,11 @@ from tests.support import processes
 from tests.support.driver_kills import STEP_S, killed_driver, lasting_actors, steps_told
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
-from trainwright.detached import RemoteSession
-from trainwright.jobfile import load_job
-from trainwright.log import RunLog
-from trainwright.prepare import prepare
-from trainwright.store import open_store
+from trainwright.planning.job_file import load_job
+from trainwright.planning.job_preparation import prepare
+from trainwright.runtime.detached_driver import RemoteSession
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 
 def test_the_next_driver_takes_over_those_who_live_and_replaces_the_dead(

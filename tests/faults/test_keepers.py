@@ -11,8 +11,8 @@ from tests.support import torch_jobs
 from tests.support.checkpoint_jobs import kept_job
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
-from trainwright.keeper import MEMORY, PREFIX, Shelf
-from trainwright.store import open_store
+from trainwright.storage.memory_checkpoints import MEMORY, PREFIX, Shelf
+from trainwright.storage.store import open_store
 
 
 def shelves(folder: Path) -> list[Path]:

@@ -15,9 +15,9 @@ from tests.support.finished_runs import State, final_state, told
 from tests.support.torch_jobs import Kill
 from trainwright.core import events
 from trainwright.core.errors import RunConflict
-from trainwright.jobfile import load_job
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.planning.job_file import load_job
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 
 @pytest.fixture(scope="module")

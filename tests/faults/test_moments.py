@@ -82,8 +82,8 @@ def mortal_model(kills: tuple[torch_jobs.Kill, ...]) -> Callable[[], torch.nn.Mo
     inner = torch_jobs.make_model(kills)
 
     def build() -> torch.nn.Module:
-        from trainwright.strategies.torch.data_parallel import DataParallel
-        from trainwright.worker import Worker
+        from trainwright.strategies.torch.engines.data_parallel import DataParallel
+        from trainwright.worker.worker import Worker
 
         snapshot, heal = DataParallel.snapshot, Worker.heal
 

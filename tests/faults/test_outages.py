@@ -22,16 +22,16 @@ from tests.support.finished_runs import State, final_state, told
 from tests.support.processes import FORKING, ROOT
 from tests.support.s3_server import S3Bucket
 from trainwright.core import events
-from trainwright.history import read_history
-from trainwright.journal import Journal
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.reporting.history import read_history
+from trainwright.storage.event_log import Journal
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 HOUR_S = 3600.0
 JOB = """
 import functools, pathlib, threading
 from tests.support import torch_jobs
-from trainwright.checkpoints import CheckpointWriter
+from trainwright.storage.checkpoints import CheckpointWriter
 
 signs = pathlib.Path({signs!r})
 
@@ -136,8 +136,8 @@ def test_a_driver_whose_clock_is_behind_goes_on_like_any_other(
     def clock() -> float:
         return time.time() - 6 * HOUR_S
 
-    monkeypatch.setattr("trainwright.session.Journal", functools.partial(Journal, clock=clock))
-    monkeypatch.setattr("trainwright.ledger.RunLog", functools.partial(RunLog, now=clock))
+    monkeypatch.setattr("trainwright.runtime.controller.Journal", functools.partial(Journal, clock=clock))
+    monkeypatch.setattr("trainwright.storage.run_store.RunLog", functools.partial(RunLog, now=clock))
     tw.fit(torch_jobs.job(folder), resume=True)
     assert final_state(folder, "faulty") == unbroken(2)
     assert told(folder, "faulty", events.Formed)[-1].step == 10

@@ -15,9 +15,9 @@ from torch import nn
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.finished_runs import State, final_state, told
-from trainwright import ranks
 from trainwright.core import events
 from trainwright.core.errors import JobError
+from trainwright.inference import sharded_inference
 
 STEP_S = 0.02  # so slow a step leaves time for copies
 Found = tuple[State, list[dict[str, Any]]]
@@ -75,7 +75,7 @@ def whole(unharmed: Path) -> Found:
 
 def test_the_checkpoint_evaluates_as_the_run_did(unharmed: Path, whole: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of as many workers with its own state; they are told all the while that somebody wants them."""
-    monkeypatch.setattr(ranks, "BEAT_S", 0.05)
+    monkeypatch.setattr(sharded_inference, "BEAT_S", 0.05)
     assert tw.evaluate(job(unharmed)) == pytest.approx(whole[1][-1], rel=1e-9)
 
 

@@ -20,11 +20,11 @@ from tests.faults.searched_world import ALONE, BAD, FAIR, GOOD, NAME
 from tests.soak import living_actors
 from tests.support import processes
 from tests.support.finished_runs import final_state, told
-from trainwright.adoption import run_name
 from trainwright.core import events
-from trainwright.distilling.found import Found
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.distillation.search_result import Found
+from trainwright.runtime.takeover import run_name
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 HELD = (FAIR, ALONE)
 SOURCES = {GOOD: ["initial"], BAD: ["initial"], FAIR: ["initial", "replica"], ALONE: ["initial", "checkpoint"]}

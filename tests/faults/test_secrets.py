@@ -11,8 +11,8 @@ import torch
 import trainwright as tw
 from tests.support.regression_job import job, squared
 from trainwright.core.errors import UserCodeError
-from trainwright.core.secrets import HIDDEN
-from trainwright.views import logs, show
+from trainwright.core.redaction import HIDDEN
+from trainwright.reporting.run_views import logs, show
 
 CANARY = "canary-of-a-worker/7+x="
 

@@ -18,14 +18,14 @@ import trainwright as tw
 from tests.support import processes
 from tests.support.driver_kills import killed_driver, lasting_actors, steps_told
 from tests.support.finished_runs import State, final_state, told
-from trainwright.actors import KeeperProcess, WorkerProcess
-from trainwright.adoption import NAMESPACE
 from trainwright.core import events
 from trainwright.core.errors import FencedError
 from trainwright.driver.messages import Failure
-from trainwright.jobfile import load_job
-from trainwright.log import Entry, RunLog
-from trainwright.store import open_store
+from trainwright.planning.job_file import load_job
+from trainwright.runtime.takeover import NAMESPACE
+from trainwright.runtime.worker_actor import KeeperProcess, WorkerProcess
+from trainwright.storage.run_log import Entry, RunLog
+from trainwright.storage.store import open_store
 
 STEP_S = 2.0  # so that 27 steps last for all stalls
 Driver = subprocess.Popen[str]
@@ -171,7 +171,7 @@ SLOW_FILE = """
 import os, time
 import trainwright as tw
 from tests.support import torch_jobs
-from trainwright import adoption
+from trainwright.runtime import takeover
 
 def keep(row):
     if os.path.exists({slow!r}):
@@ -180,7 +180,7 @@ def keep(row):
     return True
 
 def step(model, batch, made=torch_jobs.make_step(())):
-    adoption.ORPHAN_S = 12.0
+    takeover.ORPHAN_S = 12.0
     if next(model.parameters()).device.type != "meta" and not os.path.exists({quick!r}):
         time.sleep(1)
     return made(model, batch)

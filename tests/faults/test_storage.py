@@ -26,16 +26,16 @@ from tests.support import processes, torch_jobs
 from tests.support.checkpoint_jobs import stop_at
 from tests.support.finished_runs import State, final_state, reader_of, told
 from tests.support.processes import ROOT
-from trainwright import views
-from trainwright.adoption import Beats
-from trainwright.checkpoints import CheckpointWriter, newest_good, write_manifest
 from trainwright.core import events
 from trainwright.core.errors import DataError, JobError, RunConflict, StorageError
-from trainwright.driver import world
-from trainwright.log import RunLog
-from trainwright.report import write_report
-from trainwright.store import open_store
-from trainwright.strategies.torch.files import read as read_state
+from trainwright.reporting import run_views
+from trainwright.reporting.html import write_report
+from trainwright.runtime import effect_executor
+from trainwright.runtime.takeover import Beats
+from trainwright.storage.checkpoints import CheckpointWriter, newest_good, write_manifest
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
+from trainwright.strategies.torch.checkpoint.files import read as read_state
 
 
 def newest(folder: Path) -> Path:
@@ -140,8 +140,8 @@ def test_no_file_of_a_run_executes_when_it_is_read(stopped: Path, folder: Path, 
     kinds = {re.sub(r"\d+", "", str(path.relative_to(folder))): path for path in folder.rglob("*") if path.is_file()}
     load = partial(load_newest, folder)
     others = (
-        load, partial(views.show, str(folder), "faulty"), lambda: list(views.logs(str(folder), "faulty")),
-        partial(views.runs, str(folder)), partial(write_report, open_store(str(folder)), "faulty"),
+        load, partial(run_views.show, str(folder), "faulty"), lambda: list(run_views.logs(str(folder), "faulty")),
+        partial(run_views.runs, str(folder)), partial(write_report, open_store(str(folder)), "faulty"),
     )  # fmt: skip
     assert len(kinds) > 8 and not errors_of(*others)
     whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -296,14 +296,14 @@ def test_a_write_that_hangs_is_told_while_training_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """A folder mounted hard never gives an error: first a worker waits for it, then the driver."""
-    monkeypatch.setattr(world, "OVERDUE_S", 0.5)
+    monkeypatch.setattr(effect_executor, "OVERDUE_S", 0.5)
     worker, driver = tmp_path / "worker", tmp_path / "driver"
 
     def late(*given: Any) -> str:
         processes.wait_for(driver.exists)
         return write_manifest(*given)
 
-    monkeypatch.setattr("trainwright.ledger.write_manifest", late)
+    monkeypatch.setattr("trainwright.storage.run_store.write_manifest", late)
     run = tw.start(torch_jobs.job(folder, step=hung_until(worker)))
 
     def said(words: str) -> list[str]:
@@ -324,7 +324,7 @@ def test_beats_that_cannot_be_sent_are_told_at_once_and_sent_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """Without them all workers would end by themselves a minute later."""
-    monkeypatch.setattr(world, "BEAT_S", 0.1)
+    monkeypatch.setattr(effect_executor, "BEAT_S", 0.1)
     sent, send = list[Any](), Beats.send
 
     def broken(self: Beats, actors: Any, token: int) -> Any:

@@ -19,7 +19,10 @@ from trainwright.core.plan import Plan
 
 GPU, CPU = os.environ.get(STAND_IN, "cuda:0"), "cpu"
 TORCH = "trainwright.strategies.torch"
-ONE_DEVICE, PARALLEL = f"{TORCH}.one_device:OneDevice", f"{TORCH}.data_parallel:DataParallel"  # over NCCL on a GPU
+ONE_DEVICE, PARALLEL = (
+    f"{TORCH}.engines.one_device:OneDevice",
+    f"{TORCH}.engines.data_parallel:DataParallel",
+)  # over NCCL on a GPU
 GENERATION = Generation(token=1, number=1)
 
 

@@ -18,8 +18,8 @@ from tests.support.conformance.problems import PROBLEMS, Problem
 from tests.support.conformance.server_processes import Served
 from trainwright.core.data import Sums
 from trainwright.core.engine import ModelSpec
-from trainwright.core.phases import PLACES
-from trainwright.strategies.torch.laps import EVERY, FIRST
+from trainwright.core.step_phases import PLACES
+from trainwright.strategies.torch.training.phase_timer import EVERY, FIRST
 
 pytestmark = pytest.mark.gpu
 

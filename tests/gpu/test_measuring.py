@@ -16,10 +16,10 @@ from tests.gpu.lone import GPU, ONE_DEVICE, Lone, Task
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.strategies.calibration import EFFICIENCIES
-from trainwright.strategies.memory import stage_memory
-from trainwright.strategies.torch.probe import probe
-from trainwright.strategies.torch.profile import profile_model
+from trainwright.strategies.cost_model.calibration import EFFICIENCIES
+from trainwright.strategies.cost_model.memory import stage_memory
+from trainwright.strategies.torch.profiling.device_probe import probe
+from trainwright.strategies.torch.profiling.model_profile import profile_model
 
 pytestmark = pytest.mark.gpu(stand_in=False)
 

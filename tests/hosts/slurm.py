@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.hosts.lan import Host
 from tests.support import processes
-from trainwright.clusterfiles.markers import fill
+from trainwright.cluster_files.placeholders import fill
 
 SCRIPT = processes.ROOT / "clusters" / "slurm.sbatch"
 USER = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}

@@ -19,7 +19,7 @@ from tests.hosts import ssh, store
 from tests.hosts.lan import HOME, PORTS, Host
 from tests.hosts.world import CHECKOUT, ENV_FILE, World, checkout, job_text, world
 from tests.support.finished_runs import final_state, told
-from trainwright.clusterfiles.markers import fill
+from trainwright.cluster_files.placeholders import fill
 from trainwright.core import events
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(180, func_only=True)]  # the cluster has deadlines of its own

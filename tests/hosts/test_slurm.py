@@ -17,8 +17,8 @@ from tests.support.conformance import reference_case
 from tests.support.finished_runs import final_state, told
 from tests.support.processes import ROOT
 from trainwright.core import events
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 pytestmark = pytest.mark.hosts
 NAMES = ("head", "one", "two", "three", "four")

@@ -13,9 +13,9 @@ from ray.cluster_utils import Cluster
 
 import trainwright as tw
 from tests.support import ray_clusters
-from trainwright.doctoring import fleet
-from trainwright.doctoring.across import judge_absent
-from trainwright.doctoring.facts import Absent, Fleet
+from trainwright.diagnostics import cluster_probe
+from trainwright.diagnostics.cluster_checks import judge_absent
+from trainwright.diagnostics.facts import Absent, Fleet
 
 
 def waits() -> None:
@@ -30,10 +30,10 @@ def main(folder: str) -> None:
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     print(tw.doctor(storage=folder, imports=False))
-    there = [stop for stop in fleet.stops(ray.nodes()) if stop.number == second.node_id]  # type: ignore[no-untyped-call]
+    there = [stop for stop in cluster_probe.stops(ray.nodes()) if stop.number == second.node_id]  # type: ignore[no-untyped-call]
     dying = threading.Timer(1.0, cluster.remove_node, (second,), {"allow_graceful": False})
     dying.start()
-    absent = fleet.everywhere(there, waits, lambda stop: (), 30.0)
+    absent = cluster_probe.everywhere(there, waits, lambda stop: (), 30.0)
     dying.join()
     assert all(isinstance(each, Absent) for each in absent.values()), absent
     print("THEN", *judge_absent(Fleet(machines={}, absent=absent)))

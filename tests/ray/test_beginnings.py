@@ -12,11 +12,11 @@ from torch import nn
 
 import trainwright as tw
 from tests.support.finished_runs import told
-from trainwright import preflight
 from trainwright.core import events
 from trainwright.core.errors import JobError, UserCodeError
-from trainwright.store import open_store
-from trainwright.views import logs
+from trainwright.planning import function_trial
+from trainwright.reporting.run_views import logs
+from trainwright.storage.store import open_store
 
 ROWS = 32
 
@@ -46,9 +46,9 @@ def job(folder: Path, **fields: Any) -> tw.Job:
 def test_a_mended_job_goes_on_where_no_run_had_begun_and_rank_0_is_heard(
     tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "connected", lambda: False)
+    monkeypatch.setattr(function_trial, "connected", lambda: False)
     monkeypatch.setattr(
-        preflight, "way", lambda framework="": "fresh"
+        function_trial, "way", lambda framework="": "fresh"
     )  # a fork may harm the connection of this process
     with pytest.raises(JobError, match="one value per sample") as caught:
         tw.fit(job(tmp_path, metrics={"close": lambda outputs, targets: (outputs[:, 0] - targets).mean()}))

@@ -13,9 +13,9 @@ import ray
 from tests.support import processes
 from tests.support.finished_runs import final_state
 from tests.support.processes import wait_for
-from trainwright.adoption import NAMESPACE
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.runtime.takeover import NAMESPACE
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

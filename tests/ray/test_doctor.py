@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from trainwright.doctoring import fleet
-from trainwright.doctoring.facts import Absent
+from trainwright.diagnostics import cluster_probe
+from trainwright.diagnostics.facts import Absent
 
 
 def test_a_connected_cluster_is_looked_at(tmp_path: Path, ray_cluster: None) -> None:
@@ -36,8 +36,8 @@ def _dies(*_: Any) -> None:
 def test_a_node_that_hangs_or_dies_is_a_finding(task: Any, deadline_s: float, why: str, ray_cluster: None) -> None:
     import ray
 
-    there = fleet.stops(ray.nodes())  # type: ignore[no-untyped-call]
-    (answer,) = fleet.everywhere(there, task, lambda stop: (), deadline_s).values()
+    there = cluster_probe.stops(ray.nodes())  # type: ignore[no-untyped-call]
+    (answer,) = cluster_probe.everywhere(there, task, lambda stop: (), deadline_s).values()
     assert isinstance(answer, Absent) and why in answer.why
 
 

@@ -14,8 +14,11 @@ import pytest
 import trainwright as tw
 from tests.support.torch_jobs import ROWS, job
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets import derived, file_metadata, files, first_pass, json_lines, parquet
-from trainwright.prepare import prepare
+from trainwright.datasets import json_lines, parquet
+from trainwright.datasets.formats import file_metadata
+from trainwright.datasets.formats import parquet as files
+from trainwright.datasets.ops import derived_dataset, first_pass
+from trainwright.planning.job_preparation import prepare
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -83,7 +86,7 @@ def test_a_run_keeps_what_is_known_of_its_files(tmp_path: Path, monkeypatch: pyt
     assert [file.suffixes for file in kept] == [[".json", ".z"]] * 2, "footers, and what the filter left"
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "another machine"))
     monkeypatch.setattr(files, "read_footer", None)
-    monkeypatch.setattr(derived, "first_pass", None)
+    monkeypatch.setattr(derived_dataset, "first_pass", None)
     assert prepare(made.replace(train=data), resume=True).train.rows == ROWS
 
 

@@ -17,11 +17,11 @@ from tests.support import torch_jobs
 from tests.support.finished_runs import told
 from tests.support.processes import ROOT, wait_for
 from trainwright.core import events
-from trainwright.eventfiles import read_events
-from trainwright.history import History
-from trainwright.store import open_store
-from trainwright.watching import readings
-from trainwright.watching.catalogue import METRICS
+from trainwright.reporting.history import History
+from trainwright.storage.event_files import read_events
+from trainwright.storage.store import open_store
+from trainwright.tracking import metric_values
+from trainwright.tracking.metric_catalogue import METRICS
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -83,7 +83,7 @@ def heard(folder: Path) -> bool:
 def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray hands it on every ten seconds. The run waits for that at a step, since its gauges end with it; before, its
     worker is killed after steps that the driver has heard of."""
-    monkeypatch.setattr(readings, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
+    monkeypatch.setattr(metric_values, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
     gate, folder = tmp_path / "gate", tmp_path / "runs"
 
     def held(step: int, total: int) -> float:

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import trainwright as tw
 from tests.support.prediction_jobs import RANGE, ROWS, Strike, check, columns_of, job, read, table, train
 from tests.support.torch_engines import loss
-from trainwright import predicting
 from trainwright.core.data import Batch
 from trainwright.core.errors import ResourceError, RunConflict, UserCodeError, WorkerLost
+from trainwright.inference import predict as predicting
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -146,8 +146,8 @@ def test_texts_of_any_length_from_the_command_line(tmp_path: Path, monkeypatch: 
         train=tw.datasets.table({"tokens": reading_batch(0).columns["tokens"], "y": np.arange(4)}),
     )  # fmt: skip
     model = train(chosen, 2, reading_batch)
-    monkeypatch.setattr("trainwright.jobfile.load_job", lambda path, overrides=(): chosen)
-    from trainwright.cli import app
+    monkeypatch.setattr("trainwright.planning.job_file.load_job", lambda path, overrides=(): chosen)
+    from trainwright.cli.main import app
 
     out = tmp_path / "out"
     arguments = ["predict", "job.py", "--to", str(out), "--data", str(tmp_path / "data.parquet"), "--workers", "2"]

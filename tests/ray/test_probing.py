@@ -15,8 +15,8 @@ import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.finished_runs import told
 from tests.support.torch_jobs import cross_entropy, momentum
-from trainwright import views
 from trainwright.core import events
+from trainwright.reporting import run_views
 
 LONG = 1_000_000  # epochs: what is measured pays in the end
 STEPS = 6
@@ -86,7 +86,7 @@ def test_the_quickest_plan_goes_on_and_the_run_is_the_one_without(
     assert measured[probed.name.partition(" ")[0]] <= 1.02 * min(value for value in measured.values() if value)
     assert len(told(tmp_path / "probed", "faulty", events.Placed)) == 2, "in the same processes"
     assert len(told(tmp_path / "probed", "faulty", events.Formed)) == 1
-    shown = views.show(str(tmp_path / "probed"), "faulty").data
+    shown = run_views.show(str(tmp_path / "probed"), "faulty").data
     assert shown["plan"]["strategy"] == probed.name.partition(" ")[0]
     assert any("ms a step" in other["reason"] for other in shown["others"])
     plan = str(probed.name.partition("(")[2].rstrip(")"))

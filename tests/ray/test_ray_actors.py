@@ -20,8 +20,8 @@ from tests.support.processes import wait_for
 from tests.support.streams import collect
 from trainwright.core.errors import DataError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, table
-from trainwright.datasets.pools import DEATHS, deal
-from trainwright.datasets.rays import RayFetcher, recipe_of, start_feeders
+from trainwright.datasets.ray_data.actor_pools import DEATHS, deal
+from trainwright.datasets.ray_data.fetcher import RayFetcher, recipe_of, start_feeders
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

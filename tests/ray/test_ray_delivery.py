@@ -21,13 +21,14 @@ import ray
 from tests.support.fetched_streams import BATCH, OPTIONS, ROWS, check, stream
 from tests.support.processes import ROOT
 from tests.support.streams import collect
-from trainwright.core.byvalue import dumps, loads
 from trainwright.core.data import Feed
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
-from trainwright.datasets import Dataset, pipeline, table
-from trainwright.datasets.feeder import Answer, Feeder, Feeders, _Window
-from trainwright.datasets.rays import RayFetcher, start_feeder
-from trainwright.datasets.stream import schedule_of
+from trainwright.core.pickling import dumps, loads
+from trainwright.datasets import Dataset, table
+from trainwright.datasets.loading.loader import schedule_of
+from trainwright.datasets.ray_data import pipeline
+from trainwright.datasets.ray_data.feeder import Answer, Feeder, Feeders, _Window
+from trainwright.datasets.ray_data.fetcher import RayFetcher, start_feeder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -267,8 +268,8 @@ import numpy as np, ray
 from tests.support import ray_clusters
 from trainwright.core.data import Feeding
 from trainwright.datasets import table
-from trainwright.datasets.rays import start_feeder
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.ray_data.fetcher import start_feeder
+from trainwright.datasets.loading.loader import Stream
 
 ray_clusters.thrifty()
 ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False)

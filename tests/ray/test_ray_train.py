@@ -22,7 +22,7 @@ from tests.support import keras_jobs, torch_jobs
 from tests.support.finished_runs import State, final_state, told
 from tests.support.processes import wait_for
 from trainwright.core import events
-from trainwright.raytrain.telling import POINTER
+from trainwright.integrations.ray_train.train_report import POINTER
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

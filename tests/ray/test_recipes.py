@@ -17,9 +17,9 @@ import trainwright as tw
 from tests.support import processes, torch_jobs
 from tests.support.distillation_jobs import adam, cross_entropy, job, narrow, wide
 from trainwright.core.errors import JobError, RunFinished, UserCodeError
-from trainwright.distilling.composing import composed
-from trainwright.log import Owner, RunLog
-from trainwright.store import open_store
+from trainwright.distillation.compose_job import composed
+from trainwright.storage.run_log import Owner, RunLog
+from trainwright.storage.store import open_store
 
 UNLABELLED = tw.datasets.table({"x": np.random.default_rng(3).normal(size=(160, torch_jobs.WIDTH)).astype(np.float32)})
 

@@ -14,11 +14,11 @@ from tests.support import torch_jobs
 from tests.support.distillation_jobs import accuracy, job, narrow, wide
 from tests.support.finished_runs import told
 from tests.support.keras_distillation import keras_linear, keras_loss, keras_sgd
-from trainwright.adoption import NAMESPACE
 from trainwright.core import events
 from trainwright.core.errors import RunConflict, TrainwrightError
-from trainwright.distilling.found import Found
-from trainwright.distilling.searching import Parts
+from trainwright.distillation.search import Parts
+from trainwright.distillation.search_result import Found
+from trainwright.runtime.takeover import NAMESPACE
 
 SEED, SHARE = 5, 0.25
 

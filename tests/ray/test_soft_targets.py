@@ -19,9 +19,9 @@ from tests.support.torch_engines import Net, feed, one_device
 from tests.support.trained_layouts import trained
 from trainwright.core.data import Batch
 from trainwright.core.errors import DataError, JobError, PlanError, RunConflict
-from trainwright.distilling.forms import Form, decode
-from trainwright.distilling.stored import stored_targets
-from trainwright.distilling.teachers import Teacher
+from trainwright.distillation.target_cache import stored_targets
+from trainwright.distillation.target_encoding import Form, decode
+from trainwright.distillation.teachers import Teacher
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -188,7 +188,7 @@ def test_a_layer_that_a_layout_would_tear_is_told_by_whole_copies_where_they_fit
     def none(*_: Any) -> Any:
         raise PlanError("no plan can run this job", where="one_device: 80 GiB are needed")
 
-    monkeypatch.setattr("trainwright.holding.plan_pool", none)
+    monkeypatch.setattr("trainwright.inference.inference_layout.plan_pool", none)
     with pytest.raises(JobError, match=r"hidden states of Teacher\('big'\) are asked for, which the layout .* whole"):
         stored_targets(teacher, chosen.train, folder=str(tmp_path / "other"))
 

@@ -13,7 +13,7 @@ import trainwright as tw
 from tests import stored_runs
 from tests.support.finished_runs import told
 from trainwright.core import events
-from trainwright.versions import versions
+from trainwright.reporting.versions import versions
 
 STORED = [(place.parent.name, place.name) for place in sorted(stored_runs.HERE.glob("*/*")) if place.is_dir()]
 SHOWN = ("python", "torch", "keras", "tensorflow")  # a change of theirs is one of the job
@@ -41,6 +41,8 @@ def test_a_stored_run_is_read_and_resumed(version: str, name: str, tmp_path: Pat
     assert (formed[-1].source, formed[-1].step) == ("checkpoint", stored_runs.STOPPED_AT)
 
     assert tw.fit(stored_runs.job(name, tmp_path / "whole")).state == "done"
+    evaluated: Any = told(stored, name, events.Evaluated)[-1]
+    assert tw.evaluate(stored_runs.job(name, stored))["loss"] == pytest.approx(evaluated.metrics["loss"], rel=1e-5)
     resumed, whole = losses(stored, name), losses(tmp_path / "whole", name)
     assert sorted(resumed) == sorted(whole) == [*STEPS]
     np.testing.assert_allclose([resumed[step] for step in STEPS], [whole[step] for step in STEPS], rtol=1e-4)

@@ -8,7 +8,6 @@ from tests.simulation.news import SPIKE
 from tests.simulation.scenario import Scenario, least_of
 from tests.simulation.store import Store, Violation
 from trainwright.core import events
-from trainwright.core.consistency import LOOP
 from trainwright.core.errors import (
     DamagedCheckpoint,
     DataError,
@@ -21,9 +20,10 @@ from trainwright.core.errors import (
     UserCodeError,
     WorkerLost,
 )
+from trainwright.core.job_checks import LOOP
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
-from trainwright.driver.settings import Settings
+from trainwright.driver.run_policy import Settings
 
 if TYPE_CHECKING:
     from tests.simulation.world import Driver

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
-import trainwright.driver.decide as decide
+import trainwright.driver.state_machine as decide
 from tests.simulation.tears import Code
 
 PRODUCT = "trainwright."

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from tests.simulation.plans import Plans, staged
-from trainwright.driver.settings import Settings
-from trainwright.driver.spikes import LEAST
+from trainwright.driver.loss_spikes import LEAST
+from trainwright.driver.run_policy import Settings
 
 KINDS = {
     "kill": 24, "kill two": 5, "kill all": 2, "crash loop": 2, "hang": 5, "internal": 4, "user": 2, "data": 1,

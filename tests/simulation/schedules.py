@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tests.simulation.scenario import draw
 from tests.simulation.store import Violation
 from tests.simulation.world import simulate
-from trainwright.driver.decide import POSSIBLE
+from trainwright.driver.state_machine import POSSIBLE
 
 COVERED = 0.97  # share of the possible (phase, event) pairs that must have been seen
 ENDS = ("done", "stopped", "failed", "killed")

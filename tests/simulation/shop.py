@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.processes import Process, Team, apply
 from tests.simulation.store import Violation
-from trainwright.core.asynchrony import Staleness
 from trainwright.core.data import Sums
 from trainwright.core.errors import StorageError
 from trainwright.core.group import StateTag
+from trainwright.core.staleness import Staleness
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:

@@ -17,21 +17,21 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
-import trainwright.eventfiles
-import trainwright.log
-import trainwright.store
-import trainwright.summary
+import trainwright.storage.event_files
+import trainwright.storage.run_log
+import trainwright.storage.run_summary
+import trainwright.storage.store
 from tests.simulation.store import Violation
 from tests.support.sample_run import checkpointed, started, stepped
-from trainwright.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
 from trainwright.core import events
 from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.errors import StorageError
-from trainwright.folding import Folding
-from trainwright.history import History
-from trainwright.log import Owner
-from trainwright.store import Store
+from trainwright.reporting.history import History
+from trainwright.storage.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
+from trainwright.storage.event_folding import Folding
+from trainwright.storage.run_log import Owner
+from trainwright.storage.store import Store
 
 RUN = "run"
 KEEP = 2
@@ -43,10 +43,10 @@ _BUDGET = 400  # changes of one store, so that whoever tries for ever is stopped
 class Code:
     """The modules under attack."""
 
-    log: ModuleType = trainwright.log
-    eventfiles: ModuleType = trainwright.eventfiles
-    summary: ModuleType = trainwright.summary
-    store: ModuleType = trainwright.store
+    log: ModuleType = trainwright.storage.run_log
+    eventfiles: ModuleType = trainwright.storage.event_files
+    summary: ModuleType = trainwright.storage.run_summary
+    store: ModuleType = trainwright.storage.store
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ def record(rng: Random) -> Played:
     store, told = Recording(), dict[str, list[str]]()
     refs: tuple[CheckpointRef, ...] = ()
     for number in range(rng.choice((1, 2, 3))):
-        log = trainwright.log.RunLog(store, RUN, dead=lambda owner: True)
+        log = trainwright.storage.run_log.RunLog(store, RUN, dead=lambda owner: True)
         token = log.acquire(Owner(host="here", pid=number + 1), {"name": RUN}).token
         clock, step = _Minutes(), refs[-1].step if refs else 0
-        compactor = trainwright.summary.Compactor(store, RUN, clock=clock)
+        compactor = trainwright.storage.run_summary.Compactor(store, RUN, clock=clock)
         _tell(store, told, token, 0, [started(token=token), events.Formed(time_s=101, step=step, nodes={"a": "0"})])
         for batch in range(1, rng.randint(2, 7)):
             step += 3
@@ -142,7 +142,7 @@ def record(rng: Random) -> Played:
 
 
 def _tell(store: Store, told: dict[str, list[str]], token: int, number: int, happened: list[events.Event]) -> None:
-    path = trainwright.eventfiles.batch_path(RUN, token, number)
+    path = trainwright.storage.event_files.batch_path(RUN, token, number)
     told[path] = [event.to_json() for event in happened]
     store.put(path, "".join(f"{line}\n" for line in told[path]).encode())
 

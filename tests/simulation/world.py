@@ -20,8 +20,8 @@ from tests.simulation.store import Store, Violation
 from tests.simulation.strikes import Strikes
 from trainwright.core import events
 from trainwright.core.errors import FencedError, StorageError
-from trainwright.driver import decide as real
 from trainwright.driver import messages as m
+from trainwright.driver import state_machine as real
 from trainwright.driver.state import STANDING, Phase, State
 
 PATIENCE_S = 10.0  # without a heartbeat, before another driver takes the run over

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from trainwright.core.group import Peer
-from trainwright.strategies.servers import regions, sockets
-from trainwright.strategies.servers.channel import Link, dial
-from trainwright.strategies.servers.lines import Call, Gone, Line, Lines
-from trainwright.strategies.servers.regions import Region
+from trainwright.strategies.ps import shared_memory, sockets
+from trainwright.strategies.ps.client_transport import Link, dial
+from trainwright.strategies.ps.server_transport import Call, Gone, Line, Lines
+from trainwright.strategies.ps.shared_memory import Region
 
 FIRST, SECOND = b"the key of the first generation", b"the key of the second"
 PLACES = ("shared", "tcp")
@@ -56,7 +56,7 @@ class Server:
 
 def _listener(place: str) -> sockets.Listener:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regions, "SHARES", place == "shared")
+        patch.setattr(shared_memory, "SHARES", place == "shared")
         return sockets.Listener("127.0.0.1")
 
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from trainwright.core.checkpoint import CheckpointRef, FileEntry
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.decide import begin, decide
-from trainwright.driver.settings import Settings
+from trainwright.driver.run_policy import Settings
+from trainwright.driver.state_machine import begin, decide
 
 E = TypeVar("E")
 HEAD = CheckpointRef(step=4, path="checkpoints/00000004-1", manifest_sha256="00")

@@ -9,10 +9,10 @@ import ray
 
 from tests.support import processes
 from tests.support.finished_runs import told
-from trainwright.adoption import NAMESPACE
 from trainwright.core import events
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.runtime.takeover import NAMESPACE
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 
 def committed(folder: Path) -> int:
@@ -22,7 +22,8 @@ def committed(folder: Path) -> int:
 
 
 STEP_S = 0.3
-BY_REFERENCE = "\nimport trainwright.arguments\ntrainwright.arguments.INLINE_BYTES = 0\n"  # as large groups are sent
+MODULE = "trainwright.runtime.call_arguments"
+BY_REFERENCE = f"\nimport {MODULE}\n{MODULE}.INLINE_BYTES = 0\n"  # as large groups are sent
 
 
 def lasting_actors() -> list[dict[str, str]]:

@@ -22,20 +22,19 @@ from unittest import mock
 import cloudpickle
 from ray.exceptions import ActorDiedError
 
-from trainwright import adoption, arguments
-from trainwright.actors import Berth, Hello
-from trainwright.adoption import Found
 from trainwright.core import events
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, StateTag
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.driver import messages as m
-from trainwright.driver import world
-from trainwright.driver.decide import begin, decide
-from trainwright.driver.settings import Settings
+from trainwright.driver.run_policy import Settings
 from trainwright.driver.state import Phase, State
-from trainwright.session import collecting_rarely
-from trainwright.workorder import WorkOrder
+from trainwright.driver.state_machine import begin, decide
+from trainwright.runtime import call_arguments, effect_executor, takeover
+from trainwright.runtime.controller import collecting_rarely
+from trainwright.runtime.takeover import Found
+from trainwright.runtime.worker_actor import Berth, Hello
+from trainwright.worker.worker_config import WorkOrder
 
 NODE = 8  # workers of a node
 REFERENCE_BYTES, NUMBER_BYTES = 28, 9
@@ -267,7 +266,7 @@ class Driver:
         plan = Plan(strategy="sharded", engine="", mesh=mesh, batch_size=fleet.size, placement=Placement(cpus=1.0))
         order = WorkOrder(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
         self.fleet, self.told = fleet, list[events.Event]()
-        self.world = world.World(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
+        self.world = effect_executor.World(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
         settings = Settings(workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes)
         self.state, effects = begin(settings, time.monotonic())
         self._carry_out(effects)
@@ -307,8 +306,8 @@ def driving(size: int, parts: int, folder: Path, **changes: Any) -> Iterator[Dri
     about = {"ray": fleet.ray, "WORKER": fleet, "take_over": lambda *_, **__: Found()}
     with ExitStack() as stack:
         stack.enter_context(collecting_rarely())
-        stack.enter_context(mock.patch.multiple(world, **about))
-        for module in (adoption, arguments):
+        stack.enter_context(mock.patch.multiple(effect_executor, **about))
+        for module in (takeover, call_arguments):
             stack.enter_context(mock.patch.object(module, "ray", fleet.ray))
         driver = Driver(fleet, folder, **changes)
         stack.callback(driver.world.close)

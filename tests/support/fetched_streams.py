@@ -7,8 +7,8 @@ from typing import Any
 from tests.support.streams import same
 from trainwright.core.data import Feed, Feeding
 from trainwright.datasets import Dataset
-from trainwright.datasets.rays import RayFetcher
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.ray_data.fetcher import RayFetcher
 
 ROWS, BATCH = 1500, 128
 OPTIONS: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "seed": 3}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.checkpoints import CheckpointReader, newest_good, read_manifest
 from trainwright.core import events
 from trainwright.core.checkpoint import CheckpointRef
-from trainwright.eventfiles import read_events
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.storage.checkpoints import CheckpointReader, newest_good, read_manifest
+from trainwright.storage.event_files import read_events
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.store import open_store
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import gc
 import importlib
-import itertools
 import json
 import os
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -32,13 +32,12 @@ VARIABLE = "TRAINWRIGHT_TEST_FORK_SERVER"  # names the socket
 ORDER_BYTES, FORK_S, END_S = 1 << 20, 60.0, 10.0
 _ANSWER_BYTES = 32
 _STANDARD = (0, 1, 2)
-_NUMBERS = itertools.count()
 
 
 @contextmanager
 def fork_server(modules: Sequence[str]) -> Iterator[str]:
     """Start a fork server; yield the name of its socket, which takes orders at once. They wait for the imports."""
-    name = f"trainwright-tests-{os.getpid()}-{next(_NUMBERS)}"
+    name = f"trainwright-tests-{os.getpid()}-{secrets.token_hex(4)}"
     command, pipe = [sys.executable, __file__, name, *modules], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as it:
         assert it.stdin is not None and it.stdout is not None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 import trainwright as tw
 from tests.support.torch_jobs import Kill, keep_pace
-from trainwright.datasets.stream import schedule_of
+from trainwright.datasets.loading.loader import schedule_of
 
 ROWS, WIDTH, CLASSES = 203, 8, 4
 BATCH, EPOCHS = 24, 3  # nine steps of an epoch, the last batch short

@@ -17,13 +17,13 @@ from torch import nn
 
 import trainwright as tw
 from tests.support.torch_engines import Net, adam, feed, loss, one_device
-from trainwright.adoption import Orphanage
-from trainwright.checkpoints import CheckpointWriter
 from trainwright.core.checkpoint import checkpoint_path
 from trainwright.core.data import Batch, Cursor
 from trainwright.driver import messages as m
-from trainwright.ledger import RunLedger
-from trainwright.store import open_store
+from trainwright.runtime.takeover import Orphanage
+from trainwright.storage.checkpoints import CheckpointWriter
+from trainwright.storage.run_store import RunLedger
+from trainwright.storage.store import open_store
 
 ROWS, RANGE = 230, 23
 Row = dict[str, Any]

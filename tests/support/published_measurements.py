@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 import trainwright as tw
-from trainwright.strategies.estimating import expected
-from trainwright.strategies.machine import Machine
-from trainwright.strategies.work import Work, work_of
+from trainwright.strategies.cost_model.estimate import expected
+from trainwright.strategies.cost_model.machine import Machine
+from trainwright.strategies.cost_model.step_work import Work, work_of
 
 FOLDER = Path(__file__).parents[1] / "reference" / "planner"
 VTRAIN_SMALL, VTRAIN_LARGE = "vtrain_a100_up_to_4_gpus", "vtrain_a100_up_to_512_gpus"

@@ -14,7 +14,7 @@ from tests.support.torch_engines import (
 from trainwright.core.engine import ModelSpec
 from trainwright.core.group import Address, Group, Peer
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch.data_parallel import DataParallel
+from trainwright.strategies.torch.engines.data_parallel import DataParallel
 
 Exchange = Callable[[Any], list[Any]]
 Scenario = Callable[[int, int, Exchange], Any]

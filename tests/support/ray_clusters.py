@@ -17,8 +17,8 @@ from tests.support import ray_worker_start
 from tests.support.fork_server import VARIABLE, fork_server
 
 TORCH_IMPORTS = (
-    "trainwright.worker",
-    *(f"trainwright.strategies.torch.{name}" for name in ("data_parallel", "one_device", "sharded", "pipeline")),
+    "trainwright.worker.worker",
+    *(f"trainwright.strategies.torch.engines.{name}" for name in ("data_parallel", "one_device", "fsdp", "pipeline")),
     *("aiohttp", "asyncio", "google.protobuf", "jsonschema", "pandas"),  # what Ray does beside itself
     *("pyarrow.json", "pydantic.v1", "requests", "yaml"),
 )

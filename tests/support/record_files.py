@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainwright.datasets.crc32c import crc32c, masked
+from trainwright.datasets.formats.crc32c import crc32c, masked
 
 
 def frame(payload: bytes) -> bytes:

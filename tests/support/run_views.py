@@ -7,12 +7,12 @@ import itertools
 
 from rich.console import Console
 
-from trainwright import views
 from trainwright.core import events
-from trainwright.journal import Journal
-from trainwright.log import RunLog
-from trainwright.owner import Owner
-from trainwright.store import open_store
+from trainwright.reporting import run_views
+from trainwright.storage.event_log import Journal
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.run_owner import Owner
+from trainwright.storage.store import open_store
 
 _NUMBERS = itertools.count()
 ALIVE = Owner.here()
@@ -37,7 +37,7 @@ def record(
         log.release(token, outcome)  # type: ignore[arg-type]
 
 
-def printed(view: views.View) -> str:
+def printed(view: run_views.View) -> str:
     out = io.StringIO()
     Console(file=out, width=140).print(view)
     return out.getvalue()

@@ -8,13 +8,13 @@ from typing import Any
 
 from trainwright.core import events
 from trainwright.core.cluster import Cluster, Node
+from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Estimate, Infeasible, Mesh, Placement, Plan, Rejected
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.planner import Decision
+from trainwright.planning.planner import Decision
 
 PLAN = Plan(
     strategy="data_parallel",
-    engine="trainwright.strategies.torch.data_parallel:DataParallel",
+    engine="trainwright.strategies.torch.engines.data_parallel:DataParallel",
     mesh=Mesh(data=2),
     batch_size=256,
     placement=Placement(cpus=0.5),

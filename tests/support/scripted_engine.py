@@ -12,11 +12,11 @@ import trainwright as tw
 from tests.support.work_orders import order_of
 from trainwright.core.group import Address, Capabilities, Generation, Group, Peer, Role, StateTag
 from trainwright.core.plan import Plan
-from trainwright.driver.layouts import Reservation
 from trainwright.driver.messages import Heal, Passed
-from trainwright.store import Store
-from trainwright.worker import Worker
-from trainwright.workorder import WorkOrder
+from trainwright.driver.worker_requests import Reservation
+from trainwright.storage.store import Store
+from trainwright.worker.worker import Worker
+from trainwright.worker.worker_config import WorkOrder
 
 FIRST = Generation(token=1, number=1)
 PEER = Peer(rank=0, address=Address(host="127.0.0.1", port=1))

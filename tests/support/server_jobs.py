@@ -19,11 +19,11 @@ import pytest
 
 import trainwright as tw
 from tests.support import keras_jobs, torch_jobs
-from trainwright.checkpoints import CheckpointWriter
 from trainwright.core import events
 from trainwright.core.group import Generation
 from trainwright.driver import messages as m
-from trainwright.driver.world import World
+from trainwright.runtime.effect_executor import World
+from trainwright.storage.checkpoints import CheckpointWriter
 
 ROWS, BATCH, EVERY = 192, 24, 5
 EPOCHS = {"torch": 4, "tensorflow": 5}

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.profile import plainly, traced
-from trainwright.strategies.torch.splitting import Splitter
-from trainwright.strategies.torch.tensors import Split
+from trainwright.strategies.torch.profiling.model_profile import plainly, traced
+from trainwright.strategies.torch.tensor_parallel.layers import Split
+from trainwright.strategies.torch.tensor_parallel.plan_search import Splitter
 
 GIVEN = torch.zeros(1, 6)
 

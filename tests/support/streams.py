@@ -8,7 +8,7 @@ import numpy as np
 
 from trainwright.core.data import Feed, Feeding
 from trainwright.datasets import Dataset, table
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.loading.loader import Stream
 
 
 def ids(rows: int) -> Dataset:

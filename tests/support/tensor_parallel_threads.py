@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.strategies.torch.parts import Box
-from trainwright.strategies.torch.tensors import Ring
-from trainwright.strategies.torch.vocabulary import Parted
+from trainwright.strategies.torch.checkpoint.shard_layout import Box
+from trainwright.strategies.torch.tensor_parallel.layers import Ring
+from trainwright.strategies.torch.tensor_parallel.vocab_logits import Parted
 
 
 @dataclass(kw_only=True)

@@ -13,12 +13,12 @@ import numpy as np
 
 from tests.support.conformance import problems, reference_case
 from tests.support.conformance.problems import PROBLEMS, Problem
-from trainwright.core.asynchrony import Unit
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.group import Generation, Group, Peer, StateTag
+from trainwright.core.staleness import Unit
+from trainwright.strategies.ps.lead_server import Lead
 from trainwright.strategies.reference import state as states
 from trainwright.strategies.reference.independent import Independent
-from trainwright.strategies.servers.lead import Lead
 
 FIRST, KEY = Generation(token=1, number=1), b"the key of the first"
 SHARES, STEPS = 3, 12

@@ -13,7 +13,7 @@ from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.group import Generation, Group, Peer
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.strategies.torch.one_device import OneDevice
+from trainwright.strategies.torch.engines.one_device import OneDevice
 
 GENERATION = Generation(token=1, number=1)
 

@@ -119,7 +119,7 @@ def make_model(kills: tuple[Kill, ...]) -> Callable[[], nn.Module]:
 
 
 def _arm_upload(kills: list[Kill]) -> None:
-    from trainwright.checkpoints import CheckpointWriter
+    from trainwright.storage.checkpoints import CheckpointWriter
 
     write = CheckpointWriter.write
 

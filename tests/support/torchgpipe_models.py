@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.strategies.torch.profile import profile_model
-from trainwright.strategies.torch.tracing import numbers
+from trainwright.core.model_profile import LayerCost, ModelProfile
+from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.profiling.op_trace import numbers
 
 Pair = tuple[Tensor, Tensor]
 

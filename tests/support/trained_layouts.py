@@ -15,15 +15,16 @@ from tests.support.torch_engines import accuracy, double
 from trainwright.core.data import Batch
 from trainwright.core.events import RunStarted
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.journal import Journal
-from trainwright.store import open_store
+from trainwright.storage.event_log import Journal
+from trainwright.storage.store import open_store
 
 ROWS = 53  # which neither batches nor ranks divide
 TORCH = "trainwright.strategies.torch"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "sharded": {"engine": f"{TORCH}.sharded:Sharded", "mesh": Mesh(shard=2), "zero": 3},
+    "sharded": {"engine": f"{TORCH}.engines.fsdp:Sharded", "mesh": Mesh(shard=2), "zero": 3},
     "pipeline": {
-        "engine": f"{TORCH}.pipeline:Pipeline", "mesh": Mesh(pipeline=2), "cuts": ("second",), "schedule": "1f1b",
+        "engine": f"{TORCH}.engines.pipeline:Pipeline", "mesh": Mesh(pipeline=2), "cuts": ("second",),
+        "schedule": "1f1b",
         "accumulation": 2,
     },
 }  # fmt: skip

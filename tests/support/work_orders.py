@@ -9,8 +9,8 @@ import numpy as np
 import trainwright as tw
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.strategies.data_parallel import ENGINES
-from trainwright.travel import pack
-from trainwright.workorder import WorkOrder
+from trainwright.worker.job_pickle import pack
+from trainwright.worker.worker_config import WorkOrder
 
 
 def order_of(job: tw.Job) -> WorkOrder:

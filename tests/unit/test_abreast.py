@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import ResourceError, WorkerLost
-from trainwright.distilling.abreast import Abreast, shares
+from trainwright.distillation.parallel_teachers import Abreast, shares
 
 
 @pytest.mark.parametrize(

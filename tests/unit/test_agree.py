@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.group import Agreement, Move, StateTag
-from trainwright.driver.agree import agree, agree_at, writers_of
+from trainwright.driver.state_agreement import agree, agree_at, writers_of
 
 WHOLE = frozenset("abc")
 

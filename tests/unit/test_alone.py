@@ -9,14 +9,14 @@ import pytest
 
 import trainwright as tw
 from tests.support.planner_cases import LAPTOP, PROFILE, decide, job
-from trainwright.core.asynchrony import Consistency, Outer, Wire
 from trainwright.core.errors import JobError, PlanError
+from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
-from trainwright.core.plantext import Pins
-from trainwright.core.profile import ModelProfile
-from trainwright.planview import plan_rows
-from trainwright.strategies.estimating import estimate
-from trainwright.strategies.ranking import estimate_of
+from trainwright.core.plan_spec import Pins
+from trainwright.core.staleness import Consistency, Outer, Wire
+from trainwright.reporting.plan_view import plan_rows
+from trainwright.strategies.cost_model.estimate import estimate
+from trainwright.strategies.search.ranking import estimate_of
 
 WORDS = (
     "dp=4,servers=2",

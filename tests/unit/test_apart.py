@@ -8,13 +8,13 @@ import pytest
 
 from tests.support.driver_harness import Story
 from trainwright.core import events
-from trainwright.core.asynchrony import Staleness
 from trainwright.core.data import Sums
 from trainwright.core.errors import PeerLost, UserCodeError
 from trainwright.core.group import Address, StateTag
+from trainwright.core.staleness import Staleness
 from trainwright.driver import messages as m
 from trainwright.driver.state import Phase
-from trainwright.narration import event_line
+from trainwright.reporting.event_messages import event_line
 
 SERVER = StateTag(step=None, layout="shards", pieces=frozenset({"shard-0"}))
 WORKER = StateTag(step=None, layout="shards", pieces=frozenset())

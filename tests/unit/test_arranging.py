@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from trainwright.core.arranging import arrange, numbers_in, ranges_of, ranks_by_node, rooms_of, seats
 from trainwright.core.group import StateTag
 from trainwright.core.plan import Mesh
-from trainwright.driver.keeping import keepers_of
+from trainwright.core.rank_placement import arrange, numbers_in, ranges_of, ranks_by_node, rooms_of, seats
+from trainwright.driver.memory_checkpointing import keepers_of
 
 degrees = st.integers(1, 4)
 meshes = st.builds(Mesh, pipeline=degrees, data=degrees, shard=degrees, tensor=st.sampled_from([1, 2, 4]))

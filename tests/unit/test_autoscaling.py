@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import ROOT
-from trainwright import autoscaling
-from trainwright.autoscaling import HEAD, Limits, Lookout, Starting, news, older_news, read_config
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Formed, Noted, RunStarted, Waiting
+from trainwright.runtime import autoscaling
+from trainwright.runtime.autoscaling import HEAD, Limits, Lookout, Starting, news, older_news, read_config
 
 CONFIG: dict[str, Any] = {
     "head_node_type": "head",
@@ -235,16 +235,16 @@ def test_later_it_is_a_note(scene: Scene) -> None:
 def test_what_cannot_be_read_refuses_only_a_run_that_needs_it(monkeypatch: pytest.MonkeyPatch, cpus: float) -> None:
     import ray
 
-    from trainwright import discover
+    from trainwright.runtime import cluster_discovery
 
     def unreadable(nodes: Any) -> None:
         raise ResourceError("permission denied", where="the head")
 
     alive = {"Alive": True, "NodeID": "1", "NodeManagerHostname": "a", "Resources": {"CPU": cpus}, "Labels": {}}
     monkeypatch.setattr(ray, "nodes", lambda: [alive])
-    monkeypatch.setattr(discover, "limits", unreadable)
+    monkeypatch.setattr(cluster_discovery, "limits", unreadable)
     if cpus:
-        assert discover.discover(possible=True).unseen == "permission denied (the head)"
+        assert cluster_discovery.discover(possible=True).unseen == "permission denied (the head)"
     else:
         with pytest.raises(ResourceError, match="permission denied"):
-            discover.discover(possible=True)
+            cluster_discovery.discover(possible=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.support.fake_store import FakeStore
 from tests.support.sample_run import Recorder, stepped
-from trainwright.backlog import Backlog, thinned
 from trainwright.core import events
-from trainwright.eventfiles import read_events
-from trainwright.journal import Journal
+from trainwright.storage.event_buffer import Backlog, thinned
+from trainwright.storage.event_files import read_events
+from trainwright.storage.event_log import Journal
 
 
 def steps_of(items: list[events.Event]) -> list[int]:

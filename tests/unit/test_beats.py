@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainwright import adoption
-from trainwright.adoption import BEAT_S, Beats
+from trainwright.runtime import takeover
+from trainwright.runtime.takeover import BEAT_S, Beats
 
 TOKEN = 7
 
@@ -48,8 +48,8 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self._beats = 100.0, Beats()
-        monkeypatch.setattr(adoption, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        monkeypatch.setattr(adoption, "ray", SimpleNamespace(wait=self._wait))
+        monkeypatch.setattr(takeover, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(takeover, "ray", SimpleNamespace(wait=self._wait))
 
     def beat(self, **processes: Process) -> dict[int, float]:
         """By number who is silent, in seconds; processes are called `w1`, `w2` and so on."""

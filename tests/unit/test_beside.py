@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import mix, parquet, split, table
-from trainwright.datasets.pipeline import Recipe
-from trainwright.datasets.stream import Stream, schedule_of
+from trainwright.datasets.loading.loader import Stream, schedule_of
+from trainwright.datasets.ray_data.pipeline import Recipe
 
 Row = dict[str, Any]
 

@@ -9,9 +9,9 @@ import pytest
 
 import trainwright as tw
 from trainwright.core.accelerators import ACCELERATORS
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.strategies.machine import CPU, Machine
-from trainwright.strategies.work import units, work_of
+from trainwright.core.model_profile import LayerCost, ModelProfile
+from trainwright.strategies.cost_model.machine import CPU, Machine
+from trainwright.strategies.cost_model.step_work import units, work_of
 
 CORES = tw.Cluster.parse("2x1xCPU")
 NUMBERS = tw.transformer_profile(hidden=64, layers=2, heads=4, sequence=8, vocabulary=100)

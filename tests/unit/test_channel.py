@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests.support.channel_server import FIRST, PLACES, SECOND, joined, serving, soon
 from trainwright.core.errors import PeerLost
-from trainwright.strategies.servers import handshake, regions, sockets
-from trainwright.strategies.servers.channel import dial
-from trainwright.strategies.servers.frames import Header, Kind
-from trainwright.strategies.servers.lines import Call, Gone
-from trainwright.strategies.servers.regions import Region
+from trainwright.strategies.ps import handshake, shared_memory, sockets
+from trainwright.strategies.ps.client_transport import dial
+from trainwright.strategies.ps.frames import Header, Kind
+from trainwright.strategies.ps.server_transport import Call, Gone
+from trainwright.strategies.ps.shared_memory import Region
 
 BIG = 24 * 2**20  # more than the buffers of a connection hold
 
@@ -208,7 +208,7 @@ def test_of_a_worker_killed_in_the_middle_of_its_push_nothing_counts_but_what_ra
     code = (
         "import sys, time\n"
         "from trainwright.core.group import Address, Peer\n"
-        "from trainwright.strategies.servers.channel import Switch, dial\n"
+        "from trainwright.strategies.ps.client_transport import Switch, dial\n"
         "peer = Peer(rank=0, address=Address(host='127.0.0.1', port=int(sys.argv[1])))\n"
         "until = time.monotonic() + 60\n"
         "link = dial(peer, b'the key of the first generation', 1, until, Switch())\n"
@@ -321,9 +321,9 @@ def test_workers_may_read_published_memory_and_neither_write_nor_shrink_it() -> 
     region = Region(100)
     assert region.file is not None
     with pytest.raises(TypeError):
-        regions.mapped(region.file, writable=False)[0] = 1
+        shared_memory.mapped(region.file, writable=False)[0] = 1
     with pytest.raises(PermissionError):
         __import__("os").ftruncate(region.file, 10)
     with pytest.raises(ConnectionError, match="smaller"):
-        regions.mapped(region.file, 101, writable=False)
+        shared_memory.mapped(region.file, 101, writable=False)
     region.close()

@@ -15,7 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.checkpoints import (
+from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest, checkpoint_path
+from trainwright.core.data import Cursor
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
+from trainwright.storage.checkpoints import (
     MANIFEST,
     CheckpointReader,
     CheckpointWriter,
@@ -27,10 +30,7 @@ from trainwright.checkpoints import (
     verify,
     write_manifest,
 )
-from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest, checkpoint_path
-from trainwright.core.data import Cursor
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
-from trainwright.store import Store, StoreDown, open_store
+from trainwright.storage.store import Store, StoreDown, open_store
 
 RUN = "digits"
 FILES = {"shard-0.bin": b"parameters" * 100, "optimizer/shard-0.bin": b"moments" * 50, "empty": b""}
@@ -360,9 +360,9 @@ def test_a_large_file_is_read_in_portions(store: Store) -> None:
 
 _MEASURE = """
 import resource, sys
-from trainwright.checkpoints import CheckpointReader, read_manifest, verify
+from trainwright.storage.checkpoints import CheckpointReader, read_manifest, verify
 from trainwright.core.checkpoint import CheckpointRef
-from trainwright.store import open_store
+from trainwright.storage.store import open_store
 store, ref = open_store(sys.argv[1]), CheckpointRef(step=10, path=sys.argv[2], manifest_sha256=sys.argv[3])
 verify(store, "digits", ref)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -12,14 +12,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.clusterfiles import Need, check
-from trainwright.clusterfiles.check import check_text
-from trainwright.clusterfiles.items import read
-from trainwright.clusterfiles.machines import machines, tpu_slice
-from trainwright.clusterfiles.markers import ClusterFileError
-from trainwright.clusterfiles.shapes import changes
+from trainwright.cluster_files import Need, check
+from trainwright.cluster_files.check import check_text
+from trainwright.cluster_files.instance_catalogue import machines, tpu_slice
+from trainwright.cluster_files.placeholders import ClusterFileError
+from trainwright.cluster_files.schema import changes
+from trainwright.cluster_files.yaml_tree import read
 from trainwright.core.accelerators import ACCELERATORS
-from trainwright.core.findings import Finding
+from trainwright.core.finding import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "clusters"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from trainwright.core.errors import PlanError
-from trainwright.strategies.servers.codecs import Codec, codec_of
+from trainwright.strategies.ps.gradient_codecs import Codec, codec_of
 
 NAMES = ("full", "fp16", "bf16", "int8", "topk(0.3)", "topk(1)")
 LOSSY = {
@@ -116,7 +116,7 @@ def test_a_place_outside_is_refused() -> None:
 def test_torch_writes_the_same_bits_and_reads_the_same_numbers(name: str, scale: float, bad: float | None) -> None:
     import torch
 
-    from trainwright.strategies.torch.narrow import NARROW
+    from trainwright.strategies.torch.ps.half_codec import NARROW
 
     random, codec, narrow = np.random.default_rng(0), codec_of(name), NARROW[name]
     values = (random.normal(size=70_001) * scale).astype(np.float32)

@@ -16,7 +16,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("app", "strategies", "datasets")
 LIBRARIES = ("torch", "ray", "tensorflow", "keras")
-COMPAT = ("app/compat.py", "datasets/compat.py", "strategies/torch/compat.py", "strategies/tensorflow/compat.py")
+COMPAT = (
+    "app/runtime/ray_compat.py",
+    "datasets/ray_data/ray_data_compat.py",
+    "strategies/torch/torch_compat.py",
+    "strategies/tensorflow/tensorflow_compat.py",
+)
 PRIVATE_PACKAGES = ("keras.src", "tensorflow.python")
 OPERATORS = "torch.ops.aten."  # named as the operators' schema is, which torch keeps compatible
 
@@ -134,9 +139,9 @@ def test_a_symbol_that_is_gone_is_named_with_library_version_and_users(monkeypat
     import torch.overrides
 
     monkeypatch.delattr(torch.overrides, "_pop_mode_temporarily")
-    (line,) = missing("strategies/torch/compat.py")
+    (line,) = missing("strategies/torch/torch_compat.py")
     assert line.startswith(f"torch.overrides._pop_mode_temporarily is not in torch {version('torch')}; used in ")
-    assert "strategies/torch/compat.py:" in line and "strategies/torch/following.py" in line
+    assert "strategies/torch/torch_compat.py:" in line and "strategies/torch/pipeline/call_trace.py" in line
 
 
 def test_only_compat_modules_name_private_symbols() -> None:

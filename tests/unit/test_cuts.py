@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.strategies.cuts import cuts
-from trainwright.strategies.estimating import estimate
-from trainwright.strategies.machine import Machine
-from trainwright.strategies.memory import stage_memory
-from trainwright.strategies.partition import Room, divided, fitted
+from trainwright.core.model_profile import LayerCost, ModelProfile
+from trainwright.strategies.cost_model.estimate import estimate
+from trainwright.strategies.cost_model.machine import Machine
+from trainwright.strategies.cost_model.memory import stage_memory
+from trainwright.strategies.search.partition import Room, divided, fitted
+from trainwright.strategies.search.stage_cuts import cuts
 
 Sizes = tuple[int, ...]
 NODE = tw.Cluster.parse("8xA100-80GB")

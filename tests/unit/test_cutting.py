@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
-from trainwright.datasets import cutting
-from trainwright.datasets.csv_files import record_ends
-from trainwright.datasets.cutting import cut, line_ends, whole_records
-from trainwright.datasets.ranges import MemoryFile
+from trainwright.datasets.formats import record_boundaries
+from trainwright.datasets.formats.byte_ranges import MemoryFile
+from trainwright.datasets.formats.csv import record_ends
+from trainwright.datasets.formats.record_boundaries import cut, line_ends, whole_records
 
 QUOTED = st.text(alphabet='ab",;\n\r é', max_size=8).map(lambda text: '"' + text.replace('"', '""') + '"')
 PLAIN = st.text(alphabet='ab" é', max_size=8).filter(lambda text: not text.startswith('"'))
@@ -78,8 +78,8 @@ def test_groups_do_not_depend_on_how_the_file_was_read(
 
     def pieces(chunk_bytes: int) -> list[tuple[int, bytes]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cutting, "CHUNK_BYTES", chunk_bytes)
-            patch.setattr(cutting.cut, "__defaults__", (rows, size_bytes))
+            patch.setattr(record_boundaries, "CHUNK_BYTES", chunk_bytes)
+            patch.setattr(record_boundaries.cut, "__defaults__", (rows, size_bytes))
             return list(whole_records(MemoryFile("f", content), 0, record_ends))
 
     found = pieces(chunk)
@@ -105,7 +105,7 @@ def test_a_last_line_without_a_newline_counts() -> None:
 def test_a_record_without_an_end_is_named(
     content: bytes, limit: int, message: str, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(record_boundaries, "CHUNK_BYTES", 16)
     with pytest.raises(DataError, match=message) as caught:
         list(whole_records(MemoryFile("x.csv", content), 0, record_ends, limit))
     assert caught.value.where == f"x.csv, row {row}"

@@ -46,7 +46,7 @@ def test_the_other_order_of_imports_works_too(tmp_path: Path) -> None:
         "import trainwright.datasets as ours, datasets\n"
         "print(datasets.owner, ours.__name__, ours.parquet.__module__, sep=', ')"
     )
-    assert run(program, tmp_path) == "the other package, trainwright.datasets, trainwright.datasets.sources"
+    assert run(program, tmp_path) == "the other package, trainwright.datasets, trainwright.datasets.dataset"
 
 
 def test_without_the_other_package_the_import_fails_as_ever(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_without_the_other_package_the_import_fails_as_ever(tmp_path: Path) -> N
 def test_importing_ours_imports_neither_ray_nor_arrow_nor_a_framework() -> None:
     program = (
         "import sys, trainwright.datasets\n"
-        "import trainwright.datasets.order, trainwright.datasets.schedule\n"
+        "import trainwright.datasets.sampling.sampler, trainwright.datasets.sampling.step_schedule\n"
         "print([name for name in ('ray', 'pyarrow', 'pandas', 'torch', 'tensorflow') if name in sys.modules])"
     )
     assert run(program) == "[]"
@@ -69,7 +69,7 @@ def test_importing_ours_imports_neither_ray_nor_arrow_nor_a_framework() -> None:
 
 def test_delivery_without_ray_data_does_not_import_ray() -> None:
     program = (
-        "import sys, trainwright.datasets.stream\n"
+        "import sys, trainwright.datasets.loading.loader\n"
         "print([name for name in ('ray', 'torch', 'tensorflow') if name in sys.modules])"
     )
     assert run(program) == "[]"

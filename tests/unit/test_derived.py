@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
-from trainwright.datasets.derivations import Pack
-from trainwright.datasets.file_metadata import Indexing, indexing
-from trainwright.datasets.stream import Stream
-from trainwright.fingerprint import Fingerprints
+from trainwright.datasets.formats.file_metadata import Indexing, indexing
+from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.ops.filter_flatmap_pack import Pack
+from trainwright.planning.code_fingerprint import Fingerprints
 
 ROWS = 500
 

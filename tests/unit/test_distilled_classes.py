@@ -14,7 +14,7 @@ from tests.support.small_distillation import TWO, torch_hard
 from trainwright.core.data import Terms
 from trainwright.core.errors import JobError
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distilling import Distilled, judged
+from trainwright.strategies.distillation.losses import Distilled, judged
 
 
 def test_weights_of_tokens_are_those_of_the_hard_loss_or_of_the_mask() -> None:

@@ -20,8 +20,8 @@ from torch import nn
 from tests.support.small_distillation import TWO, torch_hard
 from trainwright.core.data import Terms
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distilling import Distilled
-from trainwright.strategies.likeness import Bridge, bridge
+from trainwright.strategies.distillation.layer_projection import Bridge, bridge
+from trainwright.strategies.distillation.losses import Distilled
 
 Array = npt.NDArray[Any]
 LOG3 = math.log(3.0)

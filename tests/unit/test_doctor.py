@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from trainwright import datasets
-from trainwright.cli import app
+from trainwright.cli.main import app
 from trainwright.core.errors import JobError
-from trainwright.core.findings import Finding
-from trainwright.doctoring import examine, links
-from trainwright.doctoring.across import clocks, judge_fleet
-from trainwright.doctoring.devices import parsed
-from trainwright.doctoring.diagnosis import Diagnosis, grouped
-from trainwright.doctoring.facts import (
+from trainwright.core.finding import Finding
+from trainwright.diagnostics import link_benchmark, run
+from trainwright.diagnostics.cluster_checks import clocks, judge_fleet
+from trainwright.diagnostics.cluster_probe import absent_of, stops
+from trainwright.diagnostics.devices import parsed
+from trainwright.diagnostics.facts import (
     Absent,
     Accelerators,
     Clock,
@@ -41,15 +41,15 @@ from trainwright.doctoring.facts import (
     Space,
     Stored,
 )
-from trainwright.doctoring.fleet import absent_of, stops
-from trainwright.doctoring.judging import judge
-from trainwright.doctoring.judging_host import fits
-from trainwright.doctoring.links import Listener, measure
-from trainwright.doctoring.network import port_range, resolved
-from trainwright.doctoring.pairing import rounds
-from trainwright.doctoring.room import group_limits, space
-from trainwright.doctoring.software import cuda_of, import_faults, requirements
-from trainwright.doctoring.storing import leave_mark, looked_for, marks, paths_of, tried, wipe_marks
+from trainwright.diagnostics.host_checks import fits
+from trainwright.diagnostics.host_resources import group_limits, space
+from trainwright.diagnostics.link_benchmark import Listener, measure
+from trainwright.diagnostics.link_schedule import rounds
+from trainwright.diagnostics.machine_checks import judge
+from trainwright.diagnostics.network import port_range, resolved
+from trainwright.diagnostics.report import Diagnosis, grouped
+from trainwright.diagnostics.software import cuda_of, import_faults, requirements
+from trainwright.diagnostics.storage_probe import leave_mark, looked_for, marks, paths_of, tried, wipe_marks
 
 GIB = 1 << 30
 H200 = Device(index=0, kind="NVIDIA H200", driver="570.1", memory_bytes=140 * GIB, used_bytes=GIB)
@@ -369,14 +369,14 @@ def test_a_link_is_measured_and_strangers_are_sent_away() -> None:
 
 
 def test_a_peer_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(link_benchmark, "TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "no answer" in measure("a", "b", silent.getsockname()[:2], b"k" * 16).fault
 
 
 def test_the_command_looks_at_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(examine, "connected", lambda: False)
+    monkeypatch.setattr(run, "connected", lambda: False)
     done = CliRunner().invoke(app, ["doctor", "--quick", "--storage", str(tmp_path / "runs"), "--json"])
     told = json.loads(done.stdout)
     assert told["subject"] == "this machine" and done.exit_code == (1 if told["verdict"] == "bad" else 0)
@@ -388,7 +388,7 @@ def test_the_command_looks_at_this_machine(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_cluster_that_is_not_there_is_bad_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examine, "connected", lambda: False)
+    monkeypatch.setattr(run, "connected", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     found = tw.doctor(address=f"127.0.0.1:{port}", imports=False)

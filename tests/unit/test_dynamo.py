@@ -9,8 +9,9 @@ import pytest
 
 TRAINED = """
 import sys, torch
-from trainwright.strategies.torch import data_parallel, profile
-from trainwright.strategies.torch.objective import Pull
+from trainwright.strategies.torch.engines import data_parallel
+from trainwright.strategies.torch.profiling import model_profile as profile
+from trainwright.strategies.torch.training.objective import Pull
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 
 init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

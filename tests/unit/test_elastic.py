@@ -15,9 +15,9 @@ from trainwright.core import events
 from trainwright.core.group import StateTag
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.driver import messages as m
-from trainwright.driver.settings import Settings
+from trainwright.driver.run_policy import Settings
 from trainwright.driver.state import Phase
-from trainwright.strategies.orders import order
+from trainwright.strategies.search.pipeline_schedules import order
 
 
 def three(**settings: object) -> Story:

@@ -10,9 +10,9 @@ import ray
 import ray.exceptions
 
 import trainwright as tw
-from trainwright import discover, starting
+from trainwright.cli.plan_options import as_options
 from trainwright.core.errors import JobError, ResourceError, RunConflict, UserCodeError
-from trainwright.options import as_options
+from trainwright.runtime import cluster_discovery, launch
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_a_detached_driver_without_a_cluster_is_refused_before_ray_starts(monkey
     def connect(verbose: bool = False) -> bool:
         raise AssertionError("Ray is not started")
 
-    monkeypatch.setattr(starting, "has_cluster", lambda: False)
-    monkeypatch.setattr(starting, "connect", connect)
+    monkeypatch.setattr(launch, "has_cluster", lambda: False)
+    monkeypatch.setattr(launch, "connect", connect)
     data = tw.datasets.table({"x": [[1.0]]})
     job = tw.Job(name="n", model=dict, optimizer=list, loss=max, inputs="x", batch_size=1, train=data)
     with pytest.raises(ResourceError, match="outlives this process") as caught:
@@ -90,5 +90,5 @@ def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ResourceError, match=what) as caught:
-        discover.connect()
+        cluster_discovery.connect()
     assert "RAY_AUTH_TOKEN" in caught.value.remedy and caught.value.where == "192.0.2.1:6379"

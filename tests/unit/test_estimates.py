@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 import trainwright as tw
 from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
 from trainwright.core.errors import PlanError, ResourceError
+from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Infeasible, Mesh
-from trainwright.core.plantext import Pins
-from trainwright.core.profile import LayerCost, ModelProfile
+from trainwright.core.plan_spec import Pins
 from trainwright.strategies import STRATEGIES, tensor_parallel
-from trainwright.strategies.combinations import compiled
-from trainwright.strategies.machine import Group, Machine, group
-from trainwright.strategies.memory import in_flight, layer_memory, stage_memory
-from trainwright.strategies.partition import replicated
-from trainwright.strategies.question import Question
-from trainwright.strategies.ranking import answer, ranking
-from trainwright.strategies.work import Work, even, gathered, work_of
+from trainwright.strategies.cost_model.machine import Group, Machine, group
+from trainwright.strategies.cost_model.memory import in_flight, layer_memory, stage_memory
+from trainwright.strategies.cost_model.step_work import Work, even, gathered, work_of
+from trainwright.strategies.search.compatibility import compiled
+from trainwright.strategies.search.partition import replicated
+from trainwright.strategies.search.plan_request import Question
+from trainwright.strategies.search.ranking import answer, ranking
 
 GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
 NODE, NODES = tw.Cluster.parse("8xA100-80GB"), tw.Cluster.parse("4x8xA100-80GB@800Gb")

@@ -13,9 +13,9 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Steps
 from trainwright.datasets import table
-from trainwright.datasets.feeder import Stage
-from trainwright.describe import describe
-from trainwright.feeding import Feeding, without_data
+from trainwright.datasets.ray_data.feeder import Stage
+from trainwright.planning.job_description import describe
+from trainwright.runtime.ray_data_delivery import Feeding, without_data
 
 GPUS = "2x4xA100-80GB@100Gb"
 

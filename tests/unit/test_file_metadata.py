@@ -22,10 +22,12 @@ from tests.support.record_files import frame as record
 from tests.support.record_files import sample as webdataset_sample
 from tests.support.record_files import write as webdataset_shard
 from tests.support.slow_s3_server import slow_store
-from trainwright.datasets import Dataset, csv, file_metadata, files, parquet, text, tfrecord, webdataset
-from trainwright.datasets.file_metadata import Indexing, folder, indexing
-from trainwright.datasets.files import Footer
-from trainwright.datasets.surveys import Surveying
+from trainwright.datasets import Dataset, csv, parquet, text, tfrecord, webdataset
+from trainwright.datasets.formats import file_metadata
+from trainwright.datasets.formats import parquet as files
+from trainwright.datasets.formats.file_metadata import Indexing, folder, indexing
+from trainwright.datasets.formats.parquet import Footer
+from trainwright.datasets.formats.scanned_files import Surveying
 
 
 def write(path: Path, rows: range) -> None:

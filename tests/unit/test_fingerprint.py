@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import trainwright as tw
-from trainwright.describe import CODE, changes, comparable, describe, essence
-from trainwright.fingerprint import Fingerprints
-from trainwright.jobfile import load_job
-from trainwright.travel import pack, unpack
+from trainwright.planning.code_fingerprint import Fingerprints
+from trainwright.planning.job_description import CODE, changes, comparable, describe, essence
+from trainwright.planning.job_file import load_job
+from trainwright.worker.job_pickle import pack, unpack
 
 HELPERS = """
 import math
@@ -318,7 +318,8 @@ def test_a_job_that_travelled_is_the_same(described: Any, tmp_path: Path) -> Non
     job = load_job(str(tmp_path / "here" / "job.py"))
     assert changes(describe(job), describe(unpack(pack(job)))) == []
     (tmp_path / "packed").write_bytes(pack(job))
-    read = "import sys, json; from trainwright.travel import unpack; from trainwright.describe import describe; "
+    read = "import sys, json; from trainwright.worker.job_pickle import unpack; "
+    read += "from trainwright.planning.job_description import describe; "
     read += "print(json.dumps(describe(unpack(open(sys.argv[1], 'rb').read()))))"
     done = subprocess.run(
         [sys.executable, "-c", read, tmp_path / "packed"], capture_output=True, text=True, check=False, cwd=tmp_path,
@@ -330,7 +331,8 @@ def test_a_job_that_travelled_is_the_same(described: Any, tmp_path: Path) -> Non
 
 def test_every_process_gives_the_same_fingerprint(described: Any, tmp_path: Path) -> None:
     described({})
-    read = "import sys, json; from trainwright.jobfile import load_job; from trainwright.describe import describe; "
+    read = "import sys, json; from trainwright.planning.job_file import load_job; "
+    read += "from trainwright.planning.job_description import describe; "
     read += "print(json.dumps(describe(load_job(sys.argv[1]))))"
     told = {
         subprocess.run(

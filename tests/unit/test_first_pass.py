@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainwright.core.errors import DataError
-from trainwright.datasets import first_pass as module
 from trainwright.datasets import parquet
-from trainwright.datasets.file_metadata import Indexing, indexing
-from trainwright.datasets.first_pass import first_pass
+from trainwright.datasets.formats.file_metadata import Indexing, indexing
+from trainwright.datasets.ops import first_pass as module
+from trainwright.datasets.ops.first_pass import first_pass
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:

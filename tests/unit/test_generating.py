@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import trainwright as tw
-from trainwright import generating
 from trainwright.core.data import Columns, Feed
 from trainwright.core.errors import JobError
-from trainwright.generating import Logits, Sampling, Tokens, continued
+from trainwright.inference import generate as generating
+from trainwright.inference.generate import Logits, Sampling, Tokens, continued
 
 VOCABULARY, CONTEXT = 7, 4
 GREEDY = Sampling(temperature=0.0)

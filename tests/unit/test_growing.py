@@ -12,7 +12,7 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.job import PLACED_S, STARTED_S
 from trainwright.datasets import table
-from trainwright.growing import enough, expansions, fewest, suited, told, wanted
+from trainwright.planning.cluster_growth import enough, expansions, fewest, suited, told, wanted
 
 DATA = table({"x": [[1.0]], "y": [0]})
 

@@ -9,9 +9,9 @@ import pytest
 from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.driver import messages as m
-from trainwright.driver.milestones import hang_deadline_s
+from trainwright.driver.due_times import hang_deadline_s
 from trainwright.driver.state import Phase
-from trainwright.stacks import stacks
+from trainwright.worker.stack_dump import stacks
 
 
 def progressed(story: Story, step: int, after_s: float) -> Story:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainwright.core.errors import ResourceError
-from trainwright.headguard import Command, command_of, open_process, revive
+from trainwright.runtime.gcs_restarter import Command, command_of, open_process, revive
 
 SLEEPER = (sys.executable, "-S", "-c", "import sys; sys.stdin.read()")
 

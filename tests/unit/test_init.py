@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from trainwright.cli import app
-from trainwright.clusterfiles import check
-from trainwright.clusterfiles.markers import ClusterFileError, fill, markers
-from trainwright.initcommand import FILES, ask, parse, sample
+from trainwright.cli.init import FILES, ask, parse, sample
+from trainwright.cli.main import app
+from trainwright.cluster_files import check
+from trainwright.cluster_files.placeholders import ClusterFileError, fill, markers
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESENT = [kind for kind, name in FILES.items() if (ROOT / "clusters" / name).is_file()]

@@ -17,17 +17,17 @@ from torch.distributed import TCPStore
 
 from tests.support.scripted_engine import PEER, ScriptedEngine, scripted, scripted_worker
 from tests.support.work_orders import order_of, table_job
-from trainwright import ranks
-from trainwright.actors import WorkerProcess
 from trainwright.core.errors import HangError, PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.driver.layouts import Reservation
-from trainwright.strategies.servers import channel, regions
-from trainwright.strategies.servers.sockets import Listener, Switch
-from trainwright.strategies.torch import group as groups
-from trainwright.strategies.torch.group import Membership
-from trainwright.strategies.torch.parameter_server import ParameterServer
-from trainwright.worker import Worker
+from trainwright.driver.worker_requests import Reservation
+from trainwright.inference import sharded_inference
+from trainwright.runtime.worker_actor import WorkerProcess
+from trainwright.strategies.ps import client_transport, shared_memory
+from trainwright.strategies.ps.sockets import Listener, Switch
+from trainwright.strategies.torch.distributed import process_group as groups
+from trainwright.strategies.torch.distributed.process_group import Membership
+from trainwright.strategies.torch.engines.parameter_server import ParameterServer
+from trainwright.worker.worker import Worker
 
 FIRST, SECOND = Generation(token=1, number=1), Generation(token=1, number=2)
 KEY = b"of the first"
@@ -109,11 +109,11 @@ def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(
     worker: Worker, called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call to each rank is that of a worker's process, which frees the rank and gives its stacks."""
-    monkeypatch.setattr(ranks, "ray", _Here)
-    worker.reserve(Reservation(generation=Generation(token=ranks.TOKEN, number=3)))
+    monkeypatch.setattr(sharded_inference, "ray", _Here)
+    worker.reserve(Reservation(generation=Generation(token=sharded_inference.TOKEN, number=3)))
     process: Any = object.__new__(WorkerProcess)
     process._worker, process._refusal = worker, lambda token: None
-    together: Any = object.__new__(ranks.Ranks)
+    together: Any = object.__new__(sharded_inference.Ranks)
     with ThreadPoolExecutor(1) as threads:
         remote = SimpleNamespace(remote=lambda *arguments: threads.submit(process.interrupt, *arguments))
         together._number, together._actors, together._nodes = 3, [SimpleNamespace(interrupt=remote)], ["a"]
@@ -152,7 +152,7 @@ class Stopped(Switch):
 def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
     """A server that listens and lets nobody in, as one that is frozen does."""
     if request.param == "tcp":
-        monkeypatch.setattr(regions, "SHARES", False)
+        monkeypatch.setattr(shared_memory, "SHARES", False)
     listener = Listener("127.0.0.1")
     yield listener
     listener.close()
@@ -163,7 +163,7 @@ def test_connecting_to_a_server_that_says_nothing_can_be_cut_at_any_moment(silen
     switch = Stopped(moment)
     peer = Peer(rank=0, address=silent.address, role="server")
     with ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(channel.dial, peer, KEY, 1, time.monotonic() + FOREVER_S, switch)
+        dialling = pool.submit(client_transport.dial, peer, KEY, 1, time.monotonic() + FOREVER_S, switch)
         if moment == "greeting":
             assert switch.greeting.wait(SOON_S)
             switch.cut()

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import trainwright as tw
-from trainwright.cli import app
+from trainwright.cli.main import app
 from trainwright.core.errors import JobError, UserCodeError
-from trainwright.jobfile import load, load_distillation, load_job
+from trainwright.planning.job_file import load, load_distillation, load_job
 
 
 class Summed:
@@ -178,7 +178,7 @@ def test_overrides_of_a_distillation_reach_the_students_job_and_the_loss(tmp_pat
 
 
 RECIPE = """
-from trainwright.core.fields import Fields
+from trainwright.core.strict_model import Fields
 class Twice(Fields):
     times: int = 2
     def distill(self, *, resume, fresh, verbose):

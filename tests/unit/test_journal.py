@@ -10,9 +10,9 @@ import pytest
 from tests.support.fake_store import FakeStore
 from tests.support.sample_run import Recorder, kinds, started, stepped, whole_run
 from trainwright.core import events
-from trainwright.eventfiles import EventReader, append, read_events
-from trainwright.history import History, read_steps
-from trainwright.journal import Journal
+from trainwright.reporting.history import History, read_steps
+from trainwright.storage.event_files import EventReader, append, read_events
+from trainwright.storage.event_log import Journal
 
 
 @pytest.fixture

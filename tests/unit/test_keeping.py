@@ -21,11 +21,11 @@ from trainwright.core.checkpoint import FileEntry
 from trainwright.core.errors import StorageError
 from trainwright.core.group import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.keeping import TOKEN_BITS, keepers_of
-from trainwright.driver.milestones import checkpoint_interval_s
+from trainwright.driver.due_times import checkpoint_interval_s
+from trainwright.driver.memory_checkpointing import TOKEN_BITS, keepers_of
 from trainwright.driver.state import Phase
-from trainwright.keeper import GUARD, Shelf, ShelfReader, no_fetch, sweep
-from trainwright.owner import Owner
+from trainwright.storage.memory_checkpoints import GUARD, Shelf, ShelfReader, no_fetch, sweep
+from trainwright.storage.run_owner import Owner
 
 FIRST = (3 << TOKEN_BITS) + 1  # version of the driver with token 3
 FILE = FileEntry(name="state", size_bytes=5, sha256=hashlib.sha256(b"12345").hexdigest())

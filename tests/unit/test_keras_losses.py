@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.strategies.tensorflow.objective import Caller
+from trainwright.strategies.tensorflow.training.objective import Caller
 
 ROWS, STEPS, CLASSES, WORDS = 12, 5, 3, 7
 RANDOM = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.keras_order import in_order, is_summed, takes_targets_first
+from trainwright.core.argument_order import in_order, is_summed, takes_targets_first
 
 
 def as_keras(y_true: Any, y_pred: Any) -> Any:

@@ -11,10 +11,10 @@ import tensorflow as tf
 from torch import nn
 
 import trainwright as tw
-from trainwright.core.profile import ModelProfile
-from trainwright.fingerprint import Fingerprints
-from trainwright.strategies.tensorflow.profile import profile_model
-from trainwright.strategies.torch.profile import profile_model as profile_torch
+from trainwright.core.model_profile import ModelProfile
+from trainwright.planning.code_fingerprint import Fingerprints
+from trainwright.strategies.tensorflow.training.profile import profile_model
+from trainwright.strategies.torch.profiling.model_profile import profile_model as profile_torch
 
 NUMBERS = ("parameters", "flops", "output_numbers", "kept_numbers", "traffic_numbers", "matmuls", "launches")
 layers = keras.layers

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.support.planner_cases import DEEP, LAPTOP, decide, job
-from trainwright import prepare
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.events import Probed, RunStarted
 from trainwright.core.plan import Estimate, Mesh, Plan
-from trainwright.history import History
-from trainwright.layouts import MOST, Alternatives, contenders, layouts_of, pays
-from trainwright.planner import Decision
-from trainwright.strategies.question import Question
+from trainwright.planning import job_preparation
+from trainwright.planning.planner import Decision
+from trainwright.planning.replanning import MOST, Alternatives, contenders, layouts_of, pays
+from trainwright.reporting.history import History
+from trainwright.strategies.search.plan_request import Question
 
 FAT = replace(
     DEEP, layers=tuple(replace(layer, parameters=4_000_000, parameter_bytes=16_000_000) for layer in DEEP.layers)
@@ -94,10 +94,10 @@ def test_the_best_measured_goes_on_with_a_calibration_that_knows_what_was_measur
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, *, probe: bool = True, **past: Any) -> Decision:
     """What a long run with such a past is planned to do."""
-    monkeypatch.setattr(prepare, "profile_job", lambda *_: FAT)
+    monkeypatch.setattr(job_preparation, "profile_job", lambda *_: FAT)
     given = job(workers=2, probe=probe, epochs=10**6)
     about: dict[str, Any] = {"store": None, "train": given.train.index(), "evaluate": None, "description": {}}
-    return prepare.plan_for(prepare.Prepared(job=given, steps_per_epoch=1000, **about, **past), LAPTOP)
+    return job_preparation.plan_for(job_preparation.Prepared(job=given, steps_per_epoch=1000, **about, **past), LAPTOP)
 
 
 @pytest.mark.parametrize("probe", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -53,6 +54,12 @@ PUBLIC = {
 }
 
 
+def test_no_module_hides_a_public_function() -> None:
+    """Importing `trainwright.NAME` sets an attribute of that name."""
+    modules = {name for name in tw.__all__ if find_spec(f"trainwright.{name}") is not None}
+    assert modules == {"datasets", "trackers"}
+
+
 def loaded_by(statement: str) -> set[str]:
     """Which of the heavy packages a fresh interpreter has loaded after a statement."""
     program = f"import sys\n{statement}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
@@ -81,11 +88,11 @@ def test_what_a_job_file_names_loads_nothing_heavy() -> None:
 
 
 def test_command_line_loads_no_framework_until_it_trains() -> None:
-    assert loaded_by("import trainwright.cli").isdisjoint({"ray", "torch", "tensorflow", "keras"})
+    assert loaded_by("import trainwright.cli.main").isdisjoint({"ray", "torch", "tensorflow", "keras"})
 
 
 def test_torch_engine_loads_torch_alone() -> None:
-    loaded = loaded_by("import trainwright.strategies.torch.data_parallel")
+    loaded = loaded_by("import trainwright.strategies.torch.engines.data_parallel")
     assert "torch" in loaded
     assert loaded.isdisjoint({"ray", "tensorflow", "keras"})
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.checkpoints import CheckpointWriter
 from trainwright.core.checkpoint import FileEntry, checkpoint_path
 from trainwright.core.data import Cursor
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.events import Noted
 from trainwright.driver import messages as m
-from trainwright.eventfiles import read_events
-from trainwright.journal import Journal
-from trainwright.ledger import RunLedger
-from trainwright.log import RunLog
-from trainwright.store import open_store
+from trainwright.storage.checkpoints import CheckpointWriter
+from trainwright.storage.event_files import read_events
+from trainwright.storage.event_log import Journal
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.run_store import RunLedger
+from trainwright.storage.store import open_store
 
 
 def ledger(

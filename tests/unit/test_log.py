@@ -13,8 +13,8 @@ from obstore.exceptions import GenericError
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.errors import FencedError, RunConflict, StorageError
-from trainwright.log import Owner
-from trainwright.store import Store, open_store
+from trainwright.storage.run_log import Owner
+from trainwright.storage.store import Store, open_store
 
 
 @pytest.fixture(params=KINDS)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
 from trainwright.core.errors import FencedError
-from trainwright.log import Entry, RunLog
-from trainwright.store import Store, open_store
+from trainwright.storage.run_log import Entry, RunLog
+from trainwright.storage.store import Store, open_store
 
 
 @pytest.fixture(params=KINDS)

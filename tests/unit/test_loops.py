@@ -14,7 +14,7 @@ from trainwright.core.errors import HangError, TrainwrightError, WorkerLost
 from trainwright.core.group import Address, StateTag
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
-from trainwright.driver.loops import backoff_s
+from trainwright.driver.crash_loops import backoff_s
 from trainwright.driver.state import Phase
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.strategies.loss_shapes import Shape, broadcast_problem
+from trainwright.strategies.common.loss_shapes import Shape, broadcast_problem
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from tests.support.driver_harness import Story
 from tests.support.run_views import printed, record, storage
 from tests.support.sample_run import PLAN, started, stepped
-from trainwright import views
-from trainwright.comparison import Row, compared, noise_text, step_parts
 from trainwright.core import events
 from trainwright.core.data import StepReport
+from trainwright.core.gradient_noise import LEAST, Noise, Scatter
 from trainwright.core.group import StateTag
-from trainwright.core.noise import LEAST, Noise, Scatter
-from trainwright.core.phases import COMPILED, PLACES, Phases, merged, slowest
 from trainwright.core.plan import Estimate, Mesh
+from trainwright.core.step_phases import COMPILED, PLACES, Phases, merged, slowest
 from trainwright.driver import messages as m
 from trainwright.driver.state import Phase
-from trainwright.history import History
-from trainwright.meter import Meter
-from trainwright.report import Facts, render
+from trainwright.reporting import run_views as views
+from trainwright.reporting.history import History
+from trainwright.reporting.html import Facts, render
+from trainwright.reporting.predicted_vs_measured import Row, compared, noise_text, step_parts
+from trainwright.worker.step_timing import Meter
 
 PHASES = {"forward": 0.003, "backward": 0.006, "wait": 0.001, "optimizer": 0.002, "other": 0.0005}
 NOISE = Noise(scale=310.0, low=250.0, high=400.0, batch=256.0, count=36)

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.support.sample_run import PLAN
 from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Mesh, Placement
-from trainwright.meshview import MeshTable, mesh_html, mesh_table, mesh_text, planned_nodes
+from trainwright.reporting.mesh_view import MeshTable, mesh_html, mesh_table, mesh_text, planned_nodes
 
 GPU = Placement(cpus=1, accelerators=1, accelerator="GPU")
 

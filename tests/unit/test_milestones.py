@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.checkpoint import checkpoint_path
-from trainwright.driver.milestones import checkpoint_due, evaluation_due, next_milestone
-from trainwright.driver.settings import Settings
+from trainwright.driver.due_times import checkpoint_due, evaluation_due, next_milestone
+from trainwright.driver.run_policy import Settings
 
 
 def settings(total: int = 10, epoch: int = 4, checkpoint: int | None = None, evaluate: int | None = None) -> Settings:

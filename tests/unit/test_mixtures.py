@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError
 from trainwright.datasets import mix, table
-from trainwright.datasets.mixtures import Pattern, one_pass, pattern_of
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.ops.mix import Pattern, one_pass, pattern_of
 
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=6).map(tuple)
 

@@ -15,7 +15,7 @@ from tests.simulation.scenario import draw
 from tests.simulation.store import Violation
 from tests.simulation.tears import attack, attack_create, record
 from tests.simulation.world import simulate
-from trainwright.driver import agree, decide
+from trainwright.driver import state_agreement, state_machine
 from trainwright.driver.state import State
 
 SCHEDULES, CUTS = 500, 1_000
@@ -23,31 +23,32 @@ SCHEDULES, CUTS = 500, 1_000
 MUTANTS = (
     Mutant(
         name="lets busy ranks wait",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         pattern='turn.call(sorted(state.awaiting - gone), "interrupt", explain)',
     ),
     Mutant(
         name="ends every rank that does not move",
-        module="trainwright.driver.recovering",
-        pattern="gather(turn, Blame(error=error, event=loops.failed(turn.state, -1, -1, error.what)), explain=True)",
-        replacement="gather(turn, Blame(error=error, event=loops.failed(turn.state, -1, -1, error.what)), "
+        module="trainwright.driver.recovery",
+        pattern="gather(turn, Blame(error=error, event=crash_loops.failed(turn.state, -1, -1, error.what)), "
+        "explain=True)",
+        replacement="gather(turn, Blame(error=error, event=crash_loops.failed(turn.state, -1, -1, error.what)), "
         "lost=state.awaiting, kill=True)",
     ),
     Mutant(
         name="calls a spare that is not up yet",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         pattern="state.starting if held and held.ready else state.starting | {worker}",
         replacement="state.starting",
     ),
     Mutant(
         name="starts spares without end",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         pattern="state.settings.spares - sum(spare.slot is None for spare in state.spares.values())",
         replacement="state.settings.spares",
     ),
     Mutant(
         name="gives one spare to two ranks",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         function="fill",
         pattern="state.spares.without({worker})",
         replacement="state.spares",
@@ -55,40 +56,40 @@ MUTANTS = (
     ),
     Mutant(
         name="shrinks below the fewest",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         pattern="left >= state.settings.fewest and state.seats(left) > 0",
         replacement="left > 0",
         also=("never starts", "never starts", "kill two"),
     ),
     Mutant(
         name="forgets who has which rank when the world shrinks",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         pattern="turn.change(members=PersistentList(members), rank_of=ranks)",
         replacement="turn.change(members=PersistentList(members))",
     ),
     Mutant(
         name="grows beyond its bounds",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         function="replenish",
         pattern="range(state.settings.most)",
         replacement="range(state.settings.most + 1)",
     ),
     Mutant(
         name="lets a recruit join that is not up",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         function="_ready",
         pattern="spare.slot is not None and spare.ready",
         replacement="spare.slot is not None",
     ),
     Mutant(
         name="gives ranks to more than a plan has",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         pattern="change < 0",
         replacement="change < -8",
     ),
     Mutant(
         name="measures plans in the middle of a run",
-        module="trainwright.driver.probing",
+        module="trainwright.driver.plan_trials",
         function="plan_trials",
         pattern="not begun",
         replacement="True",
@@ -96,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         name="sets two plans aside for one failure",
-        module="trainwright.driver.probing",
+        module="trainwright.driver.plan_trials",
         function="set_aside",
         pattern="not trials.trying",
         replacement="not trials.left",
@@ -104,64 +105,64 @@ MUTANTS = (
     ),
     Mutant(
         name="forgets those who are to go in their groups",
-        module="trainwright.driver.leaving",
+        module="trainwright.driver.preemption",
         pattern='turn.call(staying, "leave")',
         also=("preempt",),
     ),
     Mutant(
         name="counts a copy before all keepers have delivered",
-        module="trainwright.driver.keeping",
+        module="trainwright.driver.memory_checkpointing",
         pattern="not keeping.owing and not keeping.spoiled",
         replacement="not keeping.spoiled",
         also=("kill all", "kill two"),
     ),
     Mutant(
         name="passes over what is in memory",
-        module="trainwright.driver.forming",
+        module="trainwright.driver.rendezvous",
         pattern="state.kept is not None and kept_step > state.committed",
         replacement="False",
         also=("kill all",),
     ),
     Mutant(
         name="agrees on the lowest step",
-        module="trainwright.driver.agree",
+        module="trainwright.driver.state_agreement",
         pattern="sorted(standing, key=lambda step: -1 if step is None else step, reverse=True)",
         replacement="sorted(standing, key=lambda step: -1 if step is None else step)",
     ),
     Mutant(
         name="takes a torn state for a sound one",
-        module="trainwright.driver.agree",
+        module="trainwright.driver.state_agreement",
         pattern="tags[rank].sound",
         replacement="True",
     ),
     Mutant(
         name="sends nothing to newcomers",
-        module="trainwright.driver.agree",
+        module="trainwright.driver.state_agreement",
         pattern="rank not in settled",
         replacement="rank not in settled and tags[rank].step is not None",
     ),
     Mutant(
         name="gives up one failure early",
-        module="trainwright.driver.loops",
+        module="trainwright.driver.crash_loops",
         pattern="state.failures > settings.failures",
         replacement="state.failures >= max(1, settings.failures)",
     ),
     Mutant(
         name="never counts a failure",
-        module="trainwright.driver.loops",
+        module="trainwright.driver.crash_loops",
         pattern="turn.change(failures=state.failures + 1, failed_s=(*recent, turn.now_s))",
         replacement="turn.change(failed_s=(*recent, turn.now_s))",
         also=("crash loop",),
     ),
     Mutant(
         name="counts every sign of one failure",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         pattern="entering or again or (state.blame is None and not blame.peer)",
         replacement="True",
     ),
     Mutant(
         name="does not count a newcomer's death",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         function="died",
         pattern="event.worker in state.starting",
         replacement="False",
@@ -169,32 +170,32 @@ MUTANTS = (
     ),
     Mutant(
         name="recovers from the user's errors",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         function="raised",
         pattern='kind in ("user", "data")',
         replacement='kind == "data"',
     ),
     Mutant(
         name="does not tell idle ranks to leave",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         pattern="_let_go(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)",
     ),
     Mutant(
         name="waits for ever for survivors that are silent",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         function="leave_expired",
         pattern="_replace(turn, state.awaiting, kill=True)",
     ),
     Mutant(
         name="forgets whoever joins when a server is lost",
-        module="trainwright.driver.apart",
+        module="trainwright.driver.dynamic_members",
         pattern="turn.change(apart={}, awaiting=state.awaiting | busy, losing=frozenset())",
         replacement="turn.change(apart={}, losing=frozenset())",
         also=("kill", "kill"),
     ),
     Mutant(
         name="ends a generation with a worker that follows a chief",
-        module="trainwright.driver.apart",
+        module="trainwright.driver.dynamic_members",
         function="tolerates",
         pattern="state.settings.spares_rank(state.rank_of[worker])",
         replacement='state.settings.spares_rank(state.rank_of[worker]) and state.settings.topology == "independent"',
@@ -202,13 +203,13 @@ MUTANTS = (
     ),
     Mutant(
         name="has those judge who follow a chief",
-        module="trainwright.driver.training",
+        module="trainwright.driver.segments",
         pattern="[state.members[0].worker]",
         replacement="[member.worker for member in state.members]",
     ),
     Mutant(
         name="takes processes over that cannot form again",
-        module="trainwright.driver.heirs",
+        module="trainwright.driver.driver_takeover",
         function="_usable",
         pattern='turn.settings.reform == "in_place"',
         replacement="True",
@@ -216,41 +217,41 @@ MUTANTS = (
     ),
     Mutant(
         name="has a process join twice that cannot",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         pattern='state.settings.reform == "new_process" and kind != "peer"',
         replacement="False",
         also=("storage", "storage"),
     ),
     Mutant(
         name="has a process join again that was cut off",
-        module="trainwright.driver.apart",
+        module="trainwright.driver.dynamic_members",
         pattern='apart.blame is not None and settings.reform == "new_process"',
         replacement="False",
         also=("cut", "cut"),
     ),
     Mutant(
         name="waits for a server that has raised",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         pattern="turn.change(awaiting=turn.state.awaiting - {worker}, apart=others)",
         replacement="turn.change(awaiting=turn.state.awaiting - {worker})",
         also=("storage", "storage"),
     ),
     Mutant(
         name="takes answers of older generations",
-        module="trainwright.driver.decide",
+        module="trainwright.driver.state_machine",
         pattern="event.generation != state.generation or not owing",
         replacement="event.worker not in state.rank_of",
         also=("kill", "user"),
     ),
     Mutant(
         name="does not time a hang",
-        module="trainwright.driver.training",
+        module="trainwright.driver.segments",
         function="_run",
         pattern='turn.arm("hang", hang_deadline_s(turn.state))',
     ),
     Mutant(
         name="waits for the files of a dead uploader",
-        module="trainwright.driver.staffing",
+        module="trainwright.driver.membership",
         pattern="forget(turn, frozenset(gone))",
     ),
     Mutant(
@@ -275,55 +276,55 @@ MUTANTS = (
     ),
     Mutant(
         name="steps on after a wish to stop",
-        module="trainwright.driver.training",
+        module="trainwright.driver.segments",
         function="proceed",
         pattern="not state.ending",
         replacement="state.step < state.settings.total_steps",
     ),
     Mutant(
         name="gives the log back during a commit",
-        module="trainwright.driver.decide",
+        module="trainwright.driver.state_machine",
         pattern="turn.state.phase is Phase.CLOSING and turn.state.upload is None",
         replacement="turn.state.phase is Phase.CLOSING",
         also=("commit slow", "stop now"),
     ),
     Mutant(
         name="ends workers that another driver has taken over",
-        module="trainwright.driver.ending",
+        module="trainwright.driver.shutdown",
         pattern="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
         replacement="_kill_all(turn)",
         also=("stall",),
     ),
     Mutant(
         name="hides the steps that nobody holds any more",
-        module="trainwright.driver.forming",
+        module="trainwright.driver.rendezvous",
         pattern="max(0, state.progress - heal.step, state.told - heal.step)",
         replacement="max(0, state.progress - heal.step)",
         also=("crash",),
     ),
     Mutant(
         name="ends the run where a checkpoint is damaged",
-        module="trainwright.driver.recovering",
+        module="trainwright.driver.recovery",
         pattern="bool(state.older) or state.phase is Phase.GATHERING",
         replacement="False",
         also=("checkpoint damaged",),
     ),
     Mutant(
         name="lets workers live when the log is lost",
-        module="trainwright.driver.ending",
+        module="trainwright.driver.shutdown",
         pattern="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
         replacement="_let_go(turn)",
     ),
     Mutant(
         name="leaves a rank out of the evaluation",
-        module="trainwright.driver.training",
+        module="trainwright.driver.segments",
         function="evaluated",
         pattern="sorted(state.answers)",
         replacement="sorted(state.answers)[: max(1, len(state.answers) - 1)]",
     ),
     Mutant(
         name="clears the failures with steps done again",
-        module="trainwright.driver.turn",
+        module="trainwright.driver.transition",
         function="reached",
         pattern="step > state.high",
         replacement="step > state.progress",
@@ -331,20 +332,20 @@ MUTANTS = (
     ),
     Mutant(
         name="lets a first failure wait",
-        module="trainwright.driver.loops",
+        module="trainwright.driver.crash_loops",
         pattern="0.0 if failures < 2 else min(MOST_S, 2.0 ** min(failures - 2, 10))",
         replacement="1.0 if failures < 2 else min(MOST_S, 2.0 ** min(failures - 2, 10))",
     ),
     Mutant(
         name="passes a batch by at the first failure",
-        module="trainwright.driver.loops",
+        module="trainwright.driver.crash_loops",
         function="note",
         pattern="loop.times < LOOP",
         replacement="False",
     ),
     Mutant(
         name="passes more batches by than allowed",
-        module="trainwright.driver.loops",
+        module="trainwright.driver.crash_loops",
         function="note",
         pattern="len(state.passing) >= state.settings.pass_limit",
         replacement="False",
@@ -355,50 +356,50 @@ MUTANTS = (
 STORAGE_MUTANTS = (
     Mutant(
         name="ends with a torn entry",
-        module="trainwright.log",
+        module="trainwright.storage.run_log",
         function="_read",
         pattern="return None",
         replacement='raise StorageError("torn")',
     ),
     Mutant(
         name="writes a burnt number again",
-        module="trainwright.log",
+        module="trainwright.storage.run_log",
         pattern="number = self._top + 1",
         replacement="number = head.number + 1 if head else 1",
     ),
     Mutant(
         name="believes a hint that names a torn entry alone",
-        module="trainwright.log",
+        module="trainwright.storage.run_log",
         pattern="self._newest(numbers) or self._newest(self._numbers(0))",
         replacement="self._newest(numbers)",
     ),
     Mutant(
         name="gives up behind a torn entry of its own",
-        module="trainwright.log",
+        module="trainwright.storage.run_log",
         pattern="self._read(number) or last",
         replacement="self._read(number)",
     ),
     Mutant(
         name="takes what a torn packed file had for lost",
-        module="trainwright.eventfiles",
+        module="trainwright.storage.event_files",
         pattern="damaged[file] = str(error)\nreturn True",
         replacement="yield from self._lost({file: str(error)})",
     ),
     Mutant(
         name="takes a packed file that ends early for whole",
-        module="trainwright.eventfiles",
+        module="trainwright.storage.event_files",
         pattern="number <= file.last",
         replacement="False",
     ),
     Mutant(
         name="deletes batches that only a torn packed file covers",
-        module="trainwright.summary",
+        module="trainwright.storage.run_summary",
         pattern="shared and file.path not in self._sound and self._whole(file) is None",
         replacement="False",
     ),
     Mutant(
         name="believes a summary that is torn",
-        module="trainwright.summary",
+        module="trainwright.storage.run_summary",
         function="_stored",
         pattern="(MissingFile, ValueError, TypeError, KeyError, AttributeError)",
         replacement="MissingFile",
@@ -407,18 +408,18 @@ STORAGE_MUTANTS = (
 LINKS = (
     Mutant(
         name="names an entry before the disk has it",
-        module="trainwright.store",
+        module="trainwright.storage.store",
         pattern="file.flush()\nos.fsync(file.fileno())",
     ),
     Mutant(
         name="forgets the folder of an entry",
-        module="trainwright.store",
+        module="trainwright.storage.store",
         function="_create_once",
         pattern="self._sync(path)",
     ),
     Mutant(
         name="replaces what another wrote",
-        module="trainwright.store",
+        module="trainwright.storage.store",
         pattern="os.link(unnamed, place)",
         replacement="place.unlink(missing_ok=True)\nos.link(unnamed, place)",
     ),
@@ -506,7 +507,7 @@ def test_reformatted_module_still_mutates(mutant: Mutant) -> None:
 
 
 def test_missing_pattern_of_a_module() -> None:
-    module = agree.__name__
+    module = state_agreement.__name__
     with pytest.raises(ValueError, match=f"mutant 'no such': the pattern 'no_such' occurs 0 times in {module}"):
         load(Mutant(name="no such", module=module, pattern="no_such"))
     with pytest.raises(ValueError, match=r"imports tests\.unit"):
@@ -514,14 +515,19 @@ def test_missing_pattern_of_a_module() -> None:
 
 
 def test_a_mutant_leaves_the_real_modules_alone() -> None:
-    code = load(Mutant(name="other", module=agree.__name__, pattern="tags[rank].sound", replacement="True"))
-    assert code is not decide and sys.modules[decide.__name__] is decide
-    assert sys.modules[agree.__name__] is agree and vars(sys.modules[decide.__package__])["agree"] is agree
+    code = load(Mutant(name="other", module=state_agreement.__name__, pattern="tags[rank].sound", replacement="True"))
+    assert code is not state_machine and sys.modules[state_machine.__name__] is state_machine
+    assert (
+        sys.modules[state_agreement.__name__] is state_agreement
+        and vars(sys.modules[state_machine.__package__])["state_agreement"] is state_agreement
+    )
     assert code.State is State, "a module that does not import the mutated one is shared"
 
 
 def test_a_copy_that_is_not_mutated_passes() -> None:
     code = load(
-        Mutant(name="the same", module=agree.__name__, pattern="tags[rank].sound", replacement="tags[rank].sound")
+        Mutant(
+            name="the same", module=state_agreement.__name__, pattern="tags[rank].sound", replacement="tags[rank].sound"
+        )
     )
     assert sum(simulate(draw(seed), code).outcomes[-1] == "done" for seed in range(60)) > 20

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.noise import FAR, LEAST, Noise, NoiseAverage, Scatter
+from trainwright.core.gradient_noise import FAR, LEAST, Noise, NoiseAverage, Scatter
 
 
 def scatter_of(sums: npt.NDArray[np.float64], rows: list[int]) -> Scatter:

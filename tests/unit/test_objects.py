@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from trainwright.core import generators
+from trainwright.core import random_state
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import from_huggingface, from_torch, mix, split, table
-from trainwright.datasets.columns import Field
-from trainwright.datasets.objects import group_rows
-from trainwright.datasets.sources import Dataset
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.formats.arrow_columns import Field
+from trainwright.datasets.formats.python_objects import group_rows
+from trainwright.datasets.loading.loader import Stream
 
 
 class Squares:
@@ -197,13 +197,13 @@ def test_rows_that_draw_nothing_are_asked_for_once_and_leave_the_generators_alon
     index = data.index()
     asked.clear()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    before = generators.states()
+    before = random_state.states()
     reader = data.reader(index, None)
     for epoch in range(3):
         reader.gather(np.arange(40), epoch)
     assert sorted(asked) == list(range(40))
     from_torch(Augmented(40)).reader(index, None).gather(np.arange(40))
-    assert generators.states() == before
+    assert random_state.states() == before
 
 
 @pytest.mark.parametrize("derive", ["split", "beside", "mix"])
@@ -224,7 +224,7 @@ def test_rows_are_not_drawn_while_a_step_runs() -> None:
     data = from_torch(Augmented(40))
     reader = data.reader(data.index(), None)
     with ThreadPoolExecutor(1) as pool:
-        with generators.LOCK:
+        with random_state.LOCK:
             reading = pool.submit(reader.gather, np.arange(4))
             torch.manual_seed(3)
             drawn = [torch.rand(()).item() for _ in range(1000)]

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 
+from trainwright.chaos_testing import driver_process, run_observer, store_outage
+from trainwright.chaos_testing.fault_catalogue import CATALOGUE
+from trainwright.chaos_testing.fault_schedule import Strike
+from trainwright.chaos_testing.leak_check import Surroundings
+from trainwright.chaos_testing.remote_signal import Hands, send
+from trainwright.chaos_testing.run_state import Process
+from trainwright.chaos_testing.store_outage import FolderOutage, cannot_fail, through
+from trainwright.chaos_testing.tcp_proxy import Proxy
 from trainwright.core.errors import StorageError
-from trainwright.ordeal import course, driving, outage
-from trainwright.ordeal.catalogue import CATALOGUE
-from trainwright.ordeal.hands import Hands, send
-from trainwright.ordeal.leftovers import Surroundings
-from trainwright.ordeal.outage import FolderOutage, cannot_fail, through
-from trainwright.ordeal.proxy import Proxy
-from trainwright.ordeal.scene import Process
-from trainwright.ordeal.schedule import Strike
-from trainwright.owner import started_ticks
-from trainwright.store import open_store
+from trainwright.storage.run_owner import started_ticks
+from trainwright.storage.store import open_store
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_variables_go_to_the_workers_beside_what_the_job_has(monkeypatch: pytest
         "metadata": {"m": "1"},
         "runtime_env": {"env_vars": {"A": "a", "B": "b"}, "pip": []},
     }
-    assert name == outage.RAY_JOB
+    assert name == store_outage.RAY_JOB
 
 
 def test_shared_memory_that_nobody_uses_is_left_over(tmp_path: Path) -> None:
@@ -215,13 +215,13 @@ def test_a_driver_that_stood_still_may_do_nothing_but_end(
     how: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on once another one trains."""
-    monkeypatch.setattr(driving, "SUBJECT", "tests.support.stopped_driver")
-    monkeypatch.setattr(course, "REPLACED_S", 1.0 if how == "hangs" else 30.0)
+    monkeypatch.setattr(driver_process, "SUBJECT", "tests.support.stopped_driver")
+    monkeypatch.setattr(run_observer, "REPLACED_S", 1.0 if how == "hangs" else 30.0)
     order = tmp_path / "order.job"
     order.write_text(how)
     (stall,) = (fault for fault in CATALOGUE if fault.name == "stall")
     said = list[str]()
-    runner = course.Runner(
+    runner = run_observer.Runner(
         "run", order, environment={}, silence_s=60, strikes=[Strike(fault=stall)], outages={}, say=said.append
     )
     found = runner.run()

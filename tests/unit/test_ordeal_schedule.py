@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from trainwright.chaos_testing.fault_catalogue import CATALOGUE, Fault, Stage, chosen
+from trainwright.chaos_testing.fault_schedule import Past, Strike, due, every, next_of, rest_of, spread
+from trainwright.chaos_testing.run_state import Scene
 from trainwright.core import events
 from trainwright.core.errors import JobError
-from trainwright.ordeal.catalogue import CATALOGUE, Fault, Stage, chosen
-from trainwright.ordeal.scene import Scene
-from trainwright.ordeal.schedule import Past, Strike, due, every, next_of, rest_of, spread
 
 FAULTS = {fault.name: fault for fault in CATALOGUE}
 KILL = FAULTS["kill"]

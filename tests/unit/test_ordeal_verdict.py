@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from trainwright.chaos_testing.fault_injector import Given
+from trainwright.chaos_testing.run_observer import Course
+from trainwright.chaos_testing.verdict import Cost, Final, Verdict, costs, differences
+from trainwright.chaos_testing.verdict_view import as_data, as_table
 from trainwright.core import events
-from trainwright.ordeal.course import Course
-from trainwright.ordeal.injector import Given
-from trainwright.ordeal.page import as_data, as_table
-from trainwright.ordeal.verdict import Cost, Final, Verdict, costs, differences
 
 FINAL = Final(step=4, files={"model": "aa", "optimizer": "bb"})
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from trainwright.core.data import fold
 from trainwright.core.errors import DataError
-from trainwright.datasets.order import HIGHLY_COMPOSITE, Lanes, Order, choose_lanes
-from trainwright.datasets.schedule import Schedule, steps_per_epoch
+from trainwright.datasets.sampling.sampler import HIGHLY_COMPOSITE, Lanes, Order, choose_lanes
+from trainwright.datasets.sampling.step_schedule import Schedule, steps_per_epoch
 
 MASK = (1 << 64) - 1
 GOLDEN = [692, 329, 850, 479, 36, 659, 206, 780, 415, 929, 525, 151]

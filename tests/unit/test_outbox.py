@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.strategies.servers.outbox import Outbox
+from trainwright.strategies.ps.send_buffer import Outbox
 
 SIZE = 100
 

@@ -10,12 +10,12 @@ import pytest
 
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.events import Evaluated, RunStarted
-from trainwright.distilling.outcomes import Outcome, mark_stopped, outcome_of
-from trainwright.distilling.tuning import _Comparing
-from trainwright.eventfiles import append
-from trainwright.log import Outcome as End
-from trainwright.log import Owner, RunLog
-from trainwright.store import Store, open_store
+from trainwright.distillation.trial_results import Outcome, mark_stopped, outcome_of
+from trainwright.distillation.tune_trials import _Comparing
+from trainwright.storage.event_files import append
+from trainwright.storage.run_log import Outcome as End
+from trainwright.storage.run_log import Owner, RunLog
+from trainwright.storage.store import Store, open_store
 
 FIGURES = {10: 1 / 3, 20: 0.1 + 0.2}
 

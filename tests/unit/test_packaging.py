@@ -91,7 +91,7 @@ def test_wheel_has_licence_and_command(built: Built) -> None:
         texts = {name.split(".dist-info/")[-1]: name for name in archive.namelist() if ".dist-info/" in name}
         assert b"License-Expression: Apache-2.0" in archive.read(texts["METADATA"])
         assert archive.read(texts["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes()
-        assert b"trainwright = trainwright.cli:main" in archive.read(texts["entry_points.txt"])
+        assert b"trainwright = trainwright.cli.main:main" in archive.read(texts["entry_points.txt"])
 
 
 def test_sdist_is_a_checkout_that_can_be_worked_with(built: Built) -> None:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet
-from trainwright.datasets.columns import to_array
-from trainwright.datasets.files import ParquetLoader
+from trainwright.datasets.formats.arrow_columns import to_array
+from trainwright.datasets.formats.parquet import ParquetLoader
+from trainwright.datasets.formats.parquet_pages import PageReader
 from trainwright.datasets.index import Index
-from trainwright.datasets.pages import PageReader
-from trainwright.datasets.reader import Reader
+from trainwright.datasets.loading.row_reader import Reader
 
 ROWS = 300
 PLAIN: dict[str, Any] = {"use_dictionary": False, "row_group_size": 120, "data_page_size": 500}

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.support.run_logs import Clock
-from trainwright.patience import FIRST_S, LONGEST_S, Pauses
+from trainwright.storage.retry import FIRST_S, LONGEST_S, Pauses
 
 
 def pauses_of(total_s: float, jitter: object) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.driver.persistent import PersistentList, PersistentMap, PersistentSet
+from trainwright.driver.persistent_collections import PersistentList, PersistentMap, PersistentSet
 
 KEYS = st.one_of(st.integers(-2, 5), st.integers(120, 135), st.integers(1000, 1003))
 SETS = st.frozensets(KEYS)

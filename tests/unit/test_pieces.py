@@ -9,10 +9,10 @@ import pytest
 
 from trainwright.core.data import Feeding
 from trainwright.datasets import table
-from trainwright.datasets.order import Lanes, Order, choose_lanes
-from trainwright.datasets.pipeline import PIECE_ROWS, Piece, Recipe
-from trainwright.datasets.schedule import Schedule
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.ray_data.pipeline import PIECE_ROWS, Piece, Recipe
+from trainwright.datasets.sampling.sampler import Lanes, Order, choose_lanes
+from trainwright.datasets.sampling.step_schedule import Schedule
 
 RANKS = 8
 

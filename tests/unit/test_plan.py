@@ -14,8 +14,8 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import fold
 from trainwright.core.errors import JobError, PlanError, ResourceError
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.planview import plan_rows
-from trainwright.strategies.question import place
+from trainwright.reporting.plan_view import plan_rows
+from trainwright.strategies.search.plan_request import place
 
 
 @given(*[st.integers(1, 4)] * 4)
@@ -188,7 +188,7 @@ def test_a_models_state_is_kept_by_the_host_only_where_nothing_else_fits() -> No
     layer = replace(PROFILE.layers[0], parameters=3 * 10**8, flops=1e9, kept_numbers=1e3)
     deep, two = replace(PROFILE, layers=(layer,) * 13), tw.Cluster.parse("2xT4")
     chosen = decide(two, profile=deep).chosen
-    assert chosen.offload and chosen.engine.endswith("sharded:Sharded") and chosen.text == "dp=2,zero=3,offload=1"
+    assert chosen.offload and chosen.engine.endswith("fsdp:Sharded") and chosen.text == "dp=2,zero=3,offload=1"
     assert ("in host memory", "parameters, gradients and the optimizer's state") in plan_rows(chosen)
     estimate = chosen.estimate
     assert estimate is not None and estimate.stage_memory_bytes[0] < 3.1 * 4 * 3 * 10**8
@@ -224,7 +224,7 @@ def test_a_model_is_divided_only_where_it_does_not_fit_otherwise() -> None:
     uncut = replace(huge, untraced="ValueError")
     chosen = decide(tw.Cluster.parse("2xT4"), profile=uncut).chosen
     assert (chosen.strategy, chosen.zero, chosen.mesh, chosen.recompute) == ("sharded", 3, Mesh(shard=2), "none")
-    assert chosen.engine.endswith("sharded:Sharded")
+    assert chosen.engine.endswith("fsdp:Sharded")
     fat = replace(PROFILE, layers=(replace(layer, parameters=10**8, parameter_bytes=4 * 10**8, flops=1e12),))
     decision = decide(tw.Cluster.parse("2xT4"), profile=fat, workers=2)
     (why,) = [item.reason for item in decision.rejected if item.plan.strategy == "sharded"]

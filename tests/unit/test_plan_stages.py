@@ -13,7 +13,7 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError
 from trainwright.strategies.pipeline import STALE
 
-PIPELINE = "trainwright.strategies.torch.pipeline:Pipeline"
+PIPELINE = "trainwright.strategies.torch.engines.pipeline:Pipeline"
 
 
 def test_a_pipeline_is_cut_before_named_layers() -> None:
@@ -116,7 +116,7 @@ def test_what_is_computed_again_has_engines_for_modules_of_torch() -> None:
 
 
 def _rows(chosen: object) -> list[tuple[str, str]]:
-    from trainwright.planview import plan_rows
+    from trainwright.reporting.plan_view import plan_rows
 
     return plan_rows(chosen)  # type: ignore[arg-type]
 
@@ -131,9 +131,9 @@ SPLIT = replace(
     [
         ("tp=2", "tensor_parallel:TensorParallel", 0),
         ("dp=2,tp=2", "tensor_parallel:TensorParallel", 0),
-        ("fsdp=2,tp=2", "sharded:Sharded", 3),
-        ("dp=2,zero=2,tp=2", "sharded:Sharded", 2),
-        ("dp=2,fsdp=2,tp=2", "sharded:Sharded", 3),
+        ("fsdp=2,tp=2", "fsdp:Sharded", 3),
+        ("dp=2,zero=2,tp=2", "fsdp:Sharded", 2),
+        ("dp=2,fsdp=2,tp=2", "fsdp:Sharded", 3),
         ("pp=2,tp=2", "pipeline:Pipeline", 0),
         ("pp=2,fsdp=2", "pipeline:Pipeline", 2),
         ("pp=2,dp=2,fsdp=2", "pipeline:Pipeline", 2),

@@ -14,9 +14,9 @@ import trainwright as tw
 from tests.support.planner_cases import GPUS, LAPTOP, PROFILE, decide, job
 from trainwright.core.errors import PlanError
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.core.plantext import Pins
-from trainwright.planfile import with_plan, write_plan
-from trainwright.planner import choose
+from trainwright.core.plan_spec import Pins
+from trainwright.planning.plan_file import with_plan, write_plan
+from trainwright.planning.planner import choose
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
 degree = st.integers(1, 4)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.sample_run import DECISION, PLAN
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.planview import plan_from, plan_html, plan_line, plan_text
+from trainwright.reporting.plan_view import plan_from, plan_html, plan_line, plan_text
 
 GPU = Placement(cpus=1, accelerators=1, accelerator="GPU")
 

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 import trainwright as tw
 from tests.support.torch_engines import Net, adam, loss, one_device, plan, spec
-from trainwright.checkpoints import CheckpointWriter, write_manifest
 from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.checkpoint import Manifest as Files
 from trainwright.core.data import Cursor
 from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
 from trainwright.datasets.index import Group, Index
-from trainwright.predictions import (
+from trainwright.inference.prediction_files import (
     Manifest,
     Range,
     Work,
@@ -35,10 +34,18 @@ from trainwright.predictions import (
     table_of,
     usual_rows,
 )
-from trainwright.predictor import Predictor, PredictOrder, PredictorProcess, Stored, Weights, lone_model
-from trainwright.rowmeter import Meter
-from trainwright.store import open_store
-from trainwright.travel import pack
+from trainwright.inference.prediction_worker import (
+    Predictor,
+    PredictOrder,
+    PredictorProcess,
+    Stored,
+    Weights,
+    lone_model,
+)
+from trainwright.reporting.row_progress import Meter
+from trainwright.storage.checkpoints import CheckpointWriter, write_manifest
+from trainwright.storage.store import open_store
+from trainwright.worker.job_pickle import pack
 
 JOB = {"train": "parquet('/one/place'), data 0123abcd", "model": "net [12345678]", "schedule": "None"}
 MANIFEST = Manifest(
@@ -239,7 +246,7 @@ def order_of(folder: Path, data: tw.datasets.Dataset, **changes: Any) -> Predict
     )
     job = tw.Job(name="n", model=Net, optimizer=adam, loss=loss, inputs="x", train=data, batch_size=4)
     fields: dict[str, Any] = {
-        "job": pack(job), "plan": plan(engine="trainwright.strategies.torch.one_device:OneDevice"),
+        "job": pack(job), "plan": plan(engine="trainwright.strategies.torch.engines.one_device:OneDevice"),
         "index": data.index(), "outputs": (), "keep": ("id",), "batch_size": 4,
         "weights": Weights(
             runs=store, run="n", checkpoint=CheckpointRef(step=0, path="checkpoints/00000000-1", manifest_sha256=sums)

@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
-from trainwright import preflight
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import DataError, JobError, TrainwrightError, UserCodeError
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.preflight import ROWS, Preflight, Task, first_rows, in_doubt, tried, way
-from trainwright.prepare import plan_for, prepare
+from trainwright.planning import function_trial
+from trainwright.planning.function_trial import ROWS, Preflight, Task, first_rows, in_doubt, tried, way
+from trainwright.planning.job_preparation import plan_for, prepare
 
 HERE = Cluster(nodes=(Node(name="here", cpus=2, memory_bytes=8 << 30),))
 
@@ -32,7 +32,7 @@ HERE = Cluster(nodes=(Node(name="here", cpus=2, memory_bytes=8 << 30),))
 @pytest.fixture(autouse=True)
 def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another test of this process may have connected it to a Ray cluster."""
-    monkeypatch.setattr(preflight, "connected", lambda: False)
+    monkeypatch.setattr(function_trial, "connected", lambda: False)
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_its_time_is_that_of_a_trial_and_not_of_the_start_of_ray(
     asked = iter([16])
 
     class Connection:
-        def send(self, answer: preflight.Answer) -> None:
+        def send(self, answer: function_trial.Answer) -> None:
             assert answer.error is not None
             happened.append(answer.error.where.partition(" rows")[0])
 
@@ -148,11 +148,11 @@ def test_its_time_is_that_of_a_trial_and_not_of_the_start_of_ray(
             except StopIteration:
                 raise EOFError from None
 
-    monkeypatch.setattr(preflight, "_limit", lambda cpu_s: None)
-    monkeypatch.setattr(preflight.gc, "disable", lambda: None)
-    monkeypatch.setattr(preflight.signal, "alarm", happened.append)
-    task = preflight.task_of(prepare(job(tmp_path, loss=torn)))
-    preflight._serve(Connection(), lambda: task)  # type: ignore[arg-type]
+    monkeypatch.setattr(function_trial, "_limit", lambda cpu_s: None)
+    monkeypatch.setattr(function_trial.gc, "disable", lambda: None)
+    monkeypatch.setattr(function_trial.signal, "alarm", happened.append)
+    task = function_trial.task_of(prepare(job(tmp_path, loss=torn)))
+    function_trial._serve(Connection(), lambda: task)  # type: ignore[arg-type]
     assert happened == [60, 0, "tried on 5", 60, 0, "tried on 16"]
 
 
@@ -166,10 +166,10 @@ def test_what_takes_long_or_dies_is_left_to_the_workers_with_a_note(
     def deadly(outputs: Any, targets: Any) -> Any:
         os.abort()
 
-    monkeypatch.setattr(preflight, "CPU_S", 1)
+    monkeypatch.setattr(function_trial, "CPU_S", 1)
     assert "take more than 1 s of CPU time" in settled(job(tmp_path, loss=endless))[0]
     assert "was killed by SIGABRT" in settled(job(tmp_path, loss=deadly))[0]
-    monkeypatch.setattr(preflight, "MOST_BYTES", 70)
+    monkeypatch.setattr(function_trial, "MOST_BYTES", 70)
     assert "the model has 0.0 GiB of weights" in settled(job(tmp_path))[0]
 
 
@@ -264,7 +264,7 @@ def test_code_that_asks_for_its_rank_is_left_to_workers_that_have_one(tmp_path: 
 def test_a_fresh_process_does_the_same_where_a_fork_is_not_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "way", lambda framework="": "fresh" if framework else "later")
+    monkeypatch.setattr(function_trial, "way", lambda framework="": "fresh" if framework else "later")
     with pytest.raises(UserCodeError, match="metric 'acc' raised KeyError: 'no such class'"):
         settled(job(tmp_path, metrics={"acc": torn}))
 
@@ -273,7 +273,7 @@ def test_a_fork_is_made_where_it_can_use_the_framework(monkeypatch: pytest.Monke
     class Compat:
         in_use = staticmethod(lambda: True)
 
-    monkeypatch.setattr(preflight, "load", lambda module: Compat)
+    monkeypatch.setattr(function_trial, "load", lambda module: Compat)
     monkeypatch.setitem(sys.modules, "tensorflow", Compat)  # type: ignore[arg-type]
     assert (way(), way("torch"), way("tensorflow")) == ("later", "fork", "fresh")
     monkeypatch.setattr(Compat, "in_use", staticmethod(lambda: False))
@@ -295,7 +295,7 @@ def test_it_forks_in_any_thread_and_goes_on_without_a_process(tmp_path: Path, mo
 
 
 def test_a_failed_start_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "way", lambda framework="": "fork")  # whatever other tests of this process use
+    monkeypatch.setattr(function_trial, "way", lambda framework="": "fork")  # whatever other tests of this process use
     prepared, began = prepare(job(tmp_path, loss=lambda o, t: time.sleep(60))), time.monotonic()
     with pytest.raises(KeyboardInterrupt), Preflight(prepared) as trial:
         assert trial._child is not None
@@ -320,7 +320,9 @@ def test_keras_metrics_that_are_no_mean_are_refused(tmp_path: Path) -> None:
     error = tried(task).error
     assert isinstance(error, JobError) and "keras.metrics.AUC is no mean over samples" in str(error)
     one = {"metrics": {"accuracy": keras.metrics.SparseCategoricalAccuracy()}}
-    assert tried(Task(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12)) == preflight.Answer()
+    assert (
+        tried(Task(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12)) == function_trial.Answer()
+    )
 
 
 def test_a_model_that_cannot_be_built_shows_the_users_own_lines(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from trainwright.core import events
-from trainwright.narration import Narrator, event_line
-from trainwright.prints import BURST, KEPT, LONGEST, Prints
+from trainwright.reporting.event_messages import Narrator, event_line
+from trainwright.worker.print_capture import BURST, KEPT, LONGEST, Prints
 
 
 def test_lines_are_passed_on_and_given_once() -> None:

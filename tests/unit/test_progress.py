@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from tests.support.sample_run import DECISION, started, stepped, whole_run
-from trainwright import words
 from trainwright.core import events
-from trainwright.narration import Figures, Line, Narrator, event_line
-from trainwright.progress import Bar, Notebook, Plain, Progress, surface_for
+from trainwright.reporting import formatting
+from trainwright.reporting.event_messages import Figures, Line, Narrator, event_line
+from trainwright.reporting.progress import Bar, Notebook, Plain, Progress, surface_for
 
 
 def told(happened: list[events.Event], *, verbose: bool = False) -> list[str]:
@@ -209,11 +209,19 @@ def test_a_notebook_changes_one_output() -> None:
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert words.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 def test_other_words() -> None:
-    assert (words.clock(42), words.clock(3909), words.clock(math.nan)) == ("0:42", "1:05:09", "-:--")
-    assert (words.size(812), words.size(1_258_291), words.size(1023)) == ("812 B", "1.2 MiB", "0.999 KiB")
-    assert (words.count(1, "worker"), words.count(12000, "step")) == ("1 worker", "12,000 steps")
-    assert (words.figure(0.91344), words.figure(12.345), words.figure(1.2e-5)) == ("0.9134", "12.35", "1.2e-05")
+    assert (formatting.clock(42), formatting.clock(3909), formatting.clock(math.nan)) == ("0:42", "1:05:09", "-:--")
+    assert (formatting.size(812), formatting.size(1_258_291), formatting.size(1023)) == (
+        "812 B",
+        "1.2 MiB",
+        "0.999 KiB",
+    )
+    assert (formatting.count(1, "worker"), formatting.count(12000, "step")) == ("1 worker", "12,000 steps")
+    assert (formatting.figure(0.91344), formatting.figure(12.345), formatting.figure(1.2e-5)) == (
+        "0.9134",
+        "12.35",
+        "1.2e-05",
+    )

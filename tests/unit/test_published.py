@@ -22,8 +22,8 @@ from tests.support.published_measurements import (
     vtrain,
 )
 from tests.support.torchgpipe_models import amoebanet, layered, resnet101, unet
-from trainwright.strategies.memory import model_state_bytes
-from trainwright.strategies.partition import Stage, replicated
+from trainwright.strategies.cost_model.memory import model_state_bytes
+from trainwright.strategies.search.partition import Stage, replicated
 
 
 def test_zeros_table_of_model_states() -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import trainwright as tw
-from trainwright.datasets.order import Lanes, Order, Rows, choose_lanes
-from trainwright.datasets.quality import ShuffleQuality, shuffle_quality
-from trainwright.datasets.stream import schedule_of
+from trainwright.datasets.loading.loader import schedule_of
+from trainwright.datasets.sampling.sampler import Lanes, Order, Rows, choose_lanes
+from trainwright.datasets.sampling.shuffle_quality import ShuffleQuality, shuffle_quality
 
 
 class Perfect(Order):

@@ -12,11 +12,11 @@ import pytest
 from trainwright.core.data import Feed, Feeding, StepReport
 from trainwright.core.errors import NonFiniteLoss
 from trainwright.datasets import table
-from trainwright.datasets.salvage import Skipped
-from trainwright.datasets.stream import Stream
-from trainwright.passing import Passing
-from trainwright.quarantine import Quarantine
-from trainwright.store import Store, open_store
+from trainwright.datasets.loading.bad_samples import Skipped
+from trainwright.datasets.loading.loader import Stream
+from trainwright.storage.store import Store, open_store
+from trainwright.worker.quarantine import Quarantine
+from trainwright.worker.step_skipping import Passing
 
 WHY = "step 3 failed 3 times"
 

@@ -16,11 +16,12 @@ from trainwright.core.errors import PlanError, ResourceError, TrainwrightError
 from trainwright.core.events import Checkpointed, Evaluated, Failed, Steps
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.driver.messages import Finish
-from trainwright.planner import Decision
-from trainwright.raytrain import driving, inside, room
-from trainwright.raytrain.seating import Seat, Seating
-from trainwright.raytrain.telling import Teller
-from trainwright.store import open_store
+from trainwright.integrations.ray_train import inside, rank_loop
+from trainwright.integrations.ray_train import placement as room
+from trainwright.integrations.ray_train.train_report import Teller
+from trainwright.integrations.ray_train.worker_mapping import Seat, Seating
+from trainwright.planning.planner import Decision
+from trainwright.storage.store import open_store
 
 NODES = {
     name: Node(name=name, cpus=8.0, memory_bytes=800, accelerators=4, accelerator="GPU", kind="T4") for name in "ab"
@@ -241,10 +242,10 @@ class Session:
 
 
 def lead(monkeypatch: pytest.MonkeyPatch, end: Callable[[], Finish], report: Callable[[Any], None]) -> Any:
-    monkeypatch.setattr(driving, "_report", report)
+    monkeypatch.setattr(rank_loop, "_report", report)
     prepared: Any = SimpleNamespace(store=open_store("nowhere"), job=job(), steps_per_epoch=10)
     desk, session = Desk(), Session(end)
-    leader = driving.Leader(desk, session, prepared)  # type: ignore[arg-type]
+    leader = rank_loop.Leader(desk, session, prepared)  # type: ignore[arg-type]
     return leader.run(), desk.said, session.stops
 
 

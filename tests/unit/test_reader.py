@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
-from trainwright.datasets.ahead import ReadAhead, _Shared
-from trainwright.datasets.columns import Field
+from trainwright.datasets.formats.arrow_columns import Field
 from trainwright.datasets.index import Group, Index
-from trainwright.datasets.reader import Reader
+from trainwright.datasets.loading.prefetch import ReadAhead, _Shared
+from trainwright.datasets.loading.row_reader import Reader
 
 SCHEMA = {"x": Field(np.dtype(np.int64), ()), "name": Field(np.dtype(object), ())}
 

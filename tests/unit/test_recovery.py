@@ -7,7 +7,7 @@ from trainwright.core import events
 from trainwright.core.errors import NonFiniteLoss, WorkerLost
 from trainwright.core.group import Address, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.staffing import SPARES_TRIED
+from trainwright.driver.membership import SPARES_TRIED
 from trainwright.driver.state import Phase
 
 

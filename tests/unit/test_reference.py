@@ -19,8 +19,8 @@ from trainwright.strategies.reference import state as states
 from trainwright.strategies.reference.losses import Graded, accuracy, cross_entropy, squared_error
 from trainwright.strategies.reference.model import ACTIVATIONS, Mlp
 from trainwright.strategies.reference.optimizers import Adam, Sgd
-from trainwright.strategies.reference.program import Program
 from trainwright.strategies.reference.shards import part_of, shards_of
+from trainwright.strategies.reference.user_functions import Program
 
 SPEC = ModelSpec(
     model=lambda: Mlp((3, 4, 2)),

@@ -20,12 +20,12 @@ from trainwright.core.group import Address, Generation, Group, Peer
 from trainwright.core.plan import Mesh, Placement, Plan
 from trainwright.strategies.reference import state as states
 from trainwright.strategies.reference.base import Base
+from trainwright.strategies.reference.collective import NewProcess, Reference
 from trainwright.strategies.reference.coordinator import Coordinator, pack, unpack
-from trainwright.strategies.reference.engine import NewProcess, Reference
 from trainwright.strategies.reference.losses import Graded, cross_entropy
 from trainwright.strategies.reference.model import Mlp
 from trainwright.strategies.reference.optimizers import Sgd
-from trainwright.strategies.reference.wire import Port, Star
+from trainwright.strategies.reference.star_transport import Port, Star
 
 FIRST = Generation(token=1, number=1)
 PLAN = Plan(strategy="test", engine="", mesh=Mesh(), batch_size=6, placement=Placement(cpus=1))

@@ -14,19 +14,19 @@ import pytest
 
 from tests.support.processes import wait_for
 from tests.support.sample_run import DECISION, started, stepped, whole_run
-from trainwright import tensorboard
 from trainwright.core import events
 from trainwright.core.errors import StorageError
-from trainwright.history import History
-from trainwright.journal import Journal
-from trainwright.planview import plan_from
-from trainwright.report import Facts, ReportListener, render, summary_html
-from trainwright.report.drawing import drawing
-from trainwright.report.figures import smooth
-from trainwright.report.page import step_bars, time_parts
-from trainwright.report.templates import fill
-from trainwright.store import open_store
-from trainwright.tensorboard import TensorBoard
+from trainwright.reporting import tensorboard
+from trainwright.reporting.history import History
+from trainwright.reporting.html import Facts, ReportListener, render, summary_html
+from trainwright.reporting.html.figures import smooth
+from trainwright.reporting.html.page import step_bars, time_parts
+from trainwright.reporting.html.svg_sanitizer import drawing
+from trainwright.reporting.html.templates import fill
+from trainwright.reporting.plan_view import plan_from
+from trainwright.reporting.tensorboard import TensorBoard
+from trainwright.storage.event_log import Journal
+from trainwright.storage.store import open_store
 
 FACTS = Facts(uri="memory://x/demo", now_s=1000.0)
 FAILED = events.RunEnded(time_s=108, outcome="failed", step=12, error="ValueError: <shapes> differ")
@@ -257,9 +257,12 @@ def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:
-    modules = "journal, history, progress, tensorboard, report, views, planview, schedules"
+    modules = ("event_log", "history", "progress", "tensorboard", "html", "run_views", "plan_view")
+    imports = "; ".join(
+        f"import trainwright.{'storage' if name == 'event_log' else 'reporting'}.{name}" for name in modules
+    )
     heavy = {"ray", "torch", "tensorflow", "keras", "tensorboardX", "pandas", "matplotlib"}
-    code = f"import sys; from trainwright import {modules}\nprint(sorted(sys.modules.keys() & {heavy}))"
+    code = f"import sys; import trainwright.lr_schedules; {imports}\nprint(sorted(sys.modules.keys() & {heavy}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.retrying import retrying, transient
-from trainwright.patience import Pauses
+from trainwright.datasets.formats.retry import retrying, transient
+from trainwright.storage.retry import Pauses
 
 SLOW = "AWS Error SLOW_DOWN during GetObject operation: Please reduce your request rate. (HTTP status 503)"
 

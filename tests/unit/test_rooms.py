@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.driver import rooms
+from trainwright.runtime import placement_groups
 
 A, B, C = "a", "b", "c"
 
@@ -63,18 +63,20 @@ class Place:
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     found = Place()
-    monkeypatch.setattr(rooms, "placement_group", found.group)
-    monkeypatch.setattr(rooms, "remove_placement_group", found.remove)
-    monkeypatch.setattr(rooms, "PlacementGroupSchedulingStrategy", lambda group, **index: (group, *index.values()))
-    monkeypatch.setattr(rooms, "_alive", lambda: {node: {"CPU": 4.0} for node in found.alive})
-    monkeypatch.setattr(rooms, "time", SimpleNamespace(monotonic=lambda: found.now_s))
+    monkeypatch.setattr(placement_groups, "placement_group", found.group)
+    monkeypatch.setattr(placement_groups, "remove_placement_group", found.remove)
+    monkeypatch.setattr(
+        placement_groups, "PlacementGroupSchedulingStrategy", lambda group, **index: (group, *index.values())
+    )
+    monkeypatch.setattr(placement_groups, "_alive", lambda: {node: {"CPU": 4.0} for node in found.alive})
+    monkeypatch.setattr(placement_groups, "time", SimpleNamespace(monotonic=lambda: found.now_s))
     return found
 
 
-def held(mesh: Mesh, **how: bool) -> rooms.Rooms:
+def held(mesh: Mesh, **how: bool) -> placement_groups.Rooms:
     """Room for a plan, half of its slots on each of two nodes."""
     plan = Plan(strategy="", engine="", mesh=mesh, batch_size=8, placement=Placement(cpus=1.0))
-    found = rooms.Rooms(plan, elastic=False, **how)
+    found = placement_groups.Rooms(plan, elastic=False, **how)
     for slot in range(plan.workers):
         found.of(slot)
         found.found(slot, (A, B)[2 * slot // plan.workers])
@@ -93,9 +95,9 @@ def test_a_node_lost_on_a_full_cluster_is_waited_for_once_and_in_its_own_bundle(
     found = held(Mesh(data=8))
     own, place.alive, place.placed = place.groups[0], (A,), lambda group: False
     spots: list[Any] = [found.of(slot) for slot in range(4, 8)]
-    assert [group is own for group, _ in spots] == [True] * 4 and sum(place.waits) <= 2 * rooms.MOVE_S
+    assert [group is own for group, _ in spots] == [True] * 4 and sum(place.waits) <= 2 * placement_groups.MOVE_S
     assert all(group.removed for group in place.groups[1:]), "none stands in the queue before the node that comes"
-    place.now_s = rooms.FULL_S + 1.0
+    place.now_s = placement_groups.FULL_S + 1.0
     found.of(4)
     assert len(place.waits) == 4, "after a while room is looked for again"
 
@@ -104,7 +106,7 @@ def test_a_node_lost_where_others_have_room_is_waited_for_once(place: Place) -> 
     found = held(Mesh(data=8))
     own, place.alive, place.placed = place.groups[0], (A, C), lambda group: group is not own
     spots: list[Any] = [found.of(slot) for slot in range(4, 8)]
-    assert [group for group, _ in spots] == place.groups[1:] and place.waits == [rooms.MOVE_S]
+    assert [group for group, _ in spots] == place.groups[1:] and place.waits == [placement_groups.MOVE_S]
     assert all(group.selector is None for group in place.groups), "no node is shunned"
 
 
@@ -135,7 +137,7 @@ def test_room_that_nobody_will_take_over_ends_with_who_asked_for_it(
 def test_servers_have_a_group_of_their_own_over_the_nodes(place: Place) -> None:
     placement = Placement(cpus=1.0, accelerators=1, accelerator="GPU", server_cpus=0.5)
     plan = Plan(strategy="", engine="", mesh=Mesh(data=2), batch_size=8, placement=placement, servers=3)
-    found = rooms.Rooms(plan, elastic=True)
+    found = placement_groups.Rooms(plan, elastic=True)
     spots: list[Any] = [found.of(slot) for slot in range(plan.processes)]
     assert [index for _, index in spots] == [0, 1, 2, 0, 0]
     assert place.groups[0].bundle_specs == [{"CPU": 0.5}] * 3

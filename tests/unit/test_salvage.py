@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError
 from trainwright.datasets import table
-from trainwright.datasets.columns import Arrays
-from trainwright.datasets.order import Rows
-from trainwright.datasets.salvage import Salvage, Skipped
-from trainwright.datasets.stream import Stream
+from trainwright.datasets.formats.arrow_columns import Arrays
+from trainwright.datasets.loading.bad_samples import Salvage, Skipped
+from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.sampling.sampler import Rows
 
 
 def reading(bad: set[int], calls: list[int]) -> Any:

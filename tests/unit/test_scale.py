@@ -18,14 +18,14 @@ import pytest
 
 from tests.support.driver_harness import Story
 from tests.support.fake_ray import Stored, driving
-from trainwright import arguments
 from trainwright.core import events
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.agree import agree
-from trainwright.driver.keeping import keepers_of
+from trainwright.driver.memory_checkpointing import keepers_of
 from trainwright.driver.state import Phase
+from trainwright.driver.state_agreement import agree
+from trainwright.runtime import call_arguments
 
 SIZES = (256, 1024)
 RATIO = 8.0  # of the seconds for the larger world and the smaller one: 4 where they grow alike, 16 with the square
@@ -56,7 +56,7 @@ def recoveries(size: int, folder: Path, times: int = 2) -> Found:
         formed = [event for event in driver.told if isinstance(event, events.Formed)]
         assert [(event.source, event.survivors) for event in formed[1:]] == [("replica", size - 1)] * times
         forms = [driver.fleet.actors[member.worker].called["form"] for member in driver.state.members]
-        groups = [arguments.joined(own, common.value) for _, own, _, common in (forms[0], forms[-1])]
+        groups = [call_arguments.joined(own, common.value) for _, own, _, common in (forms[0], forms[-1])]
         assert [group.rank for group in groups] == [0, size - 1] and groups[0].peers == groups[1].peers
         assert [peer.rank for peer in groups[0].peers] == list(range(size)) and groups[0].key
         return Found(min(seconds), dict(driver.fleet.sent), [*driver.fleet.stored])
@@ -138,7 +138,7 @@ def cpu_s(work: Callable[[], object], times: int = 5) -> float:
 def store(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What is put into Ray's object store."""
     put: list[bytes] = []
-    monkeypatch.setattr(arguments, "ray", SimpleNamespace(put=lambda value: put.append(value) or Stored(value)))
+    monkeypatch.setattr(call_arguments, "ray", SimpleNamespace(put=lambda value: put.append(value) or Stored(value)))
     return put
 
 
@@ -149,22 +149,24 @@ def group(size: int) -> Group:
 
 
 def test_a_small_group_travels_with_the_call(store: list[bytes]) -> None:
-    own, common = arguments.Arguments().of(group(3))
-    assert not store and arguments.joined(own, common) == group(3)
+    own, common = call_arguments.Arguments().of(group(3))
+    assert not store and call_arguments.joined(own, common) == group(3)
 
 
 def test_the_peers_of_a_large_group_are_stored_once(store: list[bytes]) -> None:
-    sender, whole = arguments.Arguments(), group(200)
+    sender, whole = call_arguments.Arguments(), group(200)
     sent = [sender.of(replace(whole, rank=rank)) for rank in range(200)]
     assert len(store) == 1 and len({id(common) for _, common in sent}) == 1
     assert max(len(pickle.dumps(own)) for own, _ in sent) < 600
-    assert [arguments.joined(own, store[0]) for own, _ in sent] == [replace(whole, rank=rank) for rank in range(200)]
+    assert [call_arguments.joined(own, store[0]) for own, _ in sent] == [
+        replace(whole, rank=rank) for rank in range(200)
+    ]
     sender.of(group(200))
     assert len(store) == 2, "another generation's peers are others"
 
 
 def test_what_is_the_same_for_all_is_pickled_once(store: list[bytes]) -> None:
-    sender, steps = arguments.Arguments(), range(3, 8)
+    sender, steps = call_arguments.Arguments(), range(3, 8)
     first, second = sender.of(steps), sender.of(steps)
-    assert first[1] is second[1] and arguments.joined(*first) == steps
-    assert arguments.joined(*sender.of(None)) is None and arguments.joined("own", b"") == "own" and not store
+    assert first[1] is second[1] and call_arguments.joined(*first) == steps
+    assert call_arguments.joined(*sender.of(None)) is None and call_arguments.joined("own", b"") == "own" and not store

@@ -17,9 +17,9 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support import torch_jobs
 from trainwright.core.errors import JobError
-from trainwright.distilling.found import Found, Model, Score, Setting
-from trainwright.distilling.foundpage import found_page, settings_svg
-from trainwright.strategies.distilling import Distilled, heard
+from trainwright.distillation.search_result import Found, Model, Score, Setting
+from trainwright.distillation.search_view import found_page, settings_svg
+from trainwright.strategies.distillation.losses import Distilled, heard
 
 DATA = tw.datasets.table(torch_jobs.data())
 

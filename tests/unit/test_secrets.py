@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import trainwright as tw
 from trainwright.core.errors import DataError, JobError, UserCodeError
 from trainwright.core.events import Failed
-from trainwright.core.secrets import HIDDEN, is_secret, json_without_secrets, without_secrets
-from trainwright.describe import changes, describe
-from trainwright.eventfiles import read_events
-from trainwright.journal import Journal
-from trainwright.store import open_store
+from trainwright.core.redaction import HIDDEN, is_secret, json_without_secrets, without_secrets
+from trainwright.planning.job_description import changes, describe
+from trainwright.storage.event_files import read_events
+from trainwright.storage.event_log import Journal
+from trainwright.storage.store import open_store
 
 CANARY = 'canary/"of\\mine"+='
 """As unusual as a secret may be."""

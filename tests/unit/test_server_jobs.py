@@ -11,11 +11,11 @@ import pytest
 from tests.support.server_jobs import Strike, Striker
 from trainwright.core import events
 from trainwright.core.group import Generation, Group, Peer
-from trainwright.driver import apart
+from trainwright.driver import dynamic_members
 from trainwright.driver import messages as m
 
 GENERATION = Generation(token=1, number=1)
-PEERS = tuple(Peer(rank=rank, address=apart.NOWHERE) for rank in range(4))
+PEERS = tuple(Peer(rank=rank, address=dynamic_members.NOWHERE) for rank in range(4))
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.asynchrony import Consistency, Unit
-from trainwright.strategies.servers.bank import Shard
-from trainwright.strategies.servers.book import Book, Closing, Grant
-from trainwright.strategies.servers.deal import ALIGNMENT, Tensor, busy, deal
-from trainwright.strategies.servers.gate import Gate
+from trainwright.core.staleness import Consistency, Unit
+from trainwright.strategies.ps.lease_table import Book, Closing, Grant
+from trainwright.strategies.ps.shard_store import Shard
+from trainwright.strategies.ps.tensor_placement import ALIGNMENT, Tensor, busy, deal
+from trainwright.strategies.ps.update_admission import Gate
 
 # --- random schedules -------------------------------------------------------------------------------------
 

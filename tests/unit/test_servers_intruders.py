@@ -16,16 +16,16 @@ import pytest
 from tests.support.threaded_servers import KEY, STEPS, Cluster, assert_close, cluster
 from trainwright.core.errors import PeerLost
 from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.driver.apart import group_of
-from trainwright.driver.decide import begin
-from trainwright.driver.settings import Settings
+from trainwright.driver.dynamic_members import group_of
+from trainwright.driver.run_policy import Settings
 from trainwright.driver.state import Member
-from trainwright.strategies import hosts
-from trainwright.strategies.servers import handshake, regions
-from trainwright.strategies.servers.channel import Link, dial
-from trainwright.strategies.servers.frames import Header, Kind
-from trainwright.strategies.servers.sockets import Switch
-from trainwright.strategies.tensorflow.seats import Seat, Seats
+from trainwright.driver.state_machine import begin
+from trainwright.strategies.common import host_address
+from trainwright.strategies.ps import handshake, shared_memory
+from trainwright.strategies.ps.client_transport import Link, dial
+from trainwright.strategies.ps.frames import Header, Kind
+from trainwright.strategies.ps.sockets import Switch
+from trainwright.strategies.tensorflow.ps.membership import Seat, Seats
 
 UNIT: dict[str, Any] = {"worker": "w", "unit": [0, 0, 1], "at": 0}
 PUSH: dict[str, Any] = {
@@ -106,7 +106,7 @@ def test_memory_that_is_none_ends_its_connection_and_not_the_server(own: Cluster
 def test_who_knows_the_generation_and_not_its_key_is_not_let_in(
     own: Cluster, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regions, "SHARES", shared)
+    monkeypatch.setattr(shared_memory, "SHARES", shared)
     with pytest.raises(PeerLost, match="closed the connection"):
         member(own, b"another key")
     own.run()
@@ -139,7 +139,7 @@ def test_each_generation_of_each_driver_has_a_key_that_nothing_shows() -> None:
 
 
 def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "_told", ["127.0.0.1"])
+    monkeypatch.setattr(host_address, "_told", ["127.0.0.1"])
     seats = Seats()
     peers = tuple(Peer(rank=rank, address=seats.address) for rank in range(2))
     group = Group(generation=Generation(token=1, number=1), rank=0, peers=peers, key=KEY, deadline_s=20.0)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from trainwright.signals import FIRST, SECOND, stopping
+from trainwright.runtime.signals import FIRST, SECOND, stopping
 
 
 class Asked:

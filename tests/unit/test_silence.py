@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from trainwright.core.silence import LOOK_S, Pace, Silence
-from trainwright.datasets.pools import _Flight
+from trainwright.core.hang_timeout import LOOK_S, Pace, Silence
+from trainwright.datasets.ray_data.actor_pools import _Flight
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from trainwright.cli import app
-from trainwright.core.asynchrony import Consistency, Outer, Unit, Wire
+from trainwright.cli.main import app
 from trainwright.core.errors import PlanError
 from trainwright.core.events import Formed, Stale
-from trainwright.history import History
-from trainwright.parts import staleness_of, staleness_text
-from trainwright.report.figures import stale_figure
-from trainwright.simulation.learning import Computed, Learner
-from trainwright.simulation.outcome import Outcome, paying, percentile
-from trainwright.simulation.page import as_data, as_page
-from trainwright.simulation.scenario import Scenario
-from trainwright.simulation.virtual import Simulation
+from trainwright.core.staleness import Consistency, Outer, Unit, Wire
+from trainwright.reporting.history import History
+from trainwright.reporting.history_records import staleness_of, staleness_text
+from trainwright.reporting.html.figures import stale_figure
+from trainwright.simulator.event_simulator import Simulation
+from trainwright.simulator.outcome import Outcome, paying, percentile
+from trainwright.simulator.outcome_view import as_data, as_page
+from trainwright.simulator.scenario import Scenario
+from trainwright.simulator.toy_problem import Computed, Learner
 
 
 def simulated(consistency: str, *, learn: bool = False, **facts: Any) -> Outcome:

@@ -14,7 +14,7 @@ from tests.simulation.schedules import tally
 from tests.simulation.world import simulate
 from trainwright.core import events
 from trainwright.core.group import Reform
-from trainwright.driver.settings import Settings
+from trainwright.driver.run_policy import Settings
 
 SCHEDULES = 2_500  # a share of those of `make schedules`
 # Of its others, those with pairs of phase and event that these lack.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trainwright.core.errors import JobError
-from trainwright.distilling.forms import Form, decode, names_of
+from trainwright.distillation.target_encoding import Form, decode, names_of
 
 LOGITS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(2, 12)).flatmap(
     lambda shape: arrays(np.float32, shape, elements=st.floats(-60, 60, width=32))

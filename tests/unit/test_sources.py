@@ -15,8 +15,8 @@ import pytest
 from trainwright.core.data import fold
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
-from trainwright.datasets.columns import Field
-from trainwright.datasets.reader import Reader
+from trainwright.datasets.formats.arrow_columns import Field
+from trainwright.datasets.loading.row_reader import Reader
 
 
 def images(rows: int) -> np.ndarray:

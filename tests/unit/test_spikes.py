@@ -10,7 +10,7 @@ from trainwright.core import events
 from trainwright.core.errors import LossSpike
 from trainwright.core.group import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.spikes import LEAST, usual_loss
+from trainwright.driver.loss_spikes import LEAST, usual_loss
 from trainwright.driver.state import Keeping, Phase
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import mix, parquet, split, table
-from trainwright.datasets.splits import Cut, SplitIndex, keys_of
+from trainwright.datasets.ops.split import Cut, SplitIndex, keys_of
 
 SHARES = {"train": 0.9, "validation": 0.1}
 PARTS = st.lists(st.integers(1, 20), min_size=1, max_size=5).map(lambda parts: tuple(n / sum(parts) for n in parts))

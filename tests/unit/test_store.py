@@ -16,11 +16,11 @@ import obstore
 import pytest
 from obstore.exceptions import GenericError
 
-from trainwright import patience
-from trainwright import store as store_module
 from trainwright.core.errors import StorageError
-from trainwright.faults import classify, explain
-from trainwright.store import MissingFile, Patience, Store, StoreDown, open_store
+from trainwright.storage import retry
+from trainwright.storage import store as store_module
+from trainwright.storage.store import MissingFile, Patience, Store, StoreDown, open_store
+from trainwright.storage.store_errors import classify, explain
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -189,7 +189,7 @@ def test_a_full_or_forbidden_disk_is_named(
 
 KILLED = """
 import sys
-from trainwright.store import open_store
+from trainwright.storage.store import open_store
 store, data = open_store(sys.argv[1]), [b"a" * 2_000_000, b"b" * 2_000_000]
 store.put("file", data[0])
 print("ready", flush=True)
@@ -252,7 +252,7 @@ def test_a_create_that_timed_out_and_lost_is_lost(monkeypatch: pytest.MonkeyPatc
 def test_a_network_folder_that_stumbles_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, lands: bool
 ) -> None:
-    monkeypatch.setattr(patience, "FIRST_S", 0.01)
+    monkeypatch.setattr(retry, "FIRST_S", 0.01)
     store = open_store(str(tmp_path))
     sync, left = os.fsync, [3]
 

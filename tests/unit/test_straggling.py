@@ -12,7 +12,7 @@ from trainwright.core.events import Leaving, Straggling
 from trainwright.core.group import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.state import Phase
-from trainwright.records import RECENT, StepRecords
+from trainwright.worker.step_log import RECENT, StepRecords
 
 
 def story(**changes: Any) -> Story:

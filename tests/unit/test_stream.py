@@ -19,8 +19,8 @@ from tests.support.streams import collect, ids, real, same, stream
 from trainwright.core.data import Cursor, Feeding
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import parquet, table
-from trainwright.datasets.ahead import ReadAhead
-from trainwright.datasets.stream import Stream, chunk_steps, schedule_of
+from trainwright.datasets.loading.loader import Stream, chunk_steps, schedule_of
+from trainwright.datasets.loading.prefetch import ReadAhead
 
 
 @settings(max_examples=40)
@@ -168,7 +168,7 @@ class Groups:
         self.loaded: list[int] = []
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from trainwright.datasets.files import ParquetLoader
+        from trainwright.datasets.formats.parquet import ParquetLoader
 
         load = ParquetLoader.load
 
@@ -190,8 +190,8 @@ def test_a_rank_reads_only_row_groups_of_its_lanes_and_each_once(tmp_path: Path,
 
 
 def test_memory_stays_bounded_where_the_data_does_not_fit(tmp_path: Path, monkeypatch) -> None:
-    import trainwright.datasets.stream as module
-    from trainwright.datasets.order import choose_lanes
+    import trainwright.datasets.loading.loader as module
+    from trainwright.datasets.sampling.sampler import choose_lanes
 
     monkeypatch.setattr(module, "choose_lanes", lambda *a, **k: choose_lanes(*a, **{**k, "memory_bytes": 8 * 1200}))
     groups = Groups(tmp_path / "x.parquet", 4800, 100)

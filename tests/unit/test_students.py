@@ -21,11 +21,11 @@ from tests.support import torch_engines
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distilling import Distilled, judged
-from trainwright.strategies.divergences import tensors_of
-from trainwright.strategies.students import Students, lone
-from trainwright.strategies.torch.files import export, take_weights
-from trainwright.strategies.torch.profile import profile_model
+from trainwright.strategies.distillation.divergences import tensors_of
+from trainwright.strategies.distillation.losses import Distilled, judged
+from trainwright.strategies.distillation.multi_student import Students, lone
+from trainwright.strategies.torch.checkpoint.files import export, take_weights
+from trainwright.strategies.torch.profiling.model_profile import profile_model
 
 WIDE = torch.float64
 TARGETS = ("y", "teacher.big", "teacher.big/middle")

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.errors import JobError, ResourceError, RunConflict, StorageError
-from trainwright.narration import Figures
-from trainwright.submitting import packing
-from trainwright.submitting.addresses import USUAL, address_of
-from trainwright.submitting.attaching import Mark, attached, next_id
-from trainwright.submitting.credentials import Credentials, credentials_of, schemes_of
-from trainwright.submitting.ending import exit_code
-from trainwright.submitting.jobserver import JobNews
-from trainwright.submitting.loglines import Reel, figures_of, is_rays_own, lacks_trainwright
-from trainwright.submitting.work import Wish, Work, settle
+from trainwright.reporting.event_messages import Figures
+from trainwright.submit import package
+from trainwright.submit.addresses import USUAL, address_of
+from trainwright.submit.attach import Mark, attached, next_id
+from trainwright.submit.credentials import Credentials, credentials_of, schemes_of
+from trainwright.submit.exit_code import exit_code
+from trainwright.submit.job_request import Wish, Work, settle
+from trainwright.submit.job_server import JobNews
+from trainwright.submit.log_lines import Reel, figures_of, is_rays_own, lacks_trainwright
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,10 @@ def folder(root: Path) -> Path:
     return root
 
 
-def packed(root: Path) -> tuple[packing.Contents, set[str]]:
-    found = packing.contents_of(root, needed=root / "job.py", without=(root / "runs",))
-    uri, data = packing.pack(found)
-    assert packing.pack(found) == (uri, data) and uri.startswith("gcs://_ray_pkg_")
+def packed(root: Path) -> tuple[package.Contents, set[str]]:
+    found = package.contents_of(root, needed=root / "job.py", without=(root / "runs",))
+    uri, data = package.pack(found)
+    assert package.pack(found) == (uri, data) and uri.startswith("gcs://_ray_pkg_")
     return found, set(zipfile.ZipFile(BytesIO(data)).namelist())
 
 
@@ -278,19 +278,19 @@ def test_a_jobs_own_file_goes_whatever_it_is_called(tmp_path: Path) -> None:
     (tmp_path / ".config").mkdir()
     job = tmp_path / ".config" / "job.py"
     job.write_text("job")
-    assert packing.contents_of(tmp_path, needed=job).files == (".config/job.py",)
+    assert package.contents_of(tmp_path, needed=job).files == (".config/job.py",)
 
 
 def test_too_large_a_folder_is_refused_with_what_is_large_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "LIMIT_BYTES", 10)
+    monkeypatch.setattr(package, "LIMIT_BYTES", 10)
     with pytest.raises(ResourceError, match=r"the largest are .*, lib \(13 B\)"):
         packed(folder(tmp_path))
 
 
 def test_the_folder_is_the_files_own_or_one_around_it(tmp_path: Path) -> None:
     file = tmp_path / "in" / "job.py"
-    assert packing.folder_of(str(file), None) == file.parent and packing.folder_of(str(file), str(tmp_path)) == tmp_path
+    assert package.folder_of(str(file), None) == file.parent and package.folder_of(str(file), str(tmp_path)) == tmp_path
     with pytest.raises(JobError, match="is not in it"):
-        packing.folder_of(str(file), str(tmp_path / "other"))
+        package.folder_of(str(file), str(tmp_path / "other"))

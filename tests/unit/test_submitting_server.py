@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from trainwright.core.errors import ResourceError
-from trainwright.narration import Figures
-from trainwright.progress import Plain
-from trainwright.submitting.following import Screen
-from trainwright.submitting.jobserver import JobServer
+from trainwright.reporting.event_messages import Figures
+from trainwright.reporting.progress import Plain
+from trainwright.submit.job_server import JobServer
+from trainwright.submit.log_follower import Screen
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright.core import events
-from trainwright.eventfiles import EventReader, append, batch_path, find_files, folder_of, read_events
-from trainwright.faults import MissingFile
-from trainwright.folding import Folding
-from trainwright.history import History, read_steps
-from trainwright.journal import Journal
-from trainwright.store import Store, open_store
-from trainwright.summary import BRIEF, SUMMARY, Compactor, read_brief, read_folding
+from trainwright.reporting.history import History, read_steps
+from trainwright.storage.event_files import EventReader, append, batch_path, find_files, folder_of, read_events
+from trainwright.storage.event_folding import Folding
+from trainwright.storage.event_log import Journal
+from trainwright.storage.run_summary import BRIEF, SUMMARY, Compactor, read_brief, read_folding
+from trainwright.storage.store import Store, open_store
+from trainwright.storage.store_errors import MissingFile
 
 RUN = "demo"
 

@@ -17,11 +17,11 @@ import pytest
 
 from tests.support.processes import wait_for
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
-from trainwright import owner
 from trainwright.core.errors import FencedError, OwnedError, StorageError
-from trainwright.log import Entry, Heartbeat, Owner, RunLog, provably_dead
-from trainwright.owner import LEASE_S, heartbeat_path
-from trainwright.store import Store
+from trainwright.storage import run_owner
+from trainwright.storage.run_log import Entry, Heartbeat, Owner, RunLog, provably_dead
+from trainwright.storage.run_owner import LEASE_S, heartbeat_path
+from trainwright.storage.store import Store
 
 
 @pytest.fixture(params=KINDS)
@@ -35,7 +35,7 @@ def memory() -> Store:
 
 
 def test_a_dead_process_is_taken_over_at_once(store: Store) -> None:
-    program = "from trainwright.log import Owner; import json, dataclasses; " \
+    program = "from trainwright.storage.run_log import Owner; import json, dataclasses; " \
         "print(json.dumps(dataclasses.asdict(Owner.here())), flush=True); input()"  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -69,7 +69,7 @@ def test_what_cannot_be_known_is_no_proof(change: dict[str, object]) -> None:
 
 HIDDEN = """
 import os, sys
-from trainwright.owner import Owner, provably_dead
+from trainwright.storage.run_owner import Owner, provably_dead
 living = Owner.parent()
 gone = Owner(boot=living.boot, namespace=living.namespace, pid=int(sys.argv[1]), started=1)
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -294,7 +294,7 @@ def test_while_the_store_is_away_nothing_is_known_and_nobody_waits(
 
 def test_a_store_that_hangs_is_waited_for_once_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network folder that is mounted hard gives no error: a driver must not stand still at each event."""
-    monkeypatch.setattr(owner, "CONFIRM_S", 0.2)
+    monkeypatch.setattr(run_owner, "CONFIRM_S", 0.2)
     store, clock, notes, answers = memory_store(), Clock(), list[str](), threading.Event()
     monkeypatch.setattr(Store, "put", lambda *_, **__: answers.wait(30))
     heart = Heartbeat(store, RUN, 1, every_s=0.01, note=notes.append, clock=lambda: clock.now_s)

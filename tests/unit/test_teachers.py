@@ -20,11 +20,11 @@ from tests.support.prediction_jobs import columns_of, job, train
 from tests.support.torch_engines import Net
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.distilling import teachers
-from trainwright.distilling.teachers import Lecturer, Teacher
-from trainwright.strategies.distilling import Distilled
-from trainwright.strategies.tensorflow import files as keras_files
-from trainwright.strategies.torch import files as torch_files
+from trainwright.distillation import teachers
+from trainwright.distillation.teachers import Lecturer, Teacher
+from trainwright.strategies.distillation.losses import Distilled
+from trainwright.strategies.tensorflow.training import checkpoint_files as keras_files
+from trainwright.strategies.torch.checkpoint import files as torch_files
 
 Columns = Mapping[str, Any]
 

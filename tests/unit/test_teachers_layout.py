@@ -12,9 +12,9 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.plan import Plan
-from trainwright.distilling.teachers import Lecturer
-from trainwright.holding import layout
-from trainwright.subjects import Subject
+from trainwright.distillation.teachers import Lecturer
+from trainwright.inference.inference_layout import layout
+from trainwright.inference.inference_model import Subject
 
 WIDTH, LAYERS = 30_000, 8  # 29 GB in all: never built but on paper
 DATA = tw.datasets.table({"x": np.zeros((64, WIDTH), np.float32)})

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from trainwright import datasets
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets import tf_pipelines
-from trainwright.datasets.columns import Field
-from trainwright.datasets.inspecting import inspect
-from trainwright.datasets.stream import Stream
-from trainwright.datasets.tf_pipelines import blocks
+from trainwright.datasets.formats import tf_data
+from trainwright.datasets.formats.arrow_columns import Field
+from trainwright.datasets.formats.tf_data import blocks
+from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.tools.inspect import inspect
 
 ROWS, BATCH = 250, 16
 
@@ -246,7 +246,7 @@ def test_what_a_pipeline_runs_has_ended_when_it_is_let_go() -> None:
 
 def test_an_iterator_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with TensorFlow's autotuner, which may sleep through its end."""
-    monkeypatch.setattr(tf_pipelines, "END_S", 0.05)
+    monkeypatch.setattr(tf_data, "END_S", 0.05)
     slow = Slow()
     rows = blocks(slow, INTEGERS, "here")
     next(rows)

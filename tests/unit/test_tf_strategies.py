@@ -11,13 +11,13 @@ import pytest
 
 import trainwright as tw
 from tests.support.planner_cases import job
-from trainwright import prepare
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError
+from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Infeasible, Plan
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.driver.bundles import bundles, devices
-from trainwright.planner import Decision, choose
+from trainwright.planning import job_preparation
+from trainwright.planning.planner import Decision, choose
+from trainwright.runtime.resource_bundles import bundles, devices
 from trainwright.strategies import engine_class
 
 LAYER = LayerCost(name="dense", parameters=1000, parameter_bytes=4000, flops=2000.0)
@@ -122,7 +122,7 @@ def test_fit_goes_where_it_is_right() -> None:
     found = planned(decide(run="fit", devices=2, batch_size=24))
     for name, engine in (("tf_one_device", "FitOneDevice"), ("tf_mirrored", "FitMirrored")):
         plan = found[name]
-        assert isinstance(plan, Plan) and plan.engine.endswith(f".fit:{engine}")
+        assert isinstance(plan, Plan) and plan.engine.endswith(f".keras_fit:{engine}")
     for name, reason in (("tf_multi_worker_mirrored", "raises"), ("tf_central_storage", "wrong metrics")):
         refused = found[name]
         assert isinstance(refused, Infeasible) and reason in refused.reason and "leave run= out" in refused.hint
@@ -138,32 +138,32 @@ def test_fit_goes_where_it_is_right() -> None:
 def test_a_last_batch_that_fit_would_weigh_unevenly_is_refused(
     rows: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "profile_job", lambda *_: KERAS)
+    monkeypatch.setattr(job_preparation, "profile_job", lambda *_: KERAS)
     data = tw.datasets.table({"x": [[1.0]] * rows})
     fields = {"run": "fit", "strategy": "tf_mirrored", "devices": 2, "batch_size": 24, "storage": str(tmp_path)}
-    prepared = prepare.prepare(job(**{**fields, "train": data}))
+    prepared = job_preparation.prepare(job(**{**fields, "train": data}))
     if fits:
-        assert prepare.plan_for(prepared, CPU).chosen.devices_per_worker == 2
+        assert job_preparation.plan_for(prepared, CPU).chosen.devices_per_worker == 2
         return
     with pytest.raises(JobError, match="last batch of train has 13 rows"):
-        prepare.plan_for(prepared, CPU)
-    dropped = prepare.prepare(job(**{**fields, "train": data, "drop_last": True}))
-    assert prepare.plan_for(dropped, CPU).chosen.devices_per_worker == 2
-    evaluated = prepare.prepare(job(**{**fields, "train": data, "drop_last": True, "evaluate": data}))
-    assert prepare.plan_for(evaluated, CPU).chosen.devices_per_worker == 2
+        job_preparation.plan_for(prepared, CPU)
+    dropped = job_preparation.prepare(job(**{**fields, "train": data, "drop_last": True}))
+    assert job_preparation.plan_for(dropped, CPU).chosen.devices_per_worker == 2
+    evaluated = job_preparation.prepare(job(**{**fields, "train": data, "drop_last": True, "evaluate": data}))
+    assert job_preparation.plan_for(evaluated, CPU).chosen.devices_per_worker == 2
 
 
-def ready(folder: Path, **fields: Any) -> prepare.Prepared:
-    return prepare.prepare(job(storage=str(folder), batch_size=2, workers=1, **fields))
+def ready(folder: Path, **fields: Any) -> job_preparation.Prepared:
+    return job_preparation.prepare(job(storage=str(folder), batch_size=2, workers=1, **fields))
 
 
 def test_columns_that_nothing_uses_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "profile_job", lambda *_: KERAS)
+    monkeypatch.setattr(job_preparation, "profile_job", lambda *_: KERAS)
     data = tw.datasets.table({name: [[1.0]] * 4 for name in ("x", "y", "w", "id")})
     said = "columns of train that nothing uses: {}; inputs=, targets= and sample_weight= name what is used"
 
     def told(**fields: Any) -> list[str]:
-        notes = prepare.plan_for(ready(tmp_path, train=data, targets="y", **fields), CPU).chosen.notes
+        notes = job_preparation.plan_for(ready(tmp_path, train=data, targets="y", **fields), CPU).chosen.notes
         return [note for note in notes if "nothing uses" in note]
 
     assert told() == [said.format("w, id")]
@@ -193,10 +193,10 @@ def test_a_pipelines_weights_are_used_or_refused(tmp_path: Path) -> None:
 def test_weights_of_samples_are_for_tensorflow(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "profile_job", lambda *_: ModelProfile(framework="torch", layers=(LAYER,)))
+    monkeypatch.setattr(job_preparation, "profile_job", lambda *_: ModelProfile(framework="torch", layers=(LAYER,)))
     data = tw.datasets.table({"x": [[1.0]] * 4, "y": [1.0] * 4})
     with pytest.raises(JobError, match=r"_weight= is for Keras models on TensorFlow: name the weights in targets="):
-        prepare.plan_for(ready(tmp_path, train=data, targets="y", **fields), CPU)
+        job_preparation.plan_for(ready(tmp_path, train=data, targets="y", **fields), CPU)
 
 
 def test_a_loss_scale_is_not_for_parameter_servers() -> None:

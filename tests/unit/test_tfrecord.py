@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tests.support.record_files import field, frame, message
 from trainwright.core.errors import DataError
 from trainwright.datasets import tfrecord
-from trainwright.datasets.columns import Field
-from trainwright.datasets.crc32c import crc32c
-from trainwright.datasets.examples import Feature, example
+from trainwright.datasets.formats.arrow_columns import Field
+from trainwright.datasets.formats.crc32c import crc32c
+from trainwright.datasets.formats.tf_example import Feature, example
 
 ROWS = 5000
 WRITER = """

@@ -15,18 +15,18 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 import trainwright as tw
 from tests.support.published_measurements import VTRAIN_LARGE, VTRAIN_SMALL, mosaicml, vtrain
+from trainwright.core.model_profile import LayerCost, ModelProfile
+from trainwright.core.pipeline_layout import FOLDED, loss_stage, place_of, section_of
 from trainwright.core.plan import Plan
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.core.sections import FOLDED, loss_stage, place_of, section_of
-from trainwright.strategies import orders
-from trainwright.strategies.calibration import DEFAULT, NAMES, Calibration
-from trainwright.strategies.estimating import expected
-from trainwright.strategies.machine import Machine
-from trainwright.strategies.memory import in_flight
-from trainwright.strategies.orders import HALVED, Operation, needs, order
-from trainwright.strategies.staging import by_stage
-from trainwright.strategies.timeline import BUCKETS, Span, Timeline, timeline
-from trainwright.strategies.work import Work, work_of
+from trainwright.strategies.cost_model.calibration import DEFAULT, NAMES, Calibration
+from trainwright.strategies.cost_model.estimate import expected
+from trainwright.strategies.cost_model.machine import Machine
+from trainwright.strategies.cost_model.memory import in_flight
+from trainwright.strategies.cost_model.step_work import Work, work_of
+from trainwright.strategies.cost_model.timeline import BUCKETS, Span, Timeline, timeline
+from trainwright.strategies.search import pipeline_schedules
+from trainwright.strategies.search.pipeline_schedules import HALVED, Operation, needs, order
+from trainwright.strategies.search.stage_sections import by_stage
 
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # Nothing costs time but what grows with the work: no messages, no launches, nothing else in a step.
@@ -70,7 +70,7 @@ def test_micro_batches_in_flight_are_what_the_memory_is_planned_for(case: tuple[
     schedule, stages, micro_batches, chunks = case
     plan = Plan.parse(f"pp={stages},schedule={schedule or '1f1b'},chunks={chunks}")
     for stage, operations in enumerate(ordered(*case)):
-        held = orders.in_flight(operations)
+        held = pipeline_schedules.in_flight(operations)
         if stages > 1:
             planned = in_flight(replace(plan, schedule=schedule), micro_batches)
             assert held == pytest.approx(by_stage(planned, schedule, stages)[stage])
@@ -193,7 +193,7 @@ def test_steps_that_follow_each_other_are_one_long_1f1b(stages: int, more: int, 
         ]  # fmt: skip
         assert found == order("1f1b", stage=stage, stages=stages, micro_batches=count * steps)
         plan = Plan.parse(f"pp={stages},schedule=pipedream")
-        assert orders.in_flight(found) == in_flight(plan, count)[stage] == stages - stage
+        assert pipeline_schedules.in_flight(found) == in_flight(plan, count)[stage] == stages - stage
 
 
 @given(st.integers(2, 6), st.integers(0, 6), st.sampled_from(["", ",recompute=full", ",dp=2"]))

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import table
-from trainwright.datasets.tokens import END, Tokenise
+from trainwright.datasets.ops.tokenize import END, Tokenise
 
 TEXTS = ["a b", "", "ünï", "the end"]
 

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from tests.support.torch_engines import plan, spec
 from trainwright.core.errors import PeerLost
-from trainwright.strategies.torch.arriving import Arrivals
-from trainwright.strategies.torch.exchange import Incoming, pieces
-from trainwright.strategies.torch.laps import Laps
-from trainwright.strategies.torch.served import named, shards
+from trainwright.strategies.torch.ps.overlapped_pull import Arrivals
+from trainwright.strategies.torch.ps.server_shard import named, shards
+from trainwright.strategies.torch.ps.transfer import Incoming, pieces
+from trainwright.strategies.torch.training.phase_timer import Laps
 
 GIVEN = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from tests.support.parameter_server_jobs import JOBS, facts
 from tests.support.torch_engines import Files, adam, one_device, plan, saved, spec
-from trainwright.core.asynchrony import Consistency, Outer, Unit
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Plan
-from trainwright.strategies.servers.bank import Push
-from trainwright.strategies.servers.book import Book, Closing, Grant
-from trainwright.strategies.servers.gate import Gate
-from trainwright.strategies.torch import files, state
-from trainwright.strategies.torch.bank import Bank
-from trainwright.strategies.torch.exchange import Outgoing, pieces
-from trainwright.strategies.torch.parts import Part
-from trainwright.strategies.torch.served import Served, shards
-from trainwright.strategies.torch.wireform import Form
+from trainwright.core.staleness import Consistency, Outer, Unit
+from trainwright.strategies.ps.lease_table import Book, Closing, Grant
+from trainwright.strategies.ps.shard_store import Push
+from trainwright.strategies.ps.update_admission import Gate
+from trainwright.strategies.torch.checkpoint import files, state
+from trainwright.strategies.torch.checkpoint.shard_layout import Part
+from trainwright.strategies.torch.ps.gradient_layout import Form
+from trainwright.strategies.torch.ps.server_shard import Served, shards
+from trainwright.strategies.torch.ps.shard_store import Bank
+from trainwright.strategies.torch.ps.transfer import Outgoing, pieces
 
 NONE = memoryview(b"")
 

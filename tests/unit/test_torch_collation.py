@@ -16,10 +16,10 @@ from trainwright.core.collation import Collation, Pad
 from trainwright.core.data import Batch, Terms, fold
 from trainwright.core.errors import DataError, JobError
 from trainwright.core.group import Capabilities
-from trainwright.strategies.torch.batches import tensor
-from trainwright.strategies.torch.files import load_weights
-from trainwright.strategies.torch.one_device import OneDevice
-from trainwright.strategies.torch.profile import profile_model
+from trainwright.strategies.torch.checkpoint.files import load_weights
+from trainwright.strategies.torch.engines.one_device import OneDevice
+from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.training.tensors import tensor
 
 WORDS, WIDTH, CLASSES = 11, 4, 3
 CPU = torch.device("cpu")

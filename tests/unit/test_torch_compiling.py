@@ -9,9 +9,9 @@ from torch import nn
 from tests.support.torch_engines import one_device, plan, spec
 from trainwright.core.errors import JobError
 from trainwright.core.group import Capabilities
-from trainwright.strategies.combinations import compiled
-from trainwright.strategies.torch.failures import user_code
-from trainwright.strategies.torch.profile import profile_model
+from trainwright.strategies.search.compatibility import compiled
+from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.training.error_mapping import user_code
 
 
 class InductorError(RuntimeError):

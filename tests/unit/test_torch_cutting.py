@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.conformance.staged_model import Deep
 from tests.support.split_model import split
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.cutting import Cut
-from trainwright.strategies.torch.tensors import Ring, divide
+from trainwright.strategies.torch.pipeline.split import Cut
+from trainwright.strategies.torch.tensor_parallel.layers import Ring, divide
 
 NAMES = [
     "blocks.0", "blocks.0.lift", "blocks.0.back", "blocks.1", "blocks.1.norm", "blocks.1.back", "blocks.2",

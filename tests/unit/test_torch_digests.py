@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.strategies.torch.digests import ROW_WORDS, digest, digest_of_parameters
+from trainwright.strategies.torch.checkpoint.replica_digests import ROW_WORDS, digest, digest_of_parameters
 
 SIZES = (1, 2, 3, 7, 8, 2 * ROW_WORDS - 1, 2 * ROW_WORDS, 4 * ROW_WORDS + 1)
 

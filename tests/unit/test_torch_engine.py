@@ -33,8 +33,8 @@ from tests.support.torch_engines import (
 )
 from trainwright.core.data import Batch, Feed, Terms, fold
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
-from trainwright.strategies.torch.files import load_weights
-from trainwright.strategies.torch.one_device import OneDevice
+from trainwright.strategies.torch.checkpoint.files import load_weights
+from trainwright.strategies.torch.engines.one_device import OneDevice
 
 
 def test_a_plain_loop_gives_the_same_parameters() -> None:

@@ -14,11 +14,11 @@ from tests.support.conformance.language_model import WIDTH, Language
 from tests.support.split_model import split
 from tests.support.tensor_parallel_threads import ThreadRing, on_ranks
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.parts import Box
-from trainwright.strategies.torch.sequence import Stream, scattered
-from trainwright.strategies.torch.tensors import Ring, Split, divide
-from trainwright.strategies.torch.trial import unsuited
-from trainwright.strategies.torch.vocabulary import Parted, parted, plain
+from trainwright.strategies.torch.checkpoint.shard_layout import Box
+from trainwright.strategies.torch.tensor_parallel.layers import Ring, Split, divide
+from trainwright.strategies.torch.tensor_parallel.sequence_check import unsuited
+from trainwright.strategies.torch.tensor_parallel.sequence_parallel import Stream, scattered
+from trainwright.strategies.torch.tensor_parallel.vocab_logits import Parted, parted, plain
 
 ROWS, TOKENS = 2, 6
 GIVEN = torch.linspace(-2.0, 2.0, ROWS * TOKENS, dtype=torch.float64).view(ROWS, TOKENS)

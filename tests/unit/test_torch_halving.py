@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.halving import halves, of_inputs, of_parameters
+from trainwright.strategies.torch.pipeline.split_backward import halves, of_inputs, of_parameters
 
 Stage = Callable[[nn.ModuleList, list[Tensor]], list[Tensor]]
 ROW: Stage = lambda layers, given: [layers[1](torch.relu(layers[0](given[0])))]  # noqa: E731

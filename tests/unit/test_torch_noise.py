@@ -14,11 +14,11 @@ import torch
 
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import Net, batch, double, feed, loss, one_device, plan, saved, spec
-from trainwright.core import noise
+from trainwright.core import gradient_noise
 from trainwright.core.data import Batch, Feed, StepReport
-from trainwright.core.noise import OFTEN, Scatter
-from trainwright.strategies.torch import laps
-from trainwright.strategies.torch.files import load_weights
+from trainwright.core.gradient_noise import OFTEN, Scatter
+from trainwright.strategies.torch.checkpoint.files import load_weights
+from trainwright.strategies.torch.training import phase_timer
 
 SAMPLED = OFTEN - 1  # the first step that is
 
@@ -104,7 +104,7 @@ def test_ranks_tell_the_noise_of_all_shares_alike(world: int, micros: int) -> No
 
 
 def _trained(every: int, rank: int, world: int, exchange: Exchange) -> bytes:
-    noise.OFTEN = every
+    gradient_noise.OFTEN = every
     engine = formed(rank, exchange, spec(model=double, clip_norm=0.5))
     for step in range(6):
         given, _ = global_feed(rank, world, step, micros=2)
@@ -188,9 +188,9 @@ class Event:
 
 
 def test_on_a_gpu_events_of_some_steps_are_read_in_the_step_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laps, "_event", Event)
-    timer, found = laps.Laps(torch.device("cuda")), {}
-    for step in range(laps.FIRST + laps.EVERY + 2):
+    monkeypatch.setattr(phase_timer, "_event", Event)
+    timer, found = phase_timer.Laps(torch.device("cuda")), {}
+    for step in range(phase_timer.FIRST + phase_timer.EVERY + 2):
         timer.begin(step)
         for reduced in (False, True):
             timer.forward()
@@ -201,5 +201,5 @@ def test_on_a_gpu_events_of_some_steps_are_read_in_the_step_after(monkeypatch: p
         assert timer.own_s is None
     known = {step: phases for step, phases in found.items() if phases}
     expected = pytest.approx({"forward": 0.004, "backward": 0.006, "wait": 0.002, "optimizer": 0.002})
-    assert known == {laps.FIRST + 1: expected, laps.FIRST + laps.EVERY + 1: expected}
+    assert known == {phase_timer.FIRST + 1: expected, phase_timer.FIRST + phase_timer.EVERY + 1: expected}
     assert Event.made == 2 * 8

@@ -33,8 +33,8 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.core.group import Group, Peer, Role
 from trainwright.core.plan import Mesh, Plan
-from trainwright.datasets.feeds import weightless
-from trainwright.strategies.torch.parameter_server import ParameterServer
+from trainwright.datasets.loading.batches import weightless
+from trainwright.strategies.torch.engines.parameter_server import ParameterServer
 
 
 class Party:

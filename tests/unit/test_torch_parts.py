@@ -20,14 +20,14 @@ from tests.support.torch_engines import plan, spec
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch import files
-from trainwright.strategies.torch.divided import Divided
-from trainwright.strategies.torch.dividing import blocks, divide
-from trainwright.strategies.torch.parts import Box, Part
-from trainwright.strategies.torch.pipeline import Pipeline
-from trainwright.strategies.torch.replica import Replica
-from trainwright.strategies.torch.sharded import Sharded
-from trainwright.strategies.torch.state import HostState
+from trainwright.strategies.torch.checkpoint import files
+from trainwright.strategies.torch.checkpoint.shard_layout import Box, Part
+from trainwright.strategies.torch.checkpoint.state import HostState
+from trainwright.strategies.torch.distributed.fsdp_wrap import blocks, divide
+from trainwright.strategies.torch.engines.fsdp import Sharded
+from trainwright.strategies.torch.engines.pipeline import Pipeline
+from trainwright.strategies.torch.engines.sharded_model_engine import Divided
+from trainwright.strategies.torch.training.train_state import Replica
 
 layouts = st.builds(Part, stages=st.integers(1, 3), shards=st.integers(1, 4), tensors=st.integers(1, 3))
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.strategies.cuts import cuts
-from trainwright.strategies.machine import Machine
-from trainwright.strategies.torch.profile import profile_model
+from trainwright.core.model_profile import LayerCost, ModelProfile
+from trainwright.strategies.cost_model.machine import Machine
+from trainwright.strategies.search.stage_cuts import cuts
+from trainwright.strategies.torch.profiling.model_profile import profile_model
 
 WIDTH, LAYERS, HEADS, TOKENS, WORDS = 2048, 24, 16, 512, 50_257
 

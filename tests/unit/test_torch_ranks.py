@@ -33,9 +33,9 @@ from tests.support.torch_engines import (
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, UserCodeError
 from trainwright.core.group import Group, Move, Peer
-from trainwright.strategies.torch.data_parallel import DataParallel
-from trainwright.strategies.torch.files import load_weights
-from trainwright.strategies.torch.group import interface_of
+from trainwright.strategies.torch.checkpoint.files import load_weights
+from trainwright.strategies.torch.distributed.process_group import interface_of
+from trainwright.strategies.torch.engines.data_parallel import DataParallel
 
 
 def share(step: int, rank: int, total: int, dtype: type = np.float32) -> Feed:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.torch_engines import Net, batch, feed, one_device, plan, saved, spec
-from trainwright.strategies.torch.recomputing import recompute
-from trainwright.strategies.torch.rescoring import Rescoring
+from trainwright.strategies.torch.profiling.activation_checkpoint import recompute
+from trainwright.strategies.torch.profiling.selective_recompute import Rescoring
 
 WIDE, ROWS, BLOCKS = 64, 32, 3
 HEADS, TOKENS = 4, 32

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.support.torch_engines import Files, Net, batch, feed, loss, one_device, plan, saved, spec
 from trainwright.core.data import StepReport
 from trainwright.core.errors import JobError, NonFiniteLoss
-from trainwright.strategies.torch.one_device import OneDevice
-from trainwright.strategies.torch.scaling import Scale
+from trainwright.strategies.torch.engines.one_device import OneDevice
+from trainwright.strategies.torch.training.loss_scaler import Scale
 
 HALF = plan(precision="fp16")
 LARGE = 300.0  # times the loss: as much too large as a few halvings mend

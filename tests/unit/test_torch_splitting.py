@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from tests.support.conformance.language_model import HEADS, WIDTH, Attention, Language
 from tests.support.split_model import GIVEN, split
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.comparing import Event, Sized, parted
-from trainwright.strategies.torch.profile import profile_model
-from trainwright.strategies.torch.tensors import Ring, Split, divide, flipped
+from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.tensor_parallel.layers import Ring, Split, divide, flipped
+from trainwright.strategies.torch.tensor_parallel.trace_equivalence import Event, Sized, parted
 
 
 class Pair(nn.Module):

@@ -32,11 +32,12 @@ from tests.support.torch_engines import (
 )
 from trainwright.core.data import fold
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
-from trainwright.strategies.torch import batches, state
-from trainwright.strategies.torch import files as files_module
-from trainwright.strategies.torch.files import load_weights
-from trainwright.strategies.torch.packing import packed
-from trainwright.strategies.torch.profile import profile_model, take_weights
+from trainwright.strategies.torch.checkpoint import files as files_module
+from trainwright.strategies.torch.checkpoint import state
+from trainwright.strategies.torch.checkpoint.files import load_weights
+from trainwright.strategies.torch.checkpoint.safetensors_stream import packed
+from trainwright.strategies.torch.profiling.model_profile import profile_model, take_weights
+from trainwright.strategies.torch.training import tensors as batches
 
 
 def test_columns_share_memory_where_they_may() -> None:
@@ -225,7 +226,7 @@ def test_a_profile_gives_operations_outside_layers_to_the_module_that_does_them(
 
 
 def test_a_model_that_cannot_be_traced_is_estimated(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="trainwright.strategies.torch.profile"):
+    with caplog.at_level("INFO", logger="trainwright.strategies.torch.profiling.model_profile"):
         profile = profile_model(Weighing, {"x": np.zeros((1, 4), np.float32)}, ("x",))
     assert profile.flops == 2.0 * profile.parameters == 2.0 * 67
     assert "operations are estimated from parameters" in caplog.text and "item()" in profile.untraced
@@ -240,7 +241,7 @@ def test_a_flow_that_depends_on_the_inputs_alone_is_followed() -> None:
 def test_importing_the_engines_imports_neither_ray_nor_tensorflow() -> None:
     code = (
         "import sys; import trainwright.strategies.torch as t; print('torch' in sys.modules);"
-        "import trainwright.strategies.torch.data_parallel, trainwright.strategies.torch.one_device;"
+        "import trainwright.strategies.torch.engines.data_parallel, trainwright.strategies.torch.engines.one_device;"
         "print([name for name in ('ray', 'tensorflow', 'keras') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

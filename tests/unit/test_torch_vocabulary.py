@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.tensor_parallel_threads import ThreadRing, on_ranks
-from trainwright.strategies.torch.parts import Box
-from trainwright.strategies.torch.vocabulary import Parted, parted, plain
+from trainwright.strategies.torch.checkpoint.shard_layout import Box
+from trainwright.strategies.torch.tensor_parallel.vocab_logits import Parted, parted, plain
 
 ROWS, TOKENS, WIDTH = 3, 4, 7
 TARGETS = torch.tensor([[0, 6, 3, -100], [2, 2, -100, 5], [4, 1, 6, 0]])

@@ -20,12 +20,12 @@ from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright import trackers
 from trainwright.core import events
 from trainwright.core.errors import JobError, TrainwrightError
-from trainwright.describe import changes, describe
-from trainwright.journal import Journal
-from trainwright.store import Store, open_store
-from trainwright.travel import pack, unpack
-from trainwright.watching.trackers import check, module_of, scrub
-from trainwright.watching.tracking import Tracking, params_of
+from trainwright.planning.job_description import changes, describe
+from trainwright.storage.event_log import Journal
+from trainwright.storage.store import Store, open_store
+from trainwright.tracking.base import check, module_of, scrub
+from trainwright.tracking.tracker_thread import Tracking, params_of
+from trainwright.worker.job_pickle import pack, unpack
 
 _NUMBERS = itertools.count()
 SECRET = "hunter2-hunter2"
@@ -209,11 +209,12 @@ def test_a_package_that_is_broken_is_not_missing(tmp_path: Path, monkeypatch: py
 
 
 def test_a_missing_package_is_told_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright import api, starting
+    from trainwright import api
+    from trainwright.runtime import launch
 
     monkeypatch.setitem(sys.modules, "mlflow", None)
     for name in ("connect", "prepare"):
-        monkeypatch.setattr(starting, name, lambda *_, **__: pytest.fail("something was started"))
+        monkeypatch.setattr(launch, name, lambda *_, **__: pytest.fail("something was started"))
     with pytest.raises(TrainwrightError, match="pip install"):
         api.start(torch_jobs.job(tmp_path, trackers=(trackers.MLflow(),)))
 

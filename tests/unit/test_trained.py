@@ -14,9 +14,9 @@ from trainwright.core.data import Columns, Feed
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Probed, RunStarted
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.journal import Journal
-from trainwright.store import open_store
-from trainwright.trained import answering, dealt, gathered, plan_on, replica_of, trained_plan
+from trainwright.inference.trained_plan import answering, dealt, gathered, plan_on, replica_of, trained_plan
+from trainwright.storage.event_log import Journal
+from trainwright.storage.store import open_store
 
 MESHES = {
     "one": Mesh(),
@@ -91,8 +91,8 @@ def test_there_are_fewer_replicas_where_there_is_less_room(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("engine", "strategy", "workers"),
     [
-        ("trainwright.strategies.torch.parameter_server:ParameterServer", "data_parallel", 3),
-        ("trainwright.strategies.tensorflow.parameter_server:Chief", "tf_one_device", 1),
+        ("trainwright.strategies.torch.engines.parameter_server:ParameterServer", "data_parallel", 3),
+        ("trainwright.strategies.tensorflow.ps.parameter_server:Chief", "tf_one_device", 1),
     ],
 )
 def test_what_was_trained_against_servers_is_answered_by_replicas(engine: str, strategy: str, workers: int) -> None:

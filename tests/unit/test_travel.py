@@ -15,8 +15,8 @@ import pytest
 
 import trainwright as tw
 from trainwright.core.errors import JobError
-from trainwright.describe import changes, describe
-from trainwright.travel import pack, unpack
+from trainwright.planning.job_description import changes, describe
+from trainwright.worker.job_pickle import pack, unpack
 
 SIZE = 3
 
@@ -33,7 +33,8 @@ def job(**fields: Any) -> tw.Job:
 
 def test_functions_of_a_module_that_a_worker_cannot_import_travel(tmp_path: Path) -> None:
     (tmp_path / "packed").write_bytes(pack(job()))
-    read = "import sys; from trainwright.travel import unpack; print(unpack(open(sys.argv[1], 'rb').read()).model())"
+    read = "import sys; from trainwright.worker.job_pickle import unpack; "
+    read += "print(unpack(open(sys.argv[1], 'rb').read()).model())"
     done = subprocess.run(
         [sys.executable, "-c", read, tmp_path / "packed"], capture_output=True, text=True, cwd=tmp_path, check=False
     )
@@ -57,7 +58,9 @@ def test_modules_that_are_imported_late_are_as_they_were_when_the_job_was_packed
     (tmp_path / "packed").write_bytes(pack(job(model=importlib.import_module("building").build)))
     assert "own" not in sys.modules, "nothing was run"
     (home / "own" / "scale.py").write_text("FACTOR = 3\n")
-    read = "import sys; from trainwright.travel import unpack; job = unpack(open(sys.argv[1], 'rb').read()); "
+    read = (
+        "import sys; from trainwright.worker.job_pickle import unpack; job = unpack(open(sys.argv[1], 'rb').read()); "
+    )
     read += "made, code = job.model()"
     for folder in (home, elsewhere):
         done = subprocess.run(
@@ -117,7 +120,7 @@ STRANGE = """
 import sys
 sys.path.insert(0, {here!r})
 from test_travel import job
-from trainwright.describe import describe
+from trainwright.planning.job_description import describe
 
 class Plain: ...
 thing = Plain()

@@ -10,8 +10,8 @@ from trainwright.core import events
 from trainwright.core.errors import PeerLost, UserCodeError
 from trainwright.core.group import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.layouts import Probing, Reservation
 from trainwright.driver.state import Phase
+from trainwright.driver.worker_requests import Probing, Reservation
 
 PLANS = Plans(plans=(staged(1, 2, "first"), staged(2, 2, "second")))
 

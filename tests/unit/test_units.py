@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainwright.core.asynchrony import Unit
 from trainwright.core.data import Feed, Feeding
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.datasets.sources import table
-from trainwright.datasets.stream import Stream
-from trainwright.datasets.units import Units
+from trainwright.core.staleness import Unit
+from trainwright.datasets.dataset import table
+from trainwright.datasets.loading.lease_feeds import Units
+from trainwright.datasets.loading.loader import Stream
 
 ROWS, BATCH, SHARES, STEPS = 203, 24, 3, 18
 

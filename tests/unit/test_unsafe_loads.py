@@ -12,14 +12,15 @@ from torch import nn
 
 from tests.support.processes import ROOT
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.torch.teaching import take_file
+from trainwright.strategies.torch.distillation.teacher import take_file
 
 # Pickles that never lie in storage: they go from a process of the run to another, over Ray.
 WITHIN_THE_RUN = {
-    "app/arguments.py", "app/preflight.py",
-    "app/core/byvalue.py", "app/raytrain/desk.py", "app/travel.py", "app/distilling/tuning.py",
-    "datasets/ray_source.py", "datasets/rays.py", "datasets/pipeline.py", "datasets/feeder.py",
-    "datasets/first_pass.py",
+    "app/runtime/call_arguments.py", "app/planning/function_trial.py",
+    "app/core/pickling.py", "app/integrations/ray_train/rendezvous_actor.py", "app/worker/job_pickle.py",
+    "app/distillation/tune_trials.py", "datasets/formats/ray_dataset.py", "datasets/ray_data/fetcher.py",
+    "datasets/ray_data/pipeline.py", "datasets/ray_data/feeder.py",
+    "datasets/ops/first_pass.py",
 }  # fmt: skip
 LOADERS = ("cloudpickle.loads", "cloudpickle.load", "loads")  # the last is that of core.byvalue
 UNSAFE = {

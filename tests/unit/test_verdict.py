@@ -22,10 +22,9 @@ from trainwright.core import events
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError
-from trainwright.distilling.asking import Speaker
-from trainwright.distilling.judging import TOGETHER, Hearing
-from trainwright.distilling.runs import judged
-from trainwright.distilling.tallies import (
+from trainwright.distillation.distilled_run import judged
+from trainwright.distillation.evaluate_students import TOGETHER, Hearing
+from trainwright.distillation.metrics import (
     Accord,
     Picture,
     Residue,
@@ -35,11 +34,12 @@ from trainwright.distilling.tallies import (
     together,
     units_of,
 )
-from trainwright.distilling.teachers import Teacher
-from trainwright.distilling.verdict import Mark, Pair, Verdict, kept_of
-from trainwright.report.verdicts import verdict_html
-from trainwright.store import open_store
-from trainwright.strategies.distilling import Distilled
+from trainwright.distillation.model_queries import Speaker
+from trainwright.distillation.scorecard import Mark, Pair, Verdict, kept_of
+from trainwright.distillation.teachers import Teacher
+from trainwright.reporting.html.distillation_section import verdict_html
+from trainwright.storage.store import open_store
+from trainwright.strategies.distillation.losses import Distilled
 
 ROWS, CLASSES = 37, 5
 RNG = np.random.default_rng(3)
@@ -332,7 +332,7 @@ def test_students_that_cannot_be_judged_are_no_failure_of_their_run(
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_a_jobs_functions_judge_arrays(framework: str) -> None:
-    marking = importlib.import_module(f"trainwright.strategies.{framework}.marking")
+    marking = importlib.import_module(f"trainwright.strategies.{framework}.distillation.offline_metrics")
     spec = ModelSpec(
         model=dict, optimizer=list, total_steps=1, loss=lambda outputs, targets: (outputs[:, 0] - targets) ** 2,
         inputs=(), targets=("y",), metrics={"first": lambda outputs, targets: outputs["logits"][:, 0]},

@@ -15,16 +15,17 @@ import pytest
 
 from tests.support.run_views import ALIVE, printed, record, storage
 from tests.support.sample_run import started, stepped, whole_run
-from trainwright import cli, views
+from trainwright.cli import main as cli
 from trainwright.core import events
 from trainwright.core.errors import StorageError
-from trainwright.history import read_history
-from trainwright.journal import Journal
-from trainwright.liveness import owner_alive
-from trainwright.log import RunLog
-from trainwright.owner import Owner, heartbeat_path
-from trainwright.store import Store, open_store
-from trainwright.summary import Compactor
+from trainwright.reporting import run_views as views
+from trainwright.reporting.history import read_history
+from trainwright.storage.event_log import Journal
+from trainwright.storage.liveness import owner_alive
+from trainwright.storage.run_log import RunLog
+from trainwright.storage.run_owner import Owner, heartbeat_path
+from trainwright.storage.run_summary import Compactor
+from trainwright.storage.store import Store, open_store
 
 Where = Callable[[], str]
 DEAD = Owner(host=ALIVE.host, boot=ALIVE.boot, namespace=ALIVE.namespace, pid=ALIVE.pid, started=ALIVE.started + 1)

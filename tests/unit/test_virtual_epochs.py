@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainwright.core.data import Feeding
 from trainwright.core.errors import DataError
 from trainwright.datasets import table
-from trainwright.datasets.stream import Stream, schedule_of
+from trainwright.datasets.loading.loader import Stream, schedule_of
 
 
 def stream(rows: int, batch: int, epochs: int, samples: int | None, rank: int = 0, of: int = 1, **more: Any) -> Stream:

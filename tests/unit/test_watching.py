@@ -15,14 +15,14 @@ import pytest
 
 from tests.support.run_views import printed, record, storage
 from tests.support.sample_run import started, stepped, whole_run
-from trainwright import views
 from trainwright.core import events
-from trainwright.history import History
-from trainwright.steptable import MOST_ROWS
-from trainwright.watching import readings
-from trainwright.watching.catalogue import LABELS, METRICS, Metric
-from trainwright.watching.dashboard import dashboard_text, facts
-from trainwright.watching.metrics import Metrics
+from trainwright.reporting import run_views as views
+from trainwright.reporting.history import History
+from trainwright.storage.step_table import MOST_ROWS
+from trainwright.tracking import metric_values
+from trainwright.tracking.metric_catalogue import LABELS, METRICS, Metric
+from trainwright.tracking.prometheus import Metrics
+from trainwright.tracking.ray_dashboard import dashboard_text, facts
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARD = json.loads((ROOT / "clusters/grafana.json").read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def test_a_long_run_keeps_few_steps_and_its_goodput() -> None:
         stepped(range(19_981, 20_001), time_s=2211),
         events.RunEnded(time_s=2212, outcome="done", step=20_000),
     ]
-    reader = readings.Readings()
+    reader = metric_values.Readings()
     last: dict[str, float] = {}
     for event in run:
         last |= {reading.name: reading.value for reading in reader.take(event)}

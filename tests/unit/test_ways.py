@@ -16,16 +16,16 @@ from tests.support import torch_jobs
 from tests.support.small_distillation import distillation, wide
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError
-from trainwright.core.profile import LayerCost, ModelProfile
-from trainwright.distilling.choosing import Weighed, ordered
-from trainwright.distilling.composing import composed
-from trainwright.distilling.spec import WAYS, Way
-from trainwright.distilling.weighing import START_S, Case, Cost
-from trainwright.log import Owner, RunLog
-from trainwright.planner import choose
-from trainwright.profiling import profile_job
-from trainwright.store import open_store
-from trainwright.strategies.memory import stage_memory
+from trainwright.core.model_profile import LayerCost, ModelProfile
+from trainwright.distillation.compose_job import composed
+from trainwright.distillation.delivery_choice import Weighed, ordered
+from trainwright.distillation.delivery_cost import START_S, Case, Cost
+from trainwright.distillation.spec import WAYS, Way
+from trainwright.planning.planner import choose
+from trainwright.planning.profile_model import profile_job
+from trainwright.storage.run_log import Owner, RunLog
+from trainwright.storage.store import open_store
+from trainwright.strategies.cost_model.memory import stage_memory
 
 CPUS = Cluster(nodes=(Node(name="one", cpus=4.0, memory_bytes=8 * 2**30),))
 LAYER = LayerCost(

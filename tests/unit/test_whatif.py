@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import trainwright as tw
-from trainwright.choices import (
+from trainwright.cli.main import app
+from trainwright.cli.plan_options import batch_sizes_of, hours_of, price_of
+from trainwright.core.errors import PlanError, ResourceError
+from trainwright.planning.cluster_sizing import (
     COPY_BYTES_PER_S,
     RECOVER_S,
     Wishes,
@@ -27,17 +30,14 @@ from trainwright.choices import (
     doubling,
     every_size,
 )
-from trainwright.cli import app
-from trainwright.core.errors import PlanError, ResourceError
-from trainwright.options import batch_sizes_of, hours_of, price_of
-from trainwright.pictures import RECTANGLES, curve_svg, timeline_svg
-from trainwright.planview import name_of
-from trainwright.strategies.machine import Machine
-from trainwright.strategies.ranking import estimate_of, ranking
-from trainwright.strategies.timeline import timeline
-from trainwright.strategies.work import work_of
-from trainwright.whatif import WhatIf, what_if
-from trainwright.whatifpage import page
+from trainwright.planning.what_if import WhatIf, what_if
+from trainwright.reporting.plan_charts import RECTANGLES, curve_svg, timeline_svg
+from trainwright.reporting.plan_view import name_of
+from trainwright.reporting.what_if_view import page
+from trainwright.strategies.cost_model.machine import Machine
+from trainwright.strategies.cost_model.step_work import work_of
+from trainwright.strategies.cost_model.timeline import timeline
+from trainwright.strategies.search.ranking import estimate_of, ranking
 
 GPT = tw.transformer_profile(hidden=4096, layers=32, heads=32, sequence=2048, vocabulary=51_200)
 JOB = """

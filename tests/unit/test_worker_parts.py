@@ -15,20 +15,20 @@ import pytest
 import trainwright as tw
 from tests.support.scripted_engine import ScriptedEngine, heal, join, scripted_worker
 from tests.support.work_orders import order_of, table_job
-from trainwright import worker as worker_module
-from trainwright.causes import cause_of
-from trainwright.core.asynchrony import Unit
 from trainwright.core.data import Batch, Feed, Feeding, StepReport, Sums
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh
-from trainwright.driver.layouts import Evaluation, Probing
+from trainwright.core.staleness import Unit
 from trainwright.driver.messages import Passed
-from trainwright.records import StepRecords
-from trainwright.signals import stopping
-from trainwright.store import Store
-from trainwright.streams import Streams
-from trainwright.worker import Worker
+from trainwright.driver.worker_requests import Evaluation, Probing
+from trainwright.runtime.exit_reasons import cause_of
+from trainwright.runtime.signals import stopping
+from trainwright.storage.store import Store
+from trainwright.worker import worker as worker_module
+from trainwright.worker.loaders import Streams
+from trainwright.worker.step_log import StepRecords
+from trainwright.worker.worker import Worker
 
 
 def filled(*steps: int) -> StepRecords:

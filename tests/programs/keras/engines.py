@@ -13,15 +13,15 @@ from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.datasets.stream import Stream
-from trainwright.use import lone_engine
+from trainwright.datasets.loading.loader import Stream
+from trainwright.inference.evaluate import lone_engine
 
 TENSORFLOW = "trainwright.strategies.tensorflow"
 ENGINES = {
     ("step", 1): f"{TENSORFLOW}.one_device:OneDevice",
     ("step", 2): f"{TENSORFLOW}.mirrored:Mirrored",
-    ("fit", 1): f"{TENSORFLOW}.fit:FitOneDevice",
-    ("fit", 2): f"{TENSORFLOW}.fit:FitMirrored",
+    ("fit", 1): f"{TENSORFLOW}.keras_fit:FitOneDevice",
+    ("fit", 2): f"{TENSORFLOW}.keras_fit:FitMirrored",
 }
 
 

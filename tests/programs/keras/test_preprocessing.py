@@ -14,7 +14,7 @@ from tests.programs.keras.engines import epochs, train, train_mirrored
 from tests.support.conformance import tensorflow_case
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.unbroken_runs import assert_same
-from trainwright.core.byvalue import dumps, loads
+from trainwright.core.pickling import dumps, loads
 
 ROWS, BATCH, EPOCHS = 64, 16, 2
 RANDOM = np.random.default_rng(0)

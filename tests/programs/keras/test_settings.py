@@ -14,8 +14,8 @@ import torch
 
 import trainwright as tw
 from tests.programs.keras.engines import plan_of, spec_of
-from trainwright.core.byvalue import dumps, loads
-from trainwright.use import lone_engine
+from trainwright.core.pickling import dumps, loads
+from trainwright.inference.evaluate import lone_engine
 
 
 def settings() -> tuple[Any, ...]:

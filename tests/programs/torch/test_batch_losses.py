@@ -19,9 +19,9 @@ from trainwright.core.data import Batch, Feed, Terms, fold
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Mesh
-from trainwright.datasets.feeds import weightless
-from trainwright.strategies.torch.data_parallel import DataParallel
-from trainwright.strategies.torch.sharded import Sharded
+from trainwright.datasets.loading.batches import weightless
+from trainwright.strategies.torch.engines.data_parallel import DataParallel
+from trainwright.strategies.torch.engines.fsdp import Sharded
 
 STEPS, RANKS = 4, 3
 ROWS = (7, 2, 7, 7)  # of each global batch: in the second, one rank has none

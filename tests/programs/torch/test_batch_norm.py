@@ -19,7 +19,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.group import Group, Move, Peer
 from trainwright.core.plan import Mesh
-from trainwright.strategies.torch.sharded import Sharded
+from trainwright.strategies.torch.engines.fsdp import Sharded
 
 SIZES = (12, 7, 12, 4, 12)  # rows of each step's batch
 SMALL = (12, 7, 2, 12)  # one row is too few for a rank alone, and the last of three ranks has none of 2

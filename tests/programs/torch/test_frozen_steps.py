@@ -14,9 +14,9 @@ from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import feed, plan, spec
 from trainwright.core.data import Batch, Feed, fold
 from trainwright.core.plan import Mesh
-from trainwright.datasets.feeds import weightless
-from trainwright.strategies.torch.data_parallel import DataParallel
-from trainwright.strategies.torch.sharded import Sharded
+from trainwright.datasets.loading.batches import weightless
+from trainwright.strategies.torch.engines.data_parallel import DataParallel
+from trainwright.strategies.torch.engines.fsdp import Sharded
 
 STEPS = 7
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.cuts import cuts, entries
-from trainwright.strategies.machine import Machine
-from trainwright.strategies.staging import staging
-from trainwright.strategies.torch.cutting import Cut
-from trainwright.strategies.torch.profile import profile_model
+from trainwright.strategies.cost_model.machine import Machine
+from trainwright.strategies.search.stage_cuts import cuts, entries
+from trainwright.strategies.search.stage_sections import staging
+from trainwright.strategies.torch.pipeline.split import Cut
+from trainwright.strategies.torch.profiling.model_profile import profile_model
 
 ROW = {"x": np.ones((1, 8), np.float32)}
 

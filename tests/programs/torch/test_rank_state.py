@@ -17,8 +17,8 @@ from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.group import Group, Move, Peer, StateTag
-from trainwright.driver.agree import agree, writers_of
-from trainwright.strategies.torch.data_parallel import DataParallel
+from trainwright.driver.state_agreement import agree, writers_of
+from trainwright.strategies.torch.engines.data_parallel import DataParallel
 
 STREAMS, STEPS, BROKEN = 8, 12, 5
 

@@ -56,9 +56,9 @@ class Attentive(nn.Module):
 JOB = spec(Attentive, loss=torch_case.cross_entropy)
 LAYOUTS = {
     "one": plan(),
-    "parallel": plan(data=2, engine=f"{TORCH}.data_parallel:DataParallel"),
-    "sharded": plan(engine=f"{TORCH}.sharded:Sharded", mesh=Mesh(shard=2), zero=3),
-    "hybrid": plan(engine=f"{TORCH}.sharded:Sharded", mesh=Mesh(data=2, shard=2), zero=3),
+    "parallel": plan(data=2, engine=f"{TORCH}.engines.data_parallel:DataParallel"),
+    "sharded": plan(engine=f"{TORCH}.engines.fsdp:Sharded", mesh=Mesh(shard=2), zero=3),
+    "hybrid": plan(engine=f"{TORCH}.engines.fsdp:Sharded", mesh=Mesh(data=2, shard=2), zero=3),
     "stages": plan(2, schedule="zero_bubble", cuts=("blocks.1.out",)),
     "shards of stages": plan(2, schedule="1f1b", cuts=("blocks.1.out",), mesh=Mesh(pipeline=2, shard=2), zero=2),
 }

@@ -125,11 +125,11 @@ class Case:
 REFERENCE, TENSORFLOW = "trainwright.strategies.reference", "trainwright.strategies.tensorflow"
 KERAS: dict[str, Any] = {"framework": "tensorflow", "in_place": False, "interruptible": False}
 CASES = (
-    Case(name="reference", framework="reference", engine=f"{REFERENCE}.engine:Reference"),
+    Case(name="reference", framework="reference", engine=f"{REFERENCE}.collective:Reference"),
     Case(
         name="reference-new-process",
         framework="reference",
-        engine=f"{REFERENCE}.engine:NewProcess",
+        engine=f"{REFERENCE}.collective:NewProcess",
         workers=(2,),
         in_place=False,
         variant=True,
@@ -138,7 +138,7 @@ CASES = (
     Case(
         name="reference-two-devices",
         framework="reference",
-        engine=f"{REFERENCE}.engine:TwoDevices",
+        engine=f"{REFERENCE}.collective:TwoDevices",
         workers=(1, 2),
         devices=2,
     ),
@@ -151,19 +151,19 @@ CASES = (
     Case(
         name="torch-one-device",
         framework="torch",
-        engine="trainwright.strategies.torch.one_device:OneDevice",
+        engine="trainwright.strategies.torch.engines.one_device:OneDevice",
         interruptible=False,
         workers=(1,),
     ),
     Case(
         name="torch-data-parallel",
         framework="torch",
-        engine="trainwright.strategies.torch.data_parallel:DataParallel",
+        engine="trainwright.strategies.torch.engines.data_parallel:DataParallel",
     ),
     Case(
         name="torch-sharded",
         framework="torch",
-        engine="trainwright.strategies.torch.sharded:Sharded",
+        engine="trainwright.strategies.torch.engines.fsdp:Sharded",
         workers=(3,),
         problems=("ragged", "empty_shares", "clip"),
         copies=1,
@@ -172,7 +172,7 @@ CASES = (
     Case(
         name="torch-zero-2",
         framework="torch",
-        engine="trainwright.strategies.torch.sharded:Sharded",
+        engine="trainwright.strategies.torch.engines.fsdp:Sharded",
         workers=(2,),
         variant=True,
         problems=("weights",),
@@ -182,7 +182,7 @@ CASES = (
     Case(
         name="torch-hybrid-shard",
         framework="torch",
-        engine="trainwright.strategies.torch.sharded:Sharded",
+        engine="trainwright.strategies.torch.engines.fsdp:Sharded",
         workers=(4,),
         variant=True,
         problems=("clip",),
@@ -192,7 +192,7 @@ CASES = (
     Case(
         name="torch-pipeline",
         framework="torch",
-        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        engine="trainwright.strategies.torch.engines.pipeline:Pipeline",
         workers=(2,),
         copies=1,
         schedule="1f1b",
@@ -200,7 +200,7 @@ CASES = (
     Case(
         name="torch-pipelines",
         framework="torch",
-        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        engine="trainwright.strategies.torch.engines.pipeline:Pipeline",
         workers=(4,),
         problems=("ragged", "clip", "weights"),
         copies=2,
@@ -209,7 +209,7 @@ CASES = (
     Case(
         name="torch-zero-bubble",
         framework="torch",
-        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        engine="trainwright.strategies.torch.engines.pipeline:Pipeline",
         workers=(2,),
         variant=True,
         problems=("ragged", "empty_shares"),
@@ -219,7 +219,7 @@ CASES = (
     Case(
         name="torch-tensor-parallel",
         framework="torch",
-        engine="trainwright.strategies.torch.tensor_parallel:TensorParallel",
+        engine="trainwright.strategies.torch.engines.tensor_parallel:TensorParallel",
         workers=(2,),
         problems=("ragged", "weights", "empty_shares"),
         copies=1,
@@ -228,7 +228,7 @@ CASES = (
     Case(
         name="torch-dp-x-tp",
         framework="torch",
-        engine="trainwright.strategies.torch.tensor_parallel:TensorParallel",
+        engine="trainwright.strategies.torch.engines.tensor_parallel:TensorParallel",
         workers=(4,),
         variant=True,
         problems=("clip",),
@@ -238,7 +238,7 @@ CASES = (
     Case(
         name="torch-fsdp-x-tp",
         framework="torch",
-        engine="trainwright.strategies.torch.sharded:Sharded",
+        engine="trainwright.strategies.torch.engines.fsdp:Sharded",
         workers=(4,),
         variant=True,
         problems=("ragged",),
@@ -249,7 +249,7 @@ CASES = (
     Case(
         name="torch-fsdp-x-pp",
         framework="torch",
-        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        engine="trainwright.strategies.torch.engines.pipeline:Pipeline",
         workers=(4,),
         variant=True,
         problems=("empty_shares",),
@@ -261,7 +261,7 @@ CASES = (
     Case(
         name="torch-pp-x-tp",
         framework="torch",
-        engine="trainwright.strategies.torch.pipeline:Pipeline",
+        engine="trainwright.strategies.torch.engines.pipeline:Pipeline",
         workers=(4,),
         variant=True,
         problems=("weights",),

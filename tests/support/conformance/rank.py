@@ -17,14 +17,14 @@ from typing import Any
 
 from tests.support.conformance import problems
 from tests.support.conformance.problems import Problem
-from trainwright.core.asynchrony import Staleness, Unit
+from trainwright.core.argument_order import takes_targets_first
 from trainwright.core.data import Columns, Feed, StepReport, Sums
 from trainwright.core.engine import ModelSpec, StateCopy
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
 from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
-from trainwright.core.keras_order import takes_targets_first
 from trainwright.core.plan import Plan
-from trainwright.datasets.feeds import weightless
+from trainwright.core.staleness import Staleness, Unit
+from trainwright.datasets.loading.batches import weightless
 
 NAN = float("nan")
 

@@ -20,7 +20,7 @@ GENERATION, KEY = Generation(token=1, number=1), b"of this generation"
 DEADLINE_S = 20.0
 ENGINES = {
     "reference": "trainwright.strategies.reference.independent:Independent",
-    "torch": "trainwright.strategies.torch.parameter_server:ParameterServer",
+    "torch": "trainwright.strategies.torch.engines.parameter_server:ParameterServer",
 }
 
 

@@ -19,8 +19,8 @@ from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Placement, Plan
 
-PIPELINE = "trainwright.strategies.torch.pipeline:Pipeline"
-ONE_DEVICE = "trainwright.strategies.torch.one_device:OneDevice"
+PIPELINE = "trainwright.strategies.torch.engines.pipeline:Pipeline"
+ONE_DEVICE = "trainwright.strategies.torch.engines.one_device:OneDevice"
 WIDTH = 5
 
 

@@ -1,0 +1,177 @@
+"""Soft targets that are computed once and kept: by the pool that predicts, in a folder of the teacher and the data.
+
+    <folder>/<teacher>-<identity>-<data>-<form>/_PREDICTIONS.json and parts, as `tw.predict` writes them
+
+They are predictions in a form of their own: continued where they were stopped, and not computed where they are there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trainwright.core.data import Columns
+from trainwright.core.errors import JobError
+from trainwright.datasets.dataset import Dataset, parquet
+from trainwright.datasets.formats.arrow_columns import Arrays
+from trainwright.datasets.index import Index, digest
+from trainwright.distillation.output_signature import compared, outline
+from trainwright.distillation.target_encoding import Form, decode
+from trainwright.distillation.teachers import Teacher
+from trainwright.inference.inference_model import Subject
+from trainwright.inference.predict import Question, Told, ask, compute
+from trainwright.inference.prediction_files import SAMPLE
+from trainwright.planning.job_description import essence
+from trainwright.strategies.distillation.teacher_outputs import Lesson, log_odds
+
+_OUTPUT, _LAYER = "output", "layer_{}"  # columns of the files; a teacher's own names hold dots and slashes
+_LETTERS = 12  # of a sum, in the name of a folder
+
+
+def stored_targets(
+    teacher: Teacher,
+    data: Dataset,
+    *,
+    folder: str,
+    keep: str = "fp16",
+    workers: int | None = None,
+    batch_size: int | None = None,
+    range_rows: int | None = None,
+    fresh: bool = False,
+    verbose: bool = False,
+    meter: Told | None = None,
+    note: Callable[[str], object] = lambda _: None,
+    hang_deadline_s: float | None = None,
+) -> Dataset:
+    """What a teacher says of every row of a data set, for `data.beside(...)`; computed where it is not there yet.
+
+    A teacher whose run divided its model over workers is asked in that layout, another one by a pool of workers that
+    each hold all of it. Transforms of the data are as in epoch 0: random ones belong after `beside`.
+
+    Args:
+        teacher: who is asked.
+        data: whose rows; it needs the teacher's inputs alone.
+        folder: that holds those of all teachers and data sets, or `s3://`, `gs://`, `az://`.
+        keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
+        workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
+        batch_size: rows computed at once; by default the teacher's.
+        range_rows: rows of a part, at most; by default by the size of a row of the data, and of what is kept of it.
+        fresh: compute again what is there.
+        verbose: show Ray's own output.
+        meter: is told how far it has come; by default it is shown on stderr.
+        note: is told too what went wrong and was mended.
+        hang_deadline_s: for a batch, at most; a pool waits ten times as long as any took so far, 15 s at least. By
+            default that of the teacher's job, or 5 minutes (15, where its model is divided).
+
+    Returns:
+        A data set with `sample` and the teacher's columns, whole and as float32.
+
+    Raises:
+        RunConflict: the folder holds what another teacher says, or of other data; says what differs.
+        DataError: a part is torn.
+        TrainwrightError: the teacher, the data, the storage or the cluster is not right.
+    """
+    question = asked(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
+    done = compute(
+        _within(question, hang_deadline_s), workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh,
+        verbose=verbose, meter=meter, note=note,
+    )  # fmt: skip
+    return parquet(done.uri).map_batches(Whole(columns=teacher.columns, form=Form.parse(keep)))
+
+
+def asked(
+    teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None, fresh: bool = False
+) -> Question:
+    """What `stored_targets` asks of the teacher, and what of it is not there yet. Raises as that."""
+    form, subject = Form.parse(keep), teacher.subject(data)
+    filing, index = Filing(lesson=teacher.lesson, form=form), data.index()
+    columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
+    subject.check(index, ())
+    row_bytes = said_bytes(teacher, data, index, form)
+    to = f"{folder.rstrip('/')}/{folder_name(teacher, subject, index, form)}"
+    return ask(
+        subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
+        fresh=fresh,
+    )  # fmt: skip
+
+
+def _within(question: Question, hang_deadline_s: float | None) -> Question:
+    """The same with a deadline of its own."""
+    if hang_deadline_s is None:
+        return question
+    job = question.subject.job.replace(hang_deadline_s=hang_deadline_s)
+    return replace(question, subject=replace(question.subject, job=job))
+
+
+def said_bytes(teacher: Teacher, data: Dataset, index: Index, form: Form) -> int:
+    """What is kept of a row, about; 0 where that is not known."""
+    tapped = teacher.lesson.tapped
+    shapes = outline(teacher.asked(data), index, tapped).shapes
+    said = compared({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
+    layers = sum(form.layers.row_bytes(shapes[name]) for name in tapped if name in shapes)
+    return layers + (form.row_bytes(said) if said else 0)
+
+
+def folder_name(teacher: Teacher, subject: Subject, index: Index, form: Form) -> str:
+    """Of what a teacher says of a data set: by the sums of its weights and of the data, wherever they lie."""
+    rows = digest([index.hash, essence(subject.facts(index))["train"]])
+    layers = f"-{digest(teacher.layers)[:6]}" if teacher.layers else ""
+    kept = re.sub(r"\W", "", str(form))
+    return f"{teacher.name}-{subject.sha256[:_LETTERS]}-{rows[:_LETTERS]}-{kept}{layers}"
+
+
+@dataclass(kw_only=True)
+class Filing:
+    """Outputs of a teacher's model -> columns of a file. In each process the first outputs are looked at.
+
+    Attributes:
+        lesson: what its columns are made of.
+        form: in which they are kept.
+    """
+
+    lesson: Lesson
+    form: Form
+    _looked: bool = False
+
+    def __call__(self, outputs: Columns) -> Columns:
+        """Raises JobError for what a teacher may not say, or what cannot be kept in this form."""
+        look, self._looked = None if self._looked else np.asarray, True
+        told = self.lesson.told(outputs, log_odds, look)
+        output, *layers = (told[name] for name in self.lesson.columns)
+        columns = self.form.encode(_OUTPUT, output)
+        for number, layer in enumerate(layers):
+            columns |= self.form.layers.encode(_LAYER.format(number), layer)
+        return columns
+
+    def __str__(self) -> str:
+        """What of it changes the files."""
+        words = [str(self.form), *(f"layer {layer}" for layer in self.lesson.layers)]
+        words += [f"output {self.lesson.output}"] if self.lesson.output else []
+        return ", ".join(words + ([self.lesson.probabilities] if self.lesson.probabilities else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Columns of a file -> a teacher's columns, as it gave them.
+
+    Attributes:
+        columns: their names.
+        form: in which they were kept.
+    """
+
+    columns: tuple[str, ...]
+    form: Form
+
+    def __call__(self, columns: Arrays) -> dict[str, Any]:
+        """Raises JobError where the files hold something else."""
+        if _OUTPUT not in columns:
+            raise JobError([f"the files hold {', '.join(columns)}, and no {_OUTPUT!r} of a teacher"])
+        output, *layers = self.columns
+        told = {output: decode(self.form, _OUTPUT, columns)}
+        for number, layer in enumerate(layers):
+            told[layer] = decode(self.form.layers, _LAYER.format(number), columns)
+        return {SAMPLE: columns[SAMPLE], **told}

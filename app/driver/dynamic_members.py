@@ -1,0 +1,400 @@
+"""Processes that the others do without: of roles whose loss the engine tolerates, while a generation stands.
+
+The death of such a process ends no generation. Another takes its rank, and joins by itself (reserve, form, heal, and
+what the others do) while those go on. So does one that lost its peers, and one that the world grows by. Whoever is
+still in a stretch of steps when it is over for the others is not waited for: it takes part again once it answers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from trainwright.core.errors import HangError, ResourceError, WorkerLost
+from trainwright.core.events import Joined, Leaving, Waiting
+from trainwright.core.group import Address, Group, Peer
+from trainwright.driver import crash_loops, memory_checkpointing
+from trainwright.driver import messages as m
+from trainwright.driver.checkpointing import forget
+from trainwright.driver.due_times import hang_deadline_s
+from trainwright.driver.membership import await_starts, fill, ready_recruits, spare_for, starting_text, take_recruit
+from trainwright.driver.persistent_collections import PersistentSet
+from trainwright.driver.shutdown import close
+from trainwright.driver.state import STANDING, Apart, Blame, Doing, Phase, State
+from trainwright.driver.transition import Turn
+from trainwright.driver.worker_requests import Reservation
+
+AGAIN_S, AGAIN_MOST_S = 1.0, 60.0  # before one that lost its peers tries again: by then it is known whether one ended
+TOGETHER_S = 10.0  # losses of several ranks that are one failure
+NOWHERE = Address(host="", port=0)
+_JOINING = frozenset({"reserve", "form", "heal"})
+_CALLED = _JOINING | {"run"}
+
+
+def tolerates(state: State, worker: int) -> bool:
+    """Whether the others go on without this process now."""
+    return state.phase in STANDING and worker in state.rank_of and state.settings.spares_rank(state.rank_of[worker])
+
+
+def follows(state: State, worker: int) -> bool:
+    """Whether such a process follows a chief, to the end of the generation."""
+    return state.settings.topology == "coordinator" and tolerates(state, worker)
+
+
+def at_work(state: State) -> list[int]:
+    """Processes of tolerated roles that take part, in the order of ranks."""
+    members = [member.worker for rank, member in enumerate(state.members) if state.settings.spares_rank(rank)]
+    return [worker for worker in members if worker not in state.apart]
+
+
+def _anybody_works(state: State) -> bool:
+    """Whether one takes part, or ends its part, or follows the chief."""
+    late = [state.rank_of[worker] for worker, doing in state.apart.items() if doing.doing == "run"]
+    return bool(at_work(state)) or any(state.settings.spares_rank(rank) for rank in late)
+
+
+# --- losing -----------------------------------------------------------------------------------------------------------
+
+
+def lost(turn: Turn, blame: Blame, workers: frozenset[int], *, kill: bool = False) -> None:
+    """These processes are gone, or must go: others take their ranks, unless that was one failure too many."""
+    if _counted(turn, blame, workers):
+        for worker in sorted(workers):
+            _replace(turn, worker, kill=kill)
+        look(turn)
+    elif not kill:
+        turn.change(rank_of=turn.state.rank_of.without(workers))
+
+
+def parted(turn: Turn, worker: int, blame: Blame) -> None:
+    """A process has left the group by an error that need not come again: it joins once more.
+
+    A lost peer is no failure until it is clear that none has ended.
+    """
+    if not blame.peer and not _counted(turn, blame, frozenset({worker})):
+        return
+    state = turn.state
+    was = state.apart.get(worker)
+    tries = was.tries + 1 if was and was.doing != "run" else 0
+    wait_s = max(min(AGAIN_MOST_S, AGAIN_S * 2**tries), crash_loops.backoff_s(turn.state.failures))
+    turn.change(awaiting=state.awaiting - {worker})
+    since_s = was.since_s if was else turn.now_s
+    put(turn, worker, Apart(
+        doing="hold", until_s=turn.now_s + wait_s, since_s=since_s, former=worker, tries=tries,
+        blame=blame if blame.peer else None,
+    ))  # fmt: skip
+    look(turn)
+
+
+def depart(turn: Turn, event: m.Noticed) -> None:
+    """A process will be ended soon: it is let go of at once, and another takes its rank. No failure."""
+    state = turn.state
+    rank = state.rank_of[event.worker]
+    node = state.members[rank].node
+    turn.emit(Leaving(worker=event.worker, rank=rank, node=node, why="preemption notice", left_s=event.left_s))
+    turn.want(m.Shun(worker=event.worker))
+    _replace(turn, event.worker, kill=True)
+    look(turn)
+
+
+def release(turn: Turn) -> None:
+    """Those who are to go by now, and that the others do without, go."""
+    for worker in sorted(turn.state.leaving):
+        if tolerates(turn.state, worker):
+            _replace(turn, worker, kill=True)
+            turn.change(leaving={other: by_s for other, by_s in turn.state.leaving.items() if other != worker})
+            look(turn)
+
+
+def _counted(turn: Turn, blame: Blame, workers: frozenset[int]) -> bool:
+    """Whether the run goes on after this failure: one that comes with others, such as a node's, counts as one."""
+    state = turn.state
+    ranks = frozenset(state.rank_of[worker] for worker in workers)
+    turn.emit(blame.event)
+    doing = {state.apart[worker].doing for worker in workers if worker in state.apart}
+    in_vain = "start" in doing or (bool(doing & _JOINING) and not _anybody_works(state))
+    turn.change(blame=blame)
+    alike = bool(state.losing) and turn.now_s - state.failed_s[-1] < TOGETHER_S
+    if in_vain or not alike or ranks & state.losing:
+        crash_loops.count(turn)
+    turn.change(losing=state.losing | ranks)
+    return not crash_loops.give_up(turn)
+
+
+def _replace(turn: Turn, worker: int, *, kill: bool) -> None:
+    """Give a rank to a spare or a new process, which is not waited for; later each time that one does not come far."""
+    state = turn.state
+    rank, was = state.rank_of[worker], state.apart.get(worker)
+    gone = frozenset({worker})
+    if kill:
+        turn.want(m.Kill(worker=worker))
+    turn.change(
+        rank_of=state.rank_of.without(gone),
+        apart={other: doing for other, doing in state.apart.items() if other != worker},
+        starting=state.starting - gone,
+        awaiting=state.awaiting - gone,
+    )
+    forget(turn, gone)
+    memory_checkpointing.forget(turn, gone)
+    tries = was.tries + 1 if was and was.doing != "run" else 0
+    wait_s = crash_loops.backoff_s(tries)
+    fill(turn, rank, spare_for(turn.state, state.members[rank].node), wait_s)
+    new = turn.state.members[rank].worker
+    starts = new in turn.state.starting
+    deadline_s = wait_s + turn.settings.place_deadline_s if starts else crash_loops.backoff_s(turn.state.failures)
+    doing: Doing = "start" if starts else "hold"
+    since_s = was.since_s if was else turn.now_s
+    put(turn, new, Apart(doing=doing, until_s=turn.now_s + deadline_s, since_s=since_s, former=worker, tries=tries))
+
+
+def look(turn: Turn) -> None:
+    """After a change of who takes part: steps cannot be late while nobody is there to take them.
+
+    Nor can an evaluation at a chief, which workers compute.
+    """
+    state, settings = turn.state, turn.settings
+    led = settings.topology == "coordinator" and state.phase is Phase.EVALUATING
+    if not settings.tolerates or not (led or state.phase is Phase.RUNNING):
+        return
+    working = _anybody_works(state)
+    if working and "hang" not in state.timers:
+        turn.arm("hang", hang_deadline_s(state))
+    elif not working and "hang" in state.timers:
+        turn.disarm("hang")
+        turn.emit(Waiting(what="a worker to take its part again", deadline_s=turn.settings.place_deadline_s))
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+def recruit(turn: Turn, worker: int) -> None:
+    """The world grows by a process that is up; nobody pauses for it."""
+    take_recruit(turn, worker)
+    put(turn, worker, Apart(doing="hold", until_s=turn.now_s, since_s=turn.now_s))
+    _reserve(turn, worker)
+
+
+def take_recruits(turn: Turn) -> None:
+    """The world grows by those that are up, where workers join by themselves."""
+    state = turn.state
+    if state.phase in STANDING and state.settings.topology == "independent" and not state.stopping:
+        for worker in ready_recruits(state):
+            recruit(turn, worker)
+
+
+def started(turn: Turn, worker: int) -> None:
+    """A process that takes a rank is up: it joins, after failures in a row a little later."""
+    state = turn.state
+    wait_s = crash_loops.backoff_s(state.failures)
+    since_s = state.failed_s[-1] if state.failed_s else turn.now_s
+    until_s = max(turn.now_s, since_s + wait_s)
+    put(turn, worker, replace(state.apart[worker], doing="hold", until_s=until_s))
+    if until_s <= turn.now_s:
+        _reserve(turn, worker)
+
+
+def answered(turn: Turn, event: m.Returned) -> None:
+    """One that is not waited for has done what it was called for: on to the next."""
+    state = turn.state
+    apart, rank = state.apart[event.worker], state.rank_of[event.worker]
+    match event.verb:
+        case "reserve":
+            _form(turn, event.worker, rank, event.value)
+        case "form":
+            heal = m.Heal(step=state.step, source="join", passing=state.passing)
+            _call(turn, event.worker, "heal", heal)
+        case "heal":
+            member = replace(state.members[rank], told=True, fresh=False)
+            turn.change(members=state.members.put(rank, member))
+            turn.emit(Joined(
+                generation=state.generation.number, worker=event.worker, rank=rank, node=member.node,
+                former=apart.former, seconds=turn.now_s - apart.since_s,
+            ))  # fmt: skip
+            _take_part(turn, event.worker)
+        case "run":
+            _take_part(turn, event.worker)
+
+
+def _reserve(turn: Turn, worker: int) -> None:
+    state = turn.state
+    rank = state.rank_of[worker]
+    known = state.peers[rank].address if rank < len(state.peers) else NOWHERE
+    former = None if known == NOWHERE else known
+    role = state.settings.role_of(rank)
+    wanted = Reservation(generation=state.generation, plan=state.plan, role=role, former=former)
+    _call(turn, worker, "reserve", wanted)
+
+
+def _form(turn: Turn, worker: int, rank: int, address: Address) -> None:
+    """The group as it stands, with this process in it; the others need not know. One still to join has no port."""
+    state = turn.state
+    peers = dict(enumerate(state.peers))
+    for other in (*range(len(peers), rank), rank):
+        node, role = state.members[other].node, state.settings.role_of(other)
+        peers[other] = Peer(rank=other, address=NOWHERE, role=role, node=node)
+    peers[rank] = replace(peers[rank], address=address)
+    turn.change(peers=tuple(peers.values()))
+    _call(turn, worker, "form", group_of(turn.state, rank))
+
+
+def group_of(state: State, rank: int) -> Group:
+    """What one rank is told of the generation."""
+    slot, serves = state.members[rank].slot, state.settings.role_of(rank) == "server"
+    return Group(
+        generation=state.generation, rank=rank, peers=state.peers, slot=slot,
+        key=state.settings.key_of(state.generation),
+        devices=("cpu",) if serves else state.settings.devices, accelerators=state.accelerators.get(slot, ()),
+        threads=state.settings.threads, deadline_s=state.settings.call_deadline_s,
+    )  # fmt: skip
+
+
+def _call(turn: Turn, worker: int, verb: Doing, argument: object) -> None:
+    until_s = turn.now_s + turn.settings.call_deadline_s
+    put(turn, worker, replace(turn.state.apart[worker], doing=verb, until_s=until_s))
+    assert verb != "start" and verb != "hold", "what nobody is called for"
+    turn.call([worker], verb, argument)
+
+
+def _take_part(turn: Turn, worker: int) -> None:
+    """From now on it is one of the others: steps under way are shared with it at once."""
+    state = turn.state
+    turn.change(apart={other: doing for other, doing in state.apart.items() if other != worker})
+    _arm(turn)
+    call_idle(turn)
+    look(turn)
+
+
+def call_idle(turn: Turn) -> None:
+    """While steps are taken: those who have come to take part are called for what is left of them."""
+    state = turn.state
+    if state.phase is not Phase.RUNNING or not segment_lasts(state):
+        return
+    idle = [worker for worker in at_work(state) if worker not in state.awaiting]
+    if idle:
+        turn.change(awaiting=state.awaiting | frozenset(idle))
+        turn.call(idle, "run", range(state.step, state.until))
+
+
+def segment_lasts(state: State) -> bool:
+    """Whether one that decides about the end of the steps under way is still at them."""
+    return any(state.settings.ends_segment(state.rank_of[worker]) for worker in state.awaiting)
+
+
+# --- not waited for ---------------------------------------------------------------------------------------------------
+
+
+def leave_behind(turn: Turn) -> None:
+    """The steps are over: who is still at them ends its part when it can."""
+    state = turn.state
+    late = sorted(state.awaiting)
+    if not late:
+        return
+    follows = state.settings.topology == "coordinator"  # and does so to the end of the generation
+    until_s = math.inf if follows else turn.now_s + hang_deadline_s(state)
+    apart = {worker: Apart(doing="run", until_s=until_s, since_s=turn.now_s, former=worker) for worker in late}
+    turn.change(awaiting=PersistentSet(), apart={**state.apart, **apart})
+    _arm(turn)
+
+
+def begin_segment(turn: Turn) -> None:
+    """Whoever could not answer before, since no steps were taken, has all its time again."""
+    until_s = turn.now_s + hang_deadline_s(turn.state)
+    apart = {
+        worker: replace(doing, until_s=until_s) if doing.doing == "run" and doing.until_s < until_s else doing
+        for worker, doing in turn.state.apart.items()
+    }
+    turn.change(apart=apart)
+    _arm(turn)
+
+
+def expired(turn: Turn) -> Blame | None:
+    """The time of one or more is over. Gives the cause where they and all others are cut off from those who stay."""
+    due = [worker for worker, apart in turn.state.apart.items() if apart.until_s <= turn.now_s + crash_loops.SOON_S]
+    for worker in sorted(due):
+        apart = turn.state.apart.get(worker)
+        if apart is not None and apart.blame is not None and apart.tries and not _anybody_works(turn.state):
+            return _alone(apart.blame)
+        if apart is not None:
+            _give_up(turn, worker)
+    if turn.state.phase in STANDING:
+        _arm(turn)
+    return None
+
+
+def _give_up(turn: Turn, worker: int) -> None:
+    state = turn.state
+    apart, settings = state.apart[worker], state.settings
+    match apart.doing:
+        case "hold" if apart.blame is not None and settings.reform == "new_process":
+            lost(turn, _alone(apart.blame), frozenset({worker}), kill=True)
+        case "hold":
+            if apart.blame is None or _counted(turn, _alone(apart.blame), frozenset({worker})):
+                _reserve(turn, worker)
+        case "start" if not _alive(state):
+            missing = starting_text(state)
+            error = ResourceError(
+                f"none of the workers lives, and {missing} did not start within {settings.place_deadline_s:g} s",
+                remedy="free resources or add nodes, or raise place_deadline_s",
+            )
+            close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
+        case "start":
+            put(turn, worker, replace(apart, until_s=turn.now_s + settings.place_deadline_s))
+        case "run" if state.phase is not Phase.RUNNING and at_work(state):
+            put(turn, worker, replace(apart, until_s=turn.now_s + hang_deadline_s(state)))
+        case _:
+            silent(turn, frozenset({worker}))
+
+
+def _alone(blame: Blame) -> Blame:
+    """A lost peer that nobody's end explains."""
+    error = WorkerLost(
+        f"rank {blame.event.rank} lost the others, and none of them ended",
+        where=f"node {blame.event.node}",
+        remedy="check the network between the nodes",
+        detail=str(blame.error),
+    )
+    return replace(blame, error=error, peer=False)
+
+
+def _alive(state: State) -> bool:
+    """Whether a process of a tolerated role is up."""
+    return any(state.settings.spares_rank(rank) and w not in state.starting for w, rank in state.rank_of.items())
+
+
+def silent(turn: Turn, workers: frozenset[int]) -> None:
+    """They do not answer: others take their ranks."""
+    state = turn.state
+    rank = min(state.rank_of[worker] for worker in workers)
+    doing = state.apart[state.members[rank].worker].doing if state.members[rank].worker in state.apart else "evaluate"
+    error = HangError(
+        f"rank {rank} hung: it did not {doing} in time, while the others went on",
+        where=f"node {state.members[rank].node}",
+        remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
+    )
+    event = crash_loops.failed(turn.state, state.members[rank].worker, rank, error.what)
+    lost(turn, Blame(error=error, event=event, kind="hung"), workers, kill=True)
+
+
+def put(turn: Turn, worker: int, apart: Apart) -> None:
+    """Note what one does that the others do not wait for."""
+    turn.change(apart={**turn.state.apart, worker: apart})
+    _arm(turn)
+
+
+def _arm(turn: Turn) -> None:
+    """One timer, for the first whose time will be over."""
+    first_s = min((apart.until_s for apart in turn.state.apart.values()), default=math.inf)
+    if math.isfinite(first_s):
+        turn.arm("apart", max(0.0, first_s - turn.now_s))
+    else:
+        turn.disarm("apart")
+
+
+def fold(turn: Turn) -> None:
+    """The generation ends: who is called is waited for again, and those who start as all do."""
+    state = turn.state
+    if not state.apart:
+        return
+    busy = frozenset(worker for worker, apart in state.apart.items() if apart.doing in _CALLED)
+    turn.change(apart={}, awaiting=state.awaiting | busy, losing=frozenset())
+    await_starts(turn)

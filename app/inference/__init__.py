@@ -1,0 +1,1 @@
+"""Use of a finished run: evaluate, predict, generate, export."""

@@ -1,0 +1,236 @@
+"""A pool of Ray actors that compute ranges of rows; what a lost one was at is given to another.
+
+One that is silent for many times as long as a batch took so far is lost, too. Storing a part has no such pace: the
+store is given its time (`trainwright.storage.retry`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from trainwright.core.errors import HangError, ResourceError, StorageError, TrainwrightError, WorkerLost
+from trainwright.core.hang_timeout import LOOK_S, Pace, Silence
+from trainwright.inference.prediction_files import Range, Work, check_schema
+from trainwright.inference.prediction_worker import Hello, PredictOrder, PredictorProcess, Stored, device_options, told
+
+_STILLBORN = 3  # processes in a row that may end before they could begin
+_START_S = 600.0  # to import the framework and load a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long to wait.
+
+    Attributes:
+        place_s: for the cluster to start a process.
+        hang_s: for the next batch of a range, at most, and for the storing of one.
+    """
+
+    place_s: float
+    hang_s: float
+
+
+@dataclass(kw_only=True, eq=False)
+class _Member:
+    """One actor, and what it is asked for.
+
+    Attributes:
+        phase: `placing`, `loading`, `idle` or `busy`.
+        answer: reference of the answer that comes next, or the generator of a range's answers.
+        part: the range that it computes.
+        rows: of the range that are computed.
+        silence: since it was heard of last.
+    """
+
+    actor: Any
+    phase: str = "placing"
+    answer: Any = None
+    node: str = "a node that is not known yet"
+    part: Range | None = None
+    rows: int = 0
+    silence: Silence = field(default_factory=lambda: Silence(looked_s=time.monotonic()))
+
+    @property
+    def computing(self) -> Range | None:
+        """Its range, while a batch comes next."""
+        return self.part if self.part is not None and self.rows < self.part.rows else None
+
+
+class Pool:
+    """Computes all ranges of some work. One thread; `run` blocks.
+
+    Args:
+        order: what every process gets.
+        size: processes at most.
+        work: the ranges.
+        patience: how long to wait.
+        schema: types by column name of parts that are there already; empty when there are none.
+        on_rows: told how many rows were computed, or are lost again (negative).
+        on_note: told what went wrong and was mended.
+    """
+
+    def __init__(
+        self,
+        order: PredictOrder,
+        size: int,
+        work: Work,
+        patience: Patience,
+        *,
+        schema: Mapping[str, str],
+        on_rows: Callable[[int], object],
+        on_note: Callable[[str], object],
+    ) -> None:
+        self._order, self._size, self._work, self._patience = ray.put(order), size, work, patience
+        self._schema, self._on_rows, self._on_note = schema, on_rows, on_note
+        options = {**device_options(order.plan), "max_restarts": 0, "max_task_retries": 0}
+        self._class: Any = ray.remote(scheduling_strategy="SPREAD", **options)(PredictorProcess)
+        self._members: list[_Member] = []
+        self._pace = Pace(most_s=patience.hang_s)
+        self._stillborn = 0
+
+    def run(self) -> None:
+        """Until every range is stored; the processes are gone when it returns.
+
+        Raises:
+            ResourceError: the cluster started none of the processes in time.
+            WorkerLost, HangError: processes were lost with a range, or before they could begin, too often.
+            TrainwrightError: what the user's code, the data or the store did.
+        """
+        try:
+            while self._work.open:
+                self._staff()
+                self._listen()
+        finally:
+            for member in self._members:
+                ray.kill(member.actor)
+            self._members.clear()
+
+    def _staff(self) -> None:
+        """Start processes while there is work for more, and give the idle ones something to do."""
+        while len(self._members) < min(self._size, self._work.open):
+            actor = self._class.remote()
+            self._members.append(_Member(actor=actor, answer=actor.hello.remote()))
+        for member in self._members:
+            part = self._work.take() if member.phase == "idle" else None
+            if part is not None:
+                answers = member.actor.compute.options(num_returns="streaming").remote(part)
+                self._ask(member, "busy", answers)
+                member.part, member.rows = part, 0
+
+    def _ask(self, member: _Member, phase: str, answer: Any) -> None:
+        member.phase, member.answer = phase, answer
+        member.silence.end(time.monotonic())
+
+    def _listen(self) -> None:
+        """Wait for the next answer or deadline, and act on it."""
+        waiting = {member.answer: member for member in self._members if member.answer is not None}
+        soonest = min(self._limit_s(member) - member.silence.seconds for member in waiting.values())
+        ray.wait(list(waiting), num_returns=1, timeout=min(max(soonest, 0.0), LOOK_S))
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)  # all of them: none may seem silent
+        for answer in ready:
+            self._hear(waiting[answer])
+        now = time.monotonic()
+        late = [member for member in waiting.values() if member.answer is not None and member in self._members]
+        for member in late:
+            if member.silence.look(now) >= self._limit_s(member):
+                self._late(member)
+
+    def _limit_s(self, member: _Member) -> float:
+        if member.computing is not None:
+            return self._pace.limit_s(self._work.losses(member.computing))
+        limits = {"placing": self._patience.place_s, "loading": max(_START_S, self._patience.hang_s)}
+        return limits.get(member.phase, self._patience.hang_s)
+
+    def _hear(self, member: _Member) -> None:
+        """Take one answer."""
+        try:
+            answer = ray.get(next(member.answer) if member.phase == "busy" else member.answer)
+        except RayTaskError as error:
+            raise told(error, member.node) from error
+        except RayError as error:
+            self._lose(member, WorkerLost(f"the process ended: {_first_line(error)}", where=member.node))
+            return
+        took_s = member.silence.end(time.monotonic())
+        if isinstance(answer, TrainwrightError):
+            self._failed(member, answer)
+        elif isinstance(answer, Hello):
+            member.node = f"{answer.node}, pid {answer.pid}"
+            self._ask(member, "loading", member.actor.load.remote(self._order))
+        elif isinstance(answer, Stored):
+            self._stored(member, answer)
+        elif answer is None:
+            self._ask(member, "idle", None)
+        else:
+            self._pace.took(took_s)
+            member.rows += answer
+            self._on_rows(answer)
+
+    def _stored(self, member: _Member, answer: Stored) -> None:
+        assert member.part is not None, "only a busy member stores"
+        check_schema(self._schema or answer.schema, answer.schema, member.part)
+        self._schema = self._schema or answer.schema
+        self._work.done(member.part)
+        member.part, self._stillborn = None, 0
+        self._ask(member, "idle", None)
+
+    def _failed(self, member: _Member, error: TrainwrightError) -> None:
+        """An error of ours: final, but for a store that another process may reach."""
+        if not isinstance(error, StorageError) or member.part is None:
+            raise error
+        self._give_back(member, error)
+        self._ask(member, "idle", None)
+
+    def _late(self, member: _Member) -> None:
+        """Nothing was heard in time."""
+        limit_s = self._limit_s(member)
+        if member.phase != "placing":
+            usual = self._pace.usual if member.computing is not None else ""
+            self._lose(member, HangError(f"nothing was heard for {limit_s:g} s{usual}", where=member.node))
+            return
+        placed = sum(other.phase != "placing" for other in self._members)
+        if not placed:
+            raise ResourceError(
+                f"the cluster started none of {len(self._members)} processes within {limit_s:g} s",
+                where="predict",
+                remedy="wait until other jobs have ended, set fewer workers, or raise place_deadline_s",
+            )
+        self._dismiss(member)
+        self._size = placed
+        self._on_note(f"going on with {placed} workers: the cluster had no room for more within {limit_s:g} s")
+
+    def _lose(self, member: _Member, error: TrainwrightError) -> None:
+        """A process is gone, or is ended because it hangs."""
+        self._dismiss(member)
+        if member.part is not None:
+            self._on_note(f"{member.part} begin again elsewhere: {error.what} ({member.node})")
+            self._give_back(member, error)
+            return
+        self._stillborn += 1
+        if self._stillborn >= _STILLBORN:
+            raise WorkerLost(
+                f"{self._stillborn} processes were lost before they could begin, the last because {error.what}",
+                where=member.node,
+                remedy="look at the memory of the nodes; verbose=True shows what the processes wrote",
+            )
+
+    def _give_back(self, member: _Member, error: TrainwrightError) -> None:
+        """The member's range goes to another one. Raises WorkerLost or StorageError when that was tried too often."""
+        part, rows = member.part, member.rows
+        assert part is not None, "only a busy member has something to give back"
+        member.part, member.rows = None, 0
+        self._on_rows(-rows)
+        self._work.lost(part, member.node, error)
+
+    def _dismiss(self, member: _Member) -> None:
+        self._members.remove(member)
+        ray.kill(member.actor)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,312 @@
+"""What predictions are made of: ranges of rows, their files, the manifest, who still has to be given what. Pure.
+
+    <to>/_PREDICTIONS.json                                  what was asked for; another question is refused
+    <to>/part-000000000000-000000001024.parquet             rows 0 to 1023, whole or not there
+
+Names sort in the order of the samples.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trainwright.core.data import Columns
+from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
+from trainwright.datasets.index import Index
+from trainwright.datasets.sampling.sampler import Lanes
+from trainwright.planning.job_description import changes
+
+MANIFEST = "_PREDICTIONS.json"
+SAMPLE = "sample"
+
+_FORMAT = 1
+_PART = re.compile(r"part-(\d{12})-(\d{12})\.parquet")
+_RANGE_BYTES, _RANGE_ROWS = 64 << 20, (256, 1 << 16)
+_FEW_RANGES = 64  # of a small data set, so that many workers have something to do
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Range:
+    """Rows start..stop of a data set: the unit of work, and one part of the output."""
+
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    @property
+    def name(self) -> str:
+        """The part's file."""
+        return f"part-{self.start:012}-{self.stop:012}.parquet"
+
+    def __str__(self) -> str:
+        return f"rows {self.start:,} to {self.stop - 1:,}"
+
+
+def usual_rows(index: Index, row_bytes: int = 0) -> int:
+    """Rows of a range where none are given: by nothing that changes, so that a later call cuts in the same way.
+
+    Args:
+        index: of the data set.
+        row_bytes: of what is written for a row, where that may be much; a worker holds those of a range.
+    """
+    least, most = _RANGE_ROWS
+    fitting = min(_RANGE_BYTES // max(index.row_bytes, row_bytes, 1), most, -(-index.rows // _FEW_RANGES))
+    return max(fitting, min(least, max(_RANGE_BYTES // max(row_bytes, 1), 1)))
+
+
+def cut(index: Index, rows: int) -> tuple[Range, ...]:
+    """All ranges of a data set, in order: small neighbouring row groups are joined up to `rows` rows, others split."""
+    edges = Lanes(rows=index.rows, count=1, window=rows, groups=index.firsts).edges.tolist()
+    return tuple(Range(start=start, stop=stop) for start, stop in pairwise(edges))
+
+
+def missing(ranges: Sequence[Range], names: Iterable[str], folder: str) -> tuple[Range, ...]:
+    """The ranges of which no part is there yet.
+
+    Args:
+        ranges: all of them.
+        names: of the files in the folder.
+        folder: for the error.
+
+    Raises:
+        RunConflict: a file is none of ours, and would be read as a part.
+    """
+    expected = {part.name for part in ranges}
+    found = {name for name in names if not any(item.startswith(("_", ".")) for item in name.split("/"))}
+    strange = sorted(found - expected)
+    if strange:
+        raise RunConflict(
+            f"the folder holds files that are no parts of these predictions, such as {strange[0]}",
+            where=folder,
+            remedy="give another folder" + ("" if any(not is_part(name) for name in strange) else ", or fresh=True"),
+        )
+    return tuple(part for part in ranges if part.name not in found)
+
+
+def is_part(name: str) -> bool:
+    """Whether a file has the name of a part."""
+    return _PART.fullmatch(name) is not None
+
+
+# --- manifest ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What was asked for. Two calls with equal manifests write the same parts.
+
+    Attributes:
+        run: name of the run that trained the model, or of what else predicts.
+        checkpoint: its folder within the run; empty where the weights are of none.
+        checkpoint_sha256: of the checkpoint's own manifest, or of the weights.
+        step: of the checkpoint.
+        job: the job's fields that say what is computed, in words (`describe`); `train` is the data set, with digests of
+            its rows and transforms.
+        data_sha256: hash of the data set's index.
+        rows: of the data set.
+        columns: outputs asked for; empty for all.
+        keep: columns of the data set that are kept.
+        range_rows: rows of a range, at most.
+        form: in which the outputs are kept; empty for as they are.
+    """
+
+    run: str
+    checkpoint: str
+    checkpoint_sha256: str
+    step: int
+    job: Mapping[str, str]
+    data_sha256: str
+    rows: int
+    columns: tuple[str, ...]
+    keep: tuple[str, ...]
+    range_rows: int
+    form: str = ""
+
+    @property
+    def who(self) -> str:
+        """What predicts, for people."""
+        return f"{self.run} at step {self.step:,}" if self.checkpoint else self.run
+
+    def encode(self) -> bytes:
+        """As it is stored."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Self:
+        """Read a stored one. Raises StorageError for anything else."""
+        try:
+            fields = json.loads(data)
+            if fields.pop("format") != _FORMAT:
+                raise ValueError("another version")
+            return cls(**{**fields, "columns": tuple(fields["columns"]), "keep": tuple(fields["keep"])})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StorageError(
+                f"the manifest cannot be read: {error}", where=where, remedy="give another folder, or fresh=True"
+            ) from error
+
+    def differences(self, asked: Manifest) -> list[str]:
+        """Lines that say where what is asked for now differs."""
+        old, new = asdict(self), asdict(asked)
+        lines = [line.replace("train: ", "data: ", 1) for line in changes(old.pop("job"), new.pop("job"))]
+        for facts in (old, new):
+            facts.update({name: facts[name][:12] for name in ("data_sha256", "checkpoint_sha256")})
+        return lines + [f"{name}: {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
+
+    def check(self, asked: Manifest, folder: str) -> None:
+        """Raise RunConflict, naming the differences, where something else is asked for now."""
+        lines = self.differences(asked)
+        if not lines:
+            return
+        again = f", or step={self.step} to go on with the same checkpoint" if asked.step != self.step else ""
+        listed = "".join(f"\n    {line}" for line in lines)
+        raise RunConflict(
+            f"the folder holds predictions of something else:{listed}\n ",
+            where=folder,
+            remedy=f"give another folder, or fresh=True to compute them anew{again}",
+        )
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+class Work:
+    """Who still has to be given what.
+
+    Args:
+        ranges: to be computed, in order.
+        attempts: workers that may be lost with one range before all is given up.
+    """
+
+    def __init__(self, ranges: Iterable[Range], attempts: int) -> None:
+        self._waiting = deque(ranges)
+        self._attempts = attempts
+        self._out: set[Range] = set()
+        self._lost: dict[Range, list[str]] = {}
+
+    @property
+    def open(self) -> int:
+        """Ranges that are not done."""
+        return len(self._waiting) + len(self._out)
+
+    def take(self) -> Range | None:
+        """The next range to compute; None while all are given out."""
+        if not self._waiting:
+            return None
+        part = self._waiting.popleft()
+        self._out.add(part)
+        return part
+
+    def done(self, part: Range) -> None:
+        """A range is computed and stored."""
+        self._out.remove(part)
+
+    def losses(self, part: Range) -> int:
+        """How often a worker was lost with a range."""
+        return len(self._lost.get(part, ()))
+
+    def lost(self, part: Range, node: str, error: TrainwrightError) -> None:
+        """The worker of a range was lost, or could not store it: the range goes to another one, before all others.
+
+        Raises:
+            WorkerLost: that happened too often with this range; names range and nodes. A StorageError as it is.
+        """
+        self._out.remove(part)
+        tries = self._lost.setdefault(part, [])
+        tries.append(node)
+        if len(tries) < self._attempts:
+            self._waiting.appendleft(part)
+            return
+        if isinstance(error, StorageError):
+            raise error
+        look = "at these rows and at the memory of the nodes, or set a smaller batch_size"
+        if isinstance(error, HangError):
+            look = "for a deadlock in the model or the transforms of the data, or raise hang_deadline_s"
+        raise WorkerLost(
+            f"{part} were given up: {len(tries)} workers were lost with them, the last because {error.what}",
+            where=f"{part}; on {', '.join(tries)}",
+            remedy=f"look {look}; the parts that are done stay, and the same call goes on from them",
+            detail=error.detail,
+        )
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def table_of(part: Range, kept: Columns, outputs: Columns) -> pa.Table:
+    """A part: `sample` (int64, the row number), the columns kept, the outputs; (rows, ...) as fixed-shape tensors.
+
+    Raises:
+        JobError: two columns have one name, or an output is of a type that parquet has not.
+    """
+    taken = [name for name in outputs if name in kept or name == SAMPLE]
+    if taken:
+        raise JobError([f"the model's output {taken[0]!r} has the name of another column of the predictions"])
+    columns = {SAMPLE: pa.array(np.arange(part.start, part.stop, dtype=np.int64))}
+    for name, array in {**kept, **outputs}.items():
+        columns[name] = arrow(name, array)
+    return pa.table(columns)
+
+
+def arrow(name: str, array: npt.NDArray[Any]) -> pa.Array:
+    """An array (rows, *shape) as an Arrow column. Raises JobError where Arrow has no such type."""
+    try:
+        if array.ndim == 1:
+            return pa.array(array.tolist() if array.dtype == object and len(array) else array)
+        shape = array.shape[1:]
+        flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+        storage = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)))
+        return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(flat.type, shape), storage)
+    except (pa.ArrowException, TypeError) as error:
+        raise JobError([f"column {name!r} ({array.dtype}, shape {array.shape}) cannot be written: {error}"]) from error
+
+
+def joined(pieces: Sequence[Columns], part: Range) -> dict[str, npt.NDArray[Any]]:
+    """The outputs of a range's batches, one after the other.
+
+    Raises:
+        JobError: names, shapes or types differ between batches.
+    """
+    result: dict[str, npt.NDArray[Any]] = {}
+    for piece in pieces[1:]:
+        for name in piece.keys() ^ pieces[0].keys():
+            raise JobError([f"the model gave the output {name!r} for some batches only"], where=str(part))
+    for name in pieces[0]:
+        arrays = [piece[name] for piece in pieces]
+        shapes = sorted({array.shape[1:] for array in arrays})
+        if len(shapes) > 1:
+            raise JobError([ragged(name, str(shapes[0]), str(shapes[-1]))], where=str(part))
+        result[name] = np.concatenate(arrays)
+    return result
+
+
+def check_schema(first: Mapping[str, str], found: Mapping[str, str], part: Range) -> None:
+    """Raise JobError where a part has other columns than the parts before it."""
+    for name in sorted({*first, *found}):
+        before, now = first.get(name, "missing"), found.get(name, "missing")
+        if before != now:
+            raise JobError([ragged(name, before, now)], where=str(part))
+
+
+def ragged(name: str, one: str, other: str) -> str:
+    """Why outputs that differ cannot be columns of one table."""
+    return (
+        f"the output {name!r} is {one} for some rows and {other} for others: let the model give one shape for every "
+        "row, for instance by padding its inputs to one length with tw.Pad(length=...)"
+    )

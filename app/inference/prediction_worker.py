@@ -1,0 +1,230 @@
+"""One worker of a prediction: it holds the model, computes ranges of rows and stores each as a part. Free of Ray.
+
+`PredictorProcess` is what becomes an actor; errors of ours are among its answers and never travel as Ray's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.data import Batch, Columns, Feed
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.job import Job
+from trainwright.core.plan import Plan
+from trainwright.datasets.index import Index
+from trainwright.datasets.loading.prefetch import ReadAhead
+from trainwright.datasets.ops.transforms import Counters
+from trainwright.inference.evaluate import lone_engine
+from trainwright.inference.prediction_files import Range, joined, table_of
+from trainwright.storage.checkpoints import CheckpointReader, read_manifest
+from trainwright.storage.store import Store
+from trainwright.worker.job_pickle import unpack
+
+Form = Callable[[Columns], Columns]
+"""form(the model's outputs for some rows) -> what is written of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A checkpoint of a run.
+
+    Attributes:
+        runs: store with the run.
+        run: its name.
+        checkpoint: which.
+    """
+
+    runs: Store
+    run: str
+    checkpoint: CheckpointRef
+
+    def __str__(self) -> str:
+        return f"{self.run}, {self.checkpoint.path}"  # wherever the run lies
+
+    def reader(self) -> CheckpointReader:
+        """Of its files. Raises CheckpointError."""
+        manifest = read_manifest(self.runs, self.run, self.checkpoint)
+        return CheckpointReader(self.runs, self.run, self.checkpoint, manifest, weights_only=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOrder:
+    """All that a fresh process needs to predict.
+
+    Attributes:
+        job: the pickled job; its `train` is the data set to predict.
+        plan: of one rank.
+        index: of the data set.
+        weights: that the model is given; None where it brings them.
+        folder: where the parts go.
+        outputs: those wanted; empty for all.
+        keep: columns of the data set that go with them.
+        batch_size: rows given to the model at once.
+        form: in which the outputs are written; None writes them as they are.
+    """
+
+    job: bytes
+    plan: Plan
+    index: Index
+    weights: Weights | None
+    folder: Store
+    outputs: tuple[str, ...]
+    keep: tuple[str, ...]
+    batch_size: int
+    form: Form | None = None
+
+
+class Hello(NamedTuple):
+    """A process that is up."""
+
+    node: str
+    pid: int
+
+
+class Stored(NamedTuple):
+    """A part that is whole and in its place; types by column name."""
+
+    schema: Mapping[str, str]
+
+
+Outputs = Callable[[Batch], Sequence[Columns]]
+"""outputs(batch) -> the model's for its rows, in order, in pieces."""
+
+
+def lone_model(order: PredictOrder) -> Outputs:
+    """The order's model in this process. Raises as `standing`."""
+    job = unpack(order.job)
+    spec = job.model_spec(1, partial(job.train.row, order.index, _names(job, order)))
+    return standing(replace(spec, outputs=order.outputs), order.plan, order.weights)
+
+
+def standing(spec: ModelSpec, plan: Plan, weights: Weights | None, *, guest: bool = False) -> Outputs:
+    """A model in this process, on one device; as a guest, where the process does other work too.
+
+    Raises:
+        CheckpointError, UserCodeError, JobError: the model cannot be built, or its weights do not fit.
+    """
+    engine = lone_engine(spec, plan, guest=guest)
+    if weights is not None:
+        engine.load(weights.reader())
+    return lambda batch: [engine.predict_step(_alone(batch))]
+
+
+class Predictor:
+    """The data set that a model is applied to.
+
+    Args:
+        outputs: of the model.
+
+    Raises:
+        DataError: the source cannot be opened.
+    """
+
+    def __init__(self, order: PredictOrder, outputs: Outputs) -> None:
+        self._order, self._outputs, self._form = order, outputs, order.form or _as_it_is
+        job = unpack(order.job)
+        self._data, self._seed = job.train, job.seed
+        self._names = _names(job, order)
+        self._rows = self._data.reader(order.index, self._names)
+
+    def compute(self, part: Range) -> Iterator[int | Stored]:
+        """Compute a range and store it: after each batch its number of rows, at the end what was stored.
+
+        Raises:
+            DataError, UserCodeError, JobError: the data, its transforms or the model.
+            StorageError: the part could not be written.
+        """
+        kept: list[Columns] = []
+        outputs: list[Columns] = []
+        with closing(ReadAhead(self._batches(part), name="trainwright-predict")) as batches:
+            for batch in batches:
+                outputs.extend(map(self._form, self._outputs(batch)))
+                kept.append({name: batch.columns[name] for name in self._order.keep})
+                yield batch.rows
+        table = table_of(part, joined(kept, part), joined(outputs, part))
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink)
+        self._order.folder.put(part.name, sink.getvalue().to_pybytes())
+        yield Stored({field.name: str(field.type) for field in table.schema})
+
+    def _batches(self, part: Range) -> Iterator[Batch]:
+        """The range's rows in order, transformed."""
+        counters = Counters(seed=self._seed, epoch=0)
+        for start in range(part.start, part.stop, self._order.batch_size):
+            samples = np.arange(start, min(start + self._order.batch_size, part.stop), dtype=np.int64)
+            columns = self._data.transform(self._rows.gather(samples), samples, counters, self._names)
+            yield Batch(columns=columns, weights=np.ones(len(samples)), samples=samples)
+
+
+class PredictorProcess:
+    """Answers are `value | TrainwrightError`."""
+
+    def __init__(self) -> None:
+        self._node = f"{socket.gethostname()}, pid {os.getpid()}"
+        self._predictor: Predictor | None = None
+
+    def hello(self) -> Hello:
+        """Say who and where this process is."""
+        return Hello(node=socket.gethostname(), pid=os.getpid())
+
+    def load(self, order: PredictOrder) -> TrainwrightError | None:
+        """Build the model and load the checkpoint; the error that ended it."""
+        try:
+            self._predictor = Predictor(order, lone_model(order))
+        except Exception as error:
+            return told(error, self._node)
+        return None
+
+    def compute(self, part: Range) -> Iterator[int | Stored | TrainwrightError]:
+        """As `Predictor.compute`; an error ends it."""
+        assert self._predictor is not None, "load comes first"
+        try:
+            yield from self._predictor.compute(part)
+        except Exception as error:
+            yield told(error, f"{part} on {self._node}")
+
+
+def told(error: Exception, where: str) -> TrainwrightError:
+    """An error of ours with the place added; anything else as one, with its traceback."""
+    if isinstance(error, TrainwrightError):
+        error.where = f"{error.where}; {where}" if error.where else where
+        return error
+    return TrainwrightError(
+        f"{type(error).__name__}: {error}", where=where, detail="".join(traceback.format_exception(error))
+    )
+
+
+def _names(job: Job, order: PredictOrder) -> tuple[str, ...] | None:
+    """The columns to read; None for all."""
+    return None if job.columns is None else tuple(dict.fromkeys((*job.columns, *order.keep)))
+
+
+def _as_it_is(outputs: Columns) -> Columns:
+    return outputs
+
+
+def _alone(batch: Batch) -> Feed:
+    """A micro-batch as the feed of the only rank."""
+    return Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=batch.rows)
+
+
+def device_options(plan: Plan) -> dict[str, Any]:
+    """What one process reserves, in Ray's words."""
+    placement = plan.placement
+    if placement.accelerator == "GPU":
+        return {"num_cpus": placement.cpus, "num_gpus": placement.accelerators}
+    resources = {placement.accelerator: placement.accelerators} if placement.accelerator else {}
+    return {"num_cpus": placement.cpus, "resources": resources}

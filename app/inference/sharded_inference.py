@@ -1,0 +1,267 @@
+"""The ranks of a layout on actors of the cluster, the same as in training: they evaluate a checkpoint, and predict."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.data import Columns, Sums
+from trainwright.core.errors import HangError, PeerLost, ResourceError, TrainwrightError, WorkerLost
+from trainwright.core.group import Generation, Group, Peer
+from trainwright.core.job import Job
+from trainwright.core.plan import Plan
+from trainwright.core.rank_placement import seats
+from trainwright.datasets.index import Index
+from trainwright.datasets.loading.loader import schedule_of
+from trainwright.driver.crash_loops import backoff_s
+from trainwright.driver.messages import Failure
+from trainwright.driver.worker_requests import Predicting, Reservation
+from trainwright.inference.trained_plan import dealt, gathered
+from trainwright.reporting import formatting
+from trainwright.runtime.call_arguments import Arguments
+from trainwright.runtime.cluster_discovery import discover
+from trainwright.runtime.controller import CALL_DEADLINE_S
+from trainwright.runtime.exit_reasons import cause_of
+from trainwright.runtime.placement_groups import Rooms
+from trainwright.runtime.resource_bundles import devices, resources
+from trainwright.runtime.takeover import BEAT_S, run_name
+from trainwright.runtime.worker_actor import WORKER, Berth
+from trainwright.storage.store import Store
+from trainwright.worker.job_pickle import pack
+from trainwright.worker.worker_config import WorkOrder
+
+HANG_S = 900.0  # for what all ranks do together, where the job says nothing
+SOME = 16  # batches that are evaluated in one go
+EXPLAIN_S = 5.0  # for ranks that hang to say where
+CAUSE_S = 15.0  # for the rank that failed first to tell, once another has lost it
+TOKEN = 0  # of a driver that owns no run
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr)
+
+
+class Ranks:
+    """A model on workers of the cluster that hold it together. One thread; calls block. Use it in a `with`.
+
+    Where a worker is lost or hangs, all are placed anew and do again what was asked of them, as often as the job's
+    `failures=` allows in a row.
+
+    Args:
+        job: whose `train` is a data set with rows as the model is given them.
+        plan: that fits the cluster.
+        store: with the run, or where the work is done for a model that has none.
+        checkpoint: whose weights are used; None where model() brings them.
+        train: index of `job.train`.
+        evaluate: index of `job.evaluate`, to evaluate on.
+        outputs: of the model that are wanted; empty for all.
+        note: told where it runs, and what went wrong and was mended.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        store: Store,
+        checkpoint: CheckpointRef | None,
+        *,
+        train: Index,
+        evaluate: Index | None = None,
+        outputs: tuple[str, ...] = (),
+        note: Callable[[str], object] = say,
+    ) -> None:
+        self._plan, self._job, self._checkpoint, self._note = plan, job, checkpoint, note
+        served = job.replace(drop_last=False)  # or a few rows would be no batch
+        order = WorkOrder(
+            job=pack(served), plan=self._plan, storage=store.uri, run=job.name, train=train, evaluate=evaluate,
+            outputs=outputs,
+        )  # fmt: skip
+        self._order, self._judged = ray.put(order), evaluate
+        self._run = run_name(store.uri_of(job.name))
+        self._rooms = Rooms(self._plan, elastic=False, lasting=False)
+        self._actors: list[Any] = []
+        self._nodes: list[str] = []
+        self._number = self._failures = 0
+        self._hang_s = job.hang_deadline_s or HANG_S
+        self._closed = threading.Event()
+        where = "" if checkpoint is None else " that it was trained in"
+        how = f"in the layout{where}: {plan.name}" if plan.mesh.size > plan.mesh.data else "each with the whole model"
+        who = job.name if checkpoint is None else f"{job.name} at step {checkpoint.step:,}"
+        self._note(f"{who} on {formatting.count(plan.workers, 'worker')}, {how}")
+
+    def __enter__(self) -> Ranks:
+        threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._end()
+        self._rooms.give_back()
+
+    def evaluate(self) -> Sums:
+        """Sums over the evaluation set, of which each data rank reads its share, some batches at a time.
+
+        Raises:
+            WorkerLost, HangError: workers were lost, or hung, again and again with the same batches.
+            ResourceError: the cluster did not start them in time.
+            TrainwrightError: what the user's code, the data or the store did.
+        """
+        assert self._judged is not None, "asked for only where there is an evaluation set"
+        total, steps = Sums(), schedule_of(self._judged, **self._job.ordering(evaluate=True)).total_steps
+        for start in range(0, steps, SOME):
+            some = range(start, min(start + SOME, steps))
+            total = sum(self._together("evaluate_some", [some] * self._plan.workers), total)
+        return total
+
+    def predict(self, columns: Columns, place: int | None = None) -> list[Columns]:
+        """The model's outputs for rows, in their order, in pieces.
+
+        Args:
+            columns: of the rows, which may have more than the model is given.
+            place: see `Predicting`.
+
+        Raises:
+            WorkerLost, HangError, ResourceError, TrainwrightError: as `evaluate`.
+        """
+        wanted = self._job.columns
+        given = {name: column for name, column in columns.items() if wanted is None or name in wanted}
+        feeds = dealt(self._plan, given)
+        answers = self._together("predict", [Predicting(feeds=own, place=place) for own in feeds])
+        return list(gathered(self._plan, answers, feeds[0]))
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _together(self, verb: str, arguments: Sequence[Any]) -> list[Any]:
+        """What each rank answers to its argument, and if all must begin anew for it."""
+        while True:
+            try:
+                if not self._actors:
+                    self._stand()
+                answers = self._ask(verb, arguments, self._hang_s)
+            except (WorkerLost, HangError) as error:
+                self._end()
+                self._failures += 1
+                if self._failures > self._job.failures:
+                    raise
+                self._note(f"begins again on new workers: {error.what} ({error.where})")
+                self._closed.wait(backoff_s(self._failures))
+                self._rooms.give_back()  # workers that had not heard of us for long gave it back themselves
+                self._rooms = Rooms(self._plan, elastic=False, lasting=False)
+            else:
+                self._failures = 0
+                return answers
+
+    def _stand(self) -> None:
+        """Place the workers, and have them form a group and load the checkpoint."""
+        self._number += 1
+        generation, size = Generation(token=TOKEN, number=self._number), self._plan.workers
+        self._place()
+        addresses = self._ask("reserve", [Reservation(generation=generation)] * size)
+        peers = tuple(
+            Peer(rank=rank, address=address, node=node)
+            for rank, (address, node) in enumerate(zip(addresses, self._nodes, strict=True))
+        )
+        about: dict[str, Any] = {
+            "generation": generation, "peers": (), "key": secrets.token_bytes(), "devices": devices(self._plan),
+            "threads": self._plan.placement.threads, "deadline_s": max(CALL_DEADLINE_S, self._hang_s),
+        }  # fmt: skip
+        common = Arguments().common(peers)
+        self._ask("form", [Group(rank=rank, slot=rank, **about) for rank in range(size)], common=common)
+        if self._checkpoint is not None:
+            self._ask("load", [self._checkpoint] * size)
+
+    def _place(self) -> None:
+        """A process for each rank, where the plan wants it to be."""
+        options = resources(self._plan.placement)
+        self._nodes = ["a node that is not known yet"] * self._plan.workers
+        for slot in range(self._plan.workers):
+            berth, where = Berth(worker=slot, slot=slot, run=self._run), self._rooms.of(slot)
+            made = WORKER.options(scheduling_strategy=where, **options)  # not detached: Ray ends it with this process
+            self._actors.append(made.remote(self._order, berth, TOKEN))
+        patience_s = self._job.patience_s(discover(possible=True))
+        late = ResourceError(
+            f"the cluster did not start {formatting.count(self._plan.workers, 'worker')} within {patience_s:g} s",
+            where=self._job.name,
+            remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True",
+        )
+        hellos = self._answers([actor.hello.remote() for actor in self._actors], patience_s, late)
+        for slot, hello in enumerate(hellos):
+            self._rooms.found(slot, hello.node_id)
+        order = seats(self._plan.mesh, [hello.node_id for hello in hellos], self._plan.devices_per_worker)
+        self._actors = [self._actors[place] for place in order]
+        self._nodes = [hellos[place].node for place in order]
+
+    def _ask(
+        self, verb: str, arguments: Sequence[Any], limit_s: float | None = None, *, common: Any = b""
+    ) -> list[Any]:
+        limit_s = limit_s or max(CALL_DEADLINE_S, self._hang_s)
+        asked = [
+            actor.call.remote(verb, argument, TOKEN, common)
+            for actor, argument in zip(self._actors, arguments, strict=True)
+        ]
+        late = HangError(
+            f"the workers did not {verb.replace('_', ' ')} within {limit_s:g} s", remedy="raise hang_deadline_s"
+        )
+        return self._answers(asked, limit_s, late)
+
+    def _answers(self, asked: Sequence[Any], limit_s: float, late: TrainwrightError) -> list[Any]:
+        """All ranks' answers, or the first cause of a failure: a lost peer is none where another rank has one."""
+        ranks: Mapping[Any, int] = {ref: rank for rank, ref in enumerate(asked)}
+        until_s, waiting, answers = time.monotonic() + limit_s, list(asked), dict[int, Any]()
+        lost: TrainwrightError | None = None
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(until_s - time.monotonic(), 0.0))
+            if not ready:
+                raise lost or self._explained(late, sorted(ranks[ref] for ref in waiting))
+            rank = ranks[ready[0]]
+            answers[rank] = _answer(ready[0], f"rank {rank}, {self._nodes[rank]}")
+            if isinstance(answers[rank], PeerLost):
+                lost = lost or WorkerLost(answers[rank].what, where=answers[rank].where)
+                until_s = min(until_s, time.monotonic() + CAUSE_S)
+            elif isinstance(answers[rank], TrainwrightError):
+                raise answers[rank]
+        if lost is not None:
+            raise lost
+        return [answers[rank] for rank in range(len(asked))]
+
+    def _explained(self, late: TrainwrightError, silent: Sequence[int]) -> TrainwrightError:
+        """With who is late, and of those who hang where they stand, as far as they tell."""
+        if isinstance(late, HangError):
+            late.where = "; ".join(f"rank {rank}, {self._nodes[rank]}" for rank in silent)
+            told = {rank: self._actors[rank].interrupt.remote(self._number, True, TOKEN) for rank in silent}
+            ready, _ = ray.wait(list(told.values()), num_returns=len(told), timeout=EXPLAIN_S)
+            answers = {rank: _answer(ref, late.where) for rank, ref in told.items() if ref in ready}
+            late.detail = "\n".join(
+                f"rank {r} stood at:\n{text}" for r, text in answers.items() if isinstance(text, str)
+            )
+        return late
+
+    def _end(self) -> None:
+        """End the processes; the room stays held."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _beat(self) -> None:
+        """Tell the workers that somebody wants them, however long a call or the caller takes."""
+        while not self._closed.wait(BEAT_S):
+            for actor in [*self._actors]:
+                actor.beat.remote(TOKEN)
+
+
+def _answer(ready: Any, where: str) -> Any:
+    """A rank's answer, or the error that it ended with."""
+    try:
+        answer = ray.get(ready)
+    except RayError as error:
+        return WorkerLost(cause_of(error), where=where, remedy="look at the memory of the nodes")
+    return answer.error if isinstance(answer, Failure) else answer

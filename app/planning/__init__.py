@@ -1,0 +1,1 @@
+"""From a job and a cluster to a plan: descriptions, profiles, choices."""

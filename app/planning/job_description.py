@@ -1,0 +1,171 @@
+"""A job in words that can be stored, compared and shown: what each field is, functions by their code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainwright.core.job import Job
+from trainwright.core.redaction import without_secrets
+from trainwright.datasets.dataset import Index
+from trainwright.planning.code_fingerprint import CODE, SCHEME, Fingerprints, decode_table, encode_table
+
+# Fields that say where or how fast a job runs, and never what it computes.
+_FREE = frozenset(
+    {
+        "storage", "workers", "min_workers", "max_workers", "shrink_s", "spares", "strategy", "plan", "probe",
+        "preflight", "accelerator", "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
+        "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
+        "replace_stragglers", "devices", "tf_config",
+        "tpu", "trackers", "code",
+    }
+)  # fmt: skip
+_DATA = ", data "  # what follows says what a data set holds, whatever it is called and wherever it lies
+_PLACE = re.compile(r" at 0x[0-9a-f]+")  # where an object without a repr of its own lies in memory
+_DIGESTS = re.compile(r" \[[0-9a-f]{8}\]|(?:, |\b)functions [0-9a-f]{8}\b")
+_DIGEST = re.compile(r"[0-9a-f]{8}")
+_HELPER = re.compile(r"\w+\(\) in ")  # a function that is no method
+_LISTED = 6  # definitions of one field that are told
+
+
+def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
+    """Every field of the job as text, without secrets; the same job gives the same text in another process.
+
+    Args:
+        train: index of the training set.
+        evaluate: index of the evaluation set.
+    """
+    codes = _Codes()
+    words = {name: codes.text(name, getattr(job, name)) for name in type(job).model_fields if name != "trackers"}
+    words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
+    for name, index in (("train", train), ("evaluate", evaluate)):
+        dataset = getattr(job, name)
+        if dataset is not None:
+            words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
+    words[CODE] = codes.table()
+    return {name: without_secrets(text) for name, text in words.items()}
+
+
+def imported(job: Job) -> dict[str, str]:
+    """Files of the user's modules that the job's functions import when they are called, by name."""
+    codes = _Codes()
+    for name in type(job).model_fields:
+        codes.text(name, getattr(job, name))
+    for name, dataset in (("train", job.train), ("evaluate", job.evaluate)):
+        if dataset is not None:
+            codes.contents(name, dataset.functions, None)
+    return codes.imported
+
+
+def narrowed(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Some fields of a description, with the definitions that these reach."""
+    kept = {name: description[name] for name in names}
+    scheme, fields = decode_table(description[CODE])
+    return {**kept, CODE: encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept})}
+
+
+def comparable(old: Mapping[str, str]) -> bool:
+    """Whether the code of an older description can be compared with that of one made now."""
+    return decode_table(old.get(CODE, ""))[0] == SCHEME
+
+
+def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Lines that say which fields that matter to the result differ.
+
+    A data set is the same wherever it lies; more epochs are another result only where a schedule looks at the end. What
+    has become a secret since the old one was written is none in the new one, and no difference. Where the old one was
+    written by another version of Python or an older one of trainwright, code is not compared; see `comparable`.
+    """
+    old = {name: without_secrets(words) for name, words in old.items()}
+    before, now = (decode_table(each.get(CODE, "")) for each in (old, new))
+    if CODE in new and before[0] != now[0]:
+        old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
+    free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
+    names = [
+        name for name in new if name not in free and _essence(name, old.get(name, "")) != _essence(name, new[name])
+    ]
+    lines: list[str] = []
+    for name in names:
+        was, words = (_DIGESTS.sub("", each) for each in (old.get(name, "absent"), new[name]))
+        reached = (before[1].get(name, {}), now[1].get(name, {}))
+        if _essence(name, was) != _essence(name, words):
+            lines.append(f"{name}: {was} -> {words}")
+        elif not any(reached):  # no definitions are listed: only the digests tell the two apart
+            lines.append(f"{name}: {old[name]} -> {new[name]}")
+        else:
+            lines += _changed(name, *reached)
+    return lines
+
+
+def _changed(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Lines that name the definitions which a field reaches and which differ."""
+    root = next(iter(new), "")
+    found = [
+        f"{label} {_compared(old[label], new[label])}" for label in new if old.get(label, new[label]) != new[label]
+    ]
+    # What is reached only now, or no longer, follows from a change elsewhere.
+    found = found or [f"{label} is used now, and was not" for label in new if label not in old]
+    found = found or [f"{label} was used, and is no longer" for label in old if label not in new]
+    found = found or ["it uses the same functions in another order"]
+    found = [f"helper {words}" if _HELPER.match(words) and not words.startswith(root) else words for words in found]
+    more = len(found) - _LISTED
+    return [f"{name}: {words}" for words in found[:_LISTED]] + ([f"{name}: {more} more changes"] if more > 0 else [])
+
+
+def _compared(old: str, new: str) -> str:
+    return "changed" if _DIGEST.fullmatch(old) or _DIGEST.fullmatch(new) else f"changed from {old} to {new}"
+
+
+def essence(description: Mapping[str, str]) -> dict[str, str]:
+    """What of a description a process's state depends on; see `changes`."""
+    return {name: _essence(name, words) for name, words in description.items() if name not in _FREE}
+
+
+def _essence(name: str, words: str) -> str:
+    return words.rpartition(_DATA)[2] if name in ("train", "evaluate") else words
+
+
+def _rows(index: Index | None) -> str:
+    return f"{index.rows:,} rows in {len(index.groups):,} row groups" if index else "not looked at"
+
+
+class _Codes:
+    """Texts of a job's fields, and the definitions that they reach."""
+
+    def __init__(self) -> None:
+        self._prints = Fingerprints()
+        self._fields: dict[str, dict[str, str]] = {}
+
+    @property
+    def imported(self) -> dict[str, str]:
+        """Of all fields so far; see `Fingerprints`."""
+        return self._prints.imported
+
+    def table(self) -> str:
+        """Of all fields so far; see `encode_table`."""
+        return encode_table(SCHEME, self._fields)
+
+    def contents(self, name: str, functions: Iterable[Any], index: Index | None) -> str:
+        """What a data set holds: digests of its rows and of the functions that they go through."""
+        given = tuple(functions)
+        code = self._digest(name, given) if given else ""
+        return (index.hash[:8] if index else "") + (f", functions {code}" if code else "")
+
+    def text(self, name: str, value: Any) -> str:
+        """A field's value; functions by name and digest."""
+        if isinstance(value, Mapping):
+            items = sorted(value.items(), key=str)
+            return ", ".join(f"{self.text(name, key)}={self.text(name, item)}" for key, item in items)
+        if isinstance(value, tuple | list):
+            return f"({', '.join(self.text(name, item) for item in value)})" if value else "()"
+        if isinstance(value, set | frozenset):
+            return f"{{{', '.join(sorted(self.text(name, item) for item in value))}}}"
+        if callable(value):
+            called = value if inspect.isclass(value) else getattr(value, "__qualname__", type(value).__qualname__)
+            return f"{str(called).replace('<locals>.', '')} [{self._digest(name, value)}]"
+        return _PLACE.sub("", str(value))
+
+    def _digest(self, name: str, value: Any) -> str:
+        return self._prints.digest(value, self._fields.setdefault(name, {}))[:8]

@@ -1,0 +1,294 @@
+"""Everything about a job that can be wrong and known before anything is placed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from trainwright.core.cluster import Cluster
+from trainwright.core.errors import JobError, PlanError, ResourceError, RunConflict, RunFinished, nearest
+from trainwright.core.job import Job
+from trainwright.core.model_profile import ModelProfile
+from trainwright.core.plan import Plan, Rejected
+from trainwright.datasets.dataset import Index
+from trainwright.datasets.formats.file_metadata import Indexing, indexing
+from trainwright.datasets.sampling.step_schedule import steps_per_epoch
+from trainwright.planning.cluster_growth import expansions, told
+from trainwright.planning.code_fingerprint import Fingerprints
+from trainwright.planning.job_description import changes, comparable, describe
+from trainwright.planning.plan_file import with_plan
+from trainwright.planning.planner import Decision, choose
+from trainwright.planning.profile_model import profile_job
+from trainwright.planning.replanning import pays
+from trainwright.runtime.cluster_discovery import discover
+from trainwright.runtime.ray_data_delivery import without_data
+from trainwright.storage.run_log import Entry, RunLog
+from trainwright.storage.run_summary import read_folding
+from trainwright.storage.store import Store, open_store
+
+_REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
+
+_LISTED = 6  # columns of a note
+
+_IN_ORDER = (
+    "train= is a tf.data pipeline: rows come in its own order, every worker iterates all of it, and each row counts "
+    "exactly once as long as it gives the same rows in the same order each time it is iterated"
+)
+
+_NOT_COMPARED = (
+    "whether the code of model, loss, step and transforms changed since the run was started is not known: "
+    "another version of trainwright or of Python recorded it; from now on it is compared again"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A job whose data and storage are there.
+
+    Attributes:
+        store: where the run lives.
+        train: index of the training set.
+        evaluate: index of the evaluation set.
+        steps_per_epoch: global steps of one epoch.
+        description: the job in words.
+        measured: name of the plan that was the quickest when plans were measured; empty where none were.
+        begun: a checkpoint is there to go on from.
+        metadata: of the data's files, as cache files by name, which the run keeps.
+        notes: about the run's past, for people.
+        unused: columns of the training set that nothing of the job uses.
+    """
+
+    job: Job
+    store: Store
+    train: Index
+    evaluate: Index | None
+    steps_per_epoch: int
+    description: dict[str, str]
+    measured: str = ""
+    begun: bool = False
+    metadata: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @property
+    def total_steps(self) -> int:
+        """Global steps of the whole run."""
+        return self.steps_per_epoch * self.job.epochs
+
+
+def prepare(
+    job: Job, *, resume: bool = False, fresh: bool = False, connect: Callable[[], object] | None = None
+) -> Prepared:
+    """Look at data, storage and the run's past.
+
+    Args:
+        resume, fresh: as of `tw.fit`.
+        connect: connects to the cluster of the run, where a look at the data takes long without it.
+
+    Raises:
+        DataError, StorageError: a data set or the store cannot be used.
+        JobError: columns are missing, or the batch leaves no step.
+        RunConflict: the name belongs to a finished or changed job, and neither `resume` nor `fresh` was given.
+    """
+    store = open_store(job.storage)
+    store.check()
+    find = partial(_kept, store, job.name) if not fresh else lambda name: None
+    with indexing(Indexing(find=find, connect=connect, fingerprint=Fingerprints().digest)) as used:
+        train = job.train.index()
+        evaluate = job.evaluate.index() if job.evaluate is not None else None
+    unused = _check_columns(job, train, evaluate)
+    steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last, job.epoch_samples)
+    if not steps:
+        rows = job.epoch_samples or train.rows
+        raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {rows} rows"])
+    prepared = Prepared(
+        job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
+        description=describe(job, train=train, evaluate=evaluate), metadata=used.kept, unused=unused,
+    )  # fmt: skip
+    if not fresh:
+        head = RunLog(store, job.name).head()
+        if head is not None:
+            _check_past(prepared, head, resume)
+            notes = () if comparable(head.job) else (_NOT_COMPARED,)
+            return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints), notes=notes)
+    return prepared
+
+
+def keep_metadata(prepared: Prepared) -> None:
+    """Keep what is known of the data's files beside the run, for a resume on another machine. Raises StorageError."""
+    for name, content in prepared.metadata.items():
+        prepared.store.put(_metadata_path(prepared.job.name, name), content, sync=False)
+
+
+def _kept(store: Store, run: str, name: str) -> bytes | None:
+    return store.find(_metadata_path(run, name))
+
+
+def _metadata_path(run: str, name: str) -> str:
+    return f"{run}/metadata/{name}"
+
+
+def _measured(prepared: Prepared) -> str:
+    """Of the run's past; see `Prepared.measured`."""
+    probed = read_folding(prepared.store, prepared.job.name).probed
+    return probed.name if probed else ""
+
+
+def opens(job: Job) -> bool:
+    """Whether a look at a row opens what is slow to open, such as a model, which a process of the cluster's does."""
+    return any(data is not None and data.stateful for data in (job.train, job.evaluate))
+
+
+def profile_of(prepared: Prepared) -> ModelProfile:
+    """What the job's model costs."""
+    return profile_job(prepared.job, prepared.job.train, prepared.train)
+
+
+def decide_plan(prepared: Prepared) -> Decision:
+    """The plan for the connected cluster."""
+    return plan_for(prepared, discover(possible=True))
+
+
+def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
+    """The plan for a given cluster, or for as many nodes more as it has to start for one."""
+    profile, failed = profile_of(prepared), None
+    for grown in expansions(cluster, prepared.job):
+        try:
+            return _plan_on(prepared, profile, grown)
+        except (PlanError, ResourceError) as error:
+            failed = error
+    assert failed is not None, "there is one expansion at least"
+    raise failed
+
+
+def _plan_on(prepared: Prepared, profile: ModelProfile, cluster: Cluster) -> Decision:
+    job = with_plan(prepared.job, profile, cluster)
+    asked = job.replace(probe=True) if prepared.measured else job  # for what it was measured among
+    room, kept = without_data(cluster, prepared.job)
+    decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
+    _check_fit(prepared, decision.chosen)
+    _check_weights(job, profile)
+    notes = [*prepared.notes, *told(cluster, prepared.job), *decision.chosen.notes, *kept]
+    if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
+        notes.append(_REPLACED)
+    if prepared.train.in_order:
+        notes.append(_IN_ORDER)
+    if prepared.unused:
+        notes.append(_unused(prepared.unused))
+    return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))
+
+
+def _unused(names: Sequence[str]) -> str:
+    """A note about columns that nothing uses."""
+    more = len(names) - _LISTED
+    listed = ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return f"columns of train that nothing uses: {listed}; inputs=, targets= and sample_weight= name what is used"
+
+
+def _settled(decision: Decision, prepared: Prepared) -> Decision:
+    """What was measured once counts, and nothing is measured where it would not pay."""
+    known = [plan for plan in decision.contenders if plan.name == prepared.measured]
+    if known:
+        note = "it was the quickest when plans were measured"
+        chosen = replace(known[0], notes=(*known[0].notes, note))
+        return replace(decision, chosen=chosen, rejected=_without(decision, chosen), contenders=())
+    wanted = decision.contenders and prepared.job.probe and not prepared.begun
+    if not wanted or not pays(decision.contenders, prepared.total_steps):
+        return replace(decision, contenders=())
+    names = [plan.strategy for plan in decision.contenders]
+    rejected = [
+        replace(item, reason=f"{item.reason}; both are measured before the first step")
+        if item.plan.strategy in names
+        else item
+        for item in decision.rejected
+    ]
+    return replace(decision, rejected=tuple(rejected))
+
+
+def _without(decision: Decision, measured: Plan) -> tuple[Rejected, ...]:
+    """What is rejected for a plan that was measured: with the one that would be chosen by its estimate."""
+    others = tuple(item for item in decision.rejected if item.plan.strategy != measured.strategy)
+    if decision.chosen.strategy == measured.strategy:
+        return others
+    reason = f"{measured.strategy} was quicker when plans were measured"
+    return (Rejected(plan=decision.chosen, reason=reason), *others)
+
+
+def _check_fit(prepared: Prepared, plan: Plan) -> None:
+    """Refuse a last training batch that Keras' fit would weigh unevenly. Raises JobError."""
+    job, devices = prepared.job, plan.mesh.data_ranks
+    last = prepared.train.rows % job.batch_size
+    if job.run == "fit" and last % devices and not job.drop_last:
+        raise JobError(
+            [
+                f"the last batch of train has {last} rows, which Keras' fit would weigh differently on each of "
+                f"{devices} devices: use a batch_size that leaves none, drop_last=True, or devices=1"
+            ]
+        )
+
+
+def _check_weights(job: Job, profile: ModelProfile) -> None:
+    """Refuse Keras' weights of samples for models of other engines. Raises JobError."""
+    for name in ("sample_weight", "class_weight"):
+        if getattr(job, name) and profile.framework != "tensorflow":
+            raise JobError(
+                [
+                    f"{name}= is for Keras models on TensorFlow: name the weights in targets= and return losses times "
+                    "weights, or Terms(losses, weights), which divides by the sum of the weights"
+                ]
+            )
+
+
+def _check_columns(job: Job, train: Index, evaluate: Index | None) -> tuple[str, ...]:
+    """Columns of the training set that nothing uses. Raises JobError for those that are missing, or must be used."""
+    names = list(job.train.fields(train))
+    problems = [*_missing(job, "train", names), *_unweighted(job, "train", train, names)]
+    if evaluate is not None:
+        judged = list(job.evaluate.fields(evaluate))
+        problems += [*_missing(job, "evaluate", judged), *_unweighted(job, "evaluate", evaluate, judged)]
+    if problems:
+        raise JobError(problems)
+    return tuple(name for name in names if job.columns is not None and name not in job.columns)
+
+
+def _missing(job: Job, where: str, names: Sequence[str]) -> Iterable[str]:
+    options = ("inputs", job.input_columns), ("targets", job.target_columns), ("sample_weight", job.weight_columns)
+    for option, columns in options:
+        for column in columns:
+            if column not in names:
+                yield f"{option}={column!r} is no column of {where}: {nearest(column, names)}"
+
+
+def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Iterable[str]:
+    """Say where a pipeline gives (x, y, weight), as Keras takes it, and nothing uses the weight."""
+    weight = index.weight
+    if weight in names and job.columns is not None and weight not in job.columns:
+        yield (
+            f"{where}= gives (x, y, weight), and nothing uses the weight: set sample_weight={weight!r}, or leave it "
+            "out with .map(lambda x, y, weight: (x, y))"
+        )
+
+
+def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
+    """Refuse to go on silently with another job's run."""
+    if resume:
+        return
+    name, where = prepared.job.name, prepared.store.uri_of(prepared.job.name)
+    changed = changes(head.job, prepared.description)
+    if changed:
+        listed = "".join(f"\n    {line}" for line in changed)
+        raise RunConflict(
+            f"the run {name!r} was started with another job:{listed}\n ",
+            where=where,
+            remedy="resume=True goes on from its last checkpoint, fresh=True begins again, or give the job a new name",
+        )
+    done = max((item.step for item in head.checkpoints), default=0)
+    ended_early = prepared.job.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
+    if head.outcome == "done" and (done >= prepared.total_steps or ended_early):
+        raise RunFinished(
+            f"the run {name!r} is finished ({done} steps)",
+            where=where,
+            remedy="fresh=True trains again, a larger epochs= goes on for longer, or give a new name",
+        )

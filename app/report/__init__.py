@@ -1,7 +1,0 @@
-"""The report of a run: one HTML file that needs nothing else, made from the run's events alone."""
-
-from __future__ import annotations
-
-from trainwright.report.page import Facts, ReportListener, render, summary_html, write_report
-
-__all__ = ["Facts", "ReportListener", "render", "summary_html", "write_report"]

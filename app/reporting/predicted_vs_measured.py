@@ -1,0 +1,151 @@
+"""A plan's predicted step beside the measured one, in the finest parts that both can tell. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from trainwright.core.gradient_noise import LEAST
+from trainwright.core.plan import Estimate, Plan
+from trainwright.core.step_phases import PLACES, Phases
+from trainwright.reporting import formatting
+from trainwright.reporting.history import History
+
+_WHERE: Mapping[str, frozenset[str]] = {
+    "recompute": frozenset({"backward"}),
+    "gradients": frozenset({"wait"}),
+    "bubble": frozenset({"wait"}),
+    "transfers": frozenset({"wait"}),
+    "stragglers": frozenset({"wait"}),
+    "servers": frozenset({"wait"}),
+    "optimizer": frozenset({"optimizer"}),
+    "other": frozenset({"other"}),
+}
+_ANYWHERE = frozenset({"forward", "backward"})  # of compute, and of what goes on amid it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One part of a step; None where it was not predicted, or not measured.
+
+    Attributes:
+        name: the predicted terms and the measured phases that it is made of.
+    """
+
+    name: str
+    predicted_s: float | None = None
+    measured_s: float | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted by measured."""
+        if self.predicted_s is None or not self.measured_s:
+            return None
+        return self.predicted_s / self.measured_s
+
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """Name, predicted, measured, ratio and note as texts."""
+        seconds = [
+            formatting.duration(math.nan if value is None else value) for value in (self.predicted_s, self.measured_s)
+        ]
+        return self.name, *seconds, "-" if self.ratio is None else f"{self.ratio:.2f}", self.note  # type: ignore[return-value]
+
+
+def compared(estimate: Estimate | None, phases: Phases, step_s: float) -> list[Row]:
+    """The parts of a step in its order, then waiting for data, then the whole.
+
+    A term may be spread over several phases, and a phase may hold several terms; what cannot be told apart is one part.
+
+    Args:
+        step_s: median of the measured steps.
+    """
+    terms = estimate.terms if estimate else {}
+    spread = {name: _WHERE.get(name, _ANYWHERE) for name in terms}
+    held = {phase: frozenset(phase.split("+")) for phase in phases.medians}
+    rows = []
+    for places in _joined([*spread.values(), *held.values()]):
+        foretold = [name for name, where in spread.items() if where <= places]
+        timed = [phase for phase, where in held.items() if where <= places]
+        rows.append(
+            Row(
+                name=_name(foretold, timed),
+                predicted_s=sum(terms[name] for name in foretold) if foretold else None,
+                measured_s=sum(phases.medians[phase] for phase in timed) if timed else None,
+                note=_parts({name: terms[name] for name in foretold}, phases.medians, timed),
+            )
+        )
+    rows.append(Row(name="waiting for data", measured_s=phases.data_s))
+    return [*rows, _whole(estimate, step_s)]
+
+
+def step_parts(history: History, plan: Plan | None) -> list[Row]:
+    """The same for a run; empty where no phase was timed."""
+    phases = history.phases
+    return compared(plan.estimate if plan else None, phases, history.median_step_s) if phases else []
+
+
+def _joined(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    """The places of a step that hang together, in its order."""
+    found: list[frozenset[str]] = []
+    for one in sets:
+        meeting = [other for other in found if one & other]
+        found = [other for other in found if not one & other] + [one.union(*meeting)]
+    return sorted(found, key=lambda places: min(PLACES.index(place) for place in places))
+
+
+def _name(terms: list[str], phases: list[str]) -> str:
+    if not terms:
+        return ", ".join(phases)
+    return " + ".join(name.replace("_", " ") for name in terms) + (", exposed" if phases == ["wait"] else "")
+
+
+def _parts(terms: Mapping[str, float], medians: Mapping[str, float], timed: list[str]) -> str:
+    """What a part is made of, where that is more than its name says."""
+    notes = []
+    if len(terms) > 1:
+        notes.append(
+            "predicted " + ", ".join(f"{n.replace('_', ' ')} {formatting.duration(s)}" for n, s in terms.items())
+        )
+    if len(timed) > 1 or (timed and "+" in timed[0]):
+        notes.append(
+            "measured "
+            + ", ".join(f"{phase.replace('+', ' + ')} {formatting.duration(medians[phase])}" for phase in timed)
+        )
+    return "; ".join(notes)
+
+
+def _whole(estimate: Estimate | None, step_s: float) -> Row:
+    if estimate is None:
+        return Row(name="step", measured_s=step_s)
+    inside = "within" if estimate.low_s <= step_s <= estimate.high_s else "outside"
+    interval = f"{formatting.duration(estimate.low_s)} to {formatting.duration(estimate.high_s)}"
+    return Row(
+        name="step",
+        predicted_s=estimate.step_s,
+        measured_s=step_s,
+        note=f"measured {inside} the predicted interval, {interval}",
+    )
+
+
+def noise_text(history: History, plan: Plan | None) -> str:
+    """What is known of the gradient noise scale, or why it is not; empty before anything was measured."""
+    if not history.measured:
+        return ""
+    if history.noise is not None:
+        step, noise = history.noise
+        since = "" if history.measured[-1].noise else "; since then the estimates scatter too much to tell"
+        return (
+            f"{noise.text} at step {step:,}{since} ({noise.count:,} steps were sampled; a batch has {noise.batch:,.0f})"
+        )
+    if plan is not None and plan.servers:
+        return ""  # nobody sees the gradients of all shares of a step beside their sum
+    sampled = history.measured[-1].sampled
+    if plan is not None and plan.mesh.data_ranks * plan.micro_batches(plan.batch_size)[0] == 1:
+        return "cannot be measured: a batch that is not divided does not tell it; accumulation=2 divides it"
+    if not sampled:
+        return "not known: no step was sampled"
+    if sampled < LEAST:
+        return f"not known: {sampled} steps were sampled, it takes {LEAST}"
+    return f"not known: the estimates of {sampled:,} steps scatter too much"

@@ -1,0 +1,382 @@
+"""What `runs`, `show` and `logs` print: read from storage alone, with no Ray running and no framework imported.
+
+Each view is a rich renderable with its content as JSON-able `data`. The keys are stable: new ones may come, none goes.
+Times are seconds since the epoch, sizes bytes, durations seconds; what is not known is null.
+
+`runs`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
+
+`show`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s, wait_share,
+plan, plan_line, mesh: [{node, ranks, data, stage, shard, tensor}],
+nodes: {node: ranks}, others, cluster, dashboard: {url, job, node}, versions, job,
+checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
+worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
+data, start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}],
+noise_scale: {step, scale, low, high, batch, count}, noise, staleness: {text, mean,
+counts, unit, dropped, again}, judged: fields of `distilling.verdict.Verdict`, waiting, notes, report, changed_s}.
+
+`logs`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trainwright.core.errors import StorageError, nearest
+from trainwright.core.events import Event, RunStarted
+from trainwright.core.terminal_text import printable
+from trainwright.distillation.scorecard import Verdict
+from trainwright.planning.code_fingerprint import for_people
+from trainwright.reporting import formatting
+from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
+from trainwright.reporting.history import History, read_history, state_of
+from trainwright.reporting.history_records import staleness_of, staleness_text
+from trainwright.reporting.mesh_view import MeshTable, mesh_table, mesh_text
+from trainwright.reporting.plan_view import other_rows, plan_from, plan_line
+from trainwright.reporting.predicted_vs_measured import Row, noise_text, step_parts
+from trainwright.storage.event_files import EventReader
+from trainwright.storage.event_folding import Folding, State, epoch_of
+from trainwright.storage.liveness import Wait, owner_alive, owners_alive
+from trainwright.storage.run_log import Entry, RunLog
+from trainwright.storage.run_summary import read_brief
+from trainwright.storage.store import Store, open_store
+from trainwright.tracking.ray_dashboard import dashboard_text
+
+_COLOURS: dict[State, str] = {
+    "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red",
+}  # fmt: skip
+_REMEDIES: dict[State, str] = {
+    "interrupted": "the driver is gone: run the same command again, it goes on from the newest checkpoint",
+    "stopped": "run the same command again, it goes on from here",
+    "failed": "mend what the error names, then run the same command again",
+}
+_FOLLOW_S = 2.0
+_READERS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Something to print: `data` as JSON, or itself to a rich console."""
+
+    data: Any
+    content: RenderableType
+
+    def __rich__(self) -> RenderableType:
+        return self.content
+
+
+def runs(storage: str, *, wait: Wait | None = None) -> View:
+    """All runs under a storage URI, the one that changed last on top. Raises StorageError.
+
+    Args:
+        wait: waits for so many seconds, to see which drivers on other machines live.
+    """
+    store = open_store(storage)
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = [row for row in pool.map(partial(_look, store), store.folders()) if row is not None]
+    alive = owners_alive(store, {name: head for name, head, _ in found}, wait=wait)
+    rows = [
+        _summary(printable(name), History.of(folding, state_of(folding, head, name in alive)))
+        for name, head, folding in found
+    ]
+    rows.sort(key=lambda row: -row["changed_s"])
+    return View(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))
+
+
+def _look(store: Store, name: str) -> tuple[str, Entry, Folding] | None:
+    """A run with the newest entry of its log and its newest figures; None for a folder that is no run."""
+    head = RunLog(store, name).head() if _is_run(store, name) else None
+    return None if head is None else (name, head, read_brief(store, name).brief)
+
+
+def show(storage: str, run: str) -> View:
+    """One run. Raises StorageError, for a run that is not there too."""
+    store = open_store(storage)
+    _check(store, run)
+    history = read_history(store, run)
+    data = _details(store, run, history)
+    return View(data=data, content=_show_page(data, history))
+
+
+def logs(
+    storage: str,
+    run: str,
+    *,
+    follow: bool = False,
+    as_json: bool = False,
+    wait: Wait | None = None,
+) -> Iterator[str]:
+    """What happened in a run, a line each; with `follow` until the run ends or its driver is gone.
+
+    Args:
+        as_json: events as they are stored instead of words.
+        wait: waits for so many seconds before storage is read again.
+
+    Raises:
+        StorageError: the run is not there, or the store cannot be read.
+    """
+    store = open_store(storage)
+    _check(store, run)
+    return _lines(store, run, follow=follow, as_json=as_json, wait=wait or threading.Event().wait)
+
+
+def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: Wait) -> Iterator[str]:
+    reader, log, per_epoch = EventReader(store, run), RunLog(store, run), 0
+    while True:
+        # Asked before reading: a driver that ends in between has its last events read all the same.
+        alive = follow and owner_alive(store, run, log.head())
+        for event in reader.read():
+            per_epoch = event.steps_per_epoch if isinstance(event, RunStarted) else per_epoch
+            yield event.to_json() if as_json else _log_text(event, per_epoch)
+        if not alive:
+            return
+        wait(_FOLLOW_S)
+
+
+def _log_text(event: Event, steps_per_epoch: int) -> str:
+    line = event_line(event, steps_per_epoch)
+    detail = "".join(f"\n    {row}" for row in line.detail.rstrip().splitlines())
+    return f"{_when(event.time_s)}  {line.text}{detail}"
+
+
+def _is_run(store: Store, name: str) -> bool:
+    return "log" in store.folders(name)
+
+
+def _check(store: Store, run: str) -> None:
+    """Raise StorageError for a run that is not there, naming the nearest that is."""
+    names = store.folders()
+    if run not in names or not _is_run(store, run):
+        others = [name for name in names if _is_run(store, name)]
+        remedy = nearest(run, others) if others else "there are no runs; check --storage"
+        raise StorageError(f"there is no run {run!r}", where=store.uri_of(""), remedy=remedy)
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """The same as JSON has it, at any depth."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return _known(value) if isinstance(value, float) else value
+
+
+def _summary(name: str, history: History) -> dict[str, Any]:
+    return {
+        "name": name,
+        "state": history.state,
+        "step": history.step,
+        "total_steps": history.start.total_steps,
+        "loss": _known(history.loss),
+        "metrics": {name: _known(value) for name, value in history.metrics.items()},
+        "changed_s": history.last_s,
+    }
+
+
+def _details(store: Store, run: str, history: History) -> dict[str, Any]:
+    start, plan, report = history.start, plan_from(history.start.plan), f"{run}/report.html"
+    mesh = mesh_table(plan, history.nodes) if plan else None
+    return {
+        **_summary(run, history),
+        "uri": store.uri_of(run),
+        "remedy": _REMEDIES.get(history.state, ""),
+        "error": history.error,
+        "epoch": epoch_of(history.step, start.steps_per_epoch),
+        "epochs": epoch_of(start.total_steps, start.steps_per_epoch),
+        "samples_per_s": _known(history.samples_per_s),
+        "wait_share": _known(history.wait_share),
+        "plan": start.plan,
+        "plan_line": plan_line(plan) if plan else "",
+        "mesh": [dict(zip(mesh.columns, row, strict=True)) for row in mesh.rows] if mesh else [],
+        "nodes": dict(history.nodes),
+        "others": start.rejected,
+        "cluster": start.cluster,
+        "dashboard": start.dashboard or None,
+        "versions": start.versions,
+        "job": for_people(start.job),
+        "checkpoints": _checkpoints(store, run),
+        "failures": [
+            {"time_s": f.time_s, "step": f.step, "worker": f.worker, "node": f.node, "cause": f.cause}
+            for f in history.failures
+        ],
+        "recoveries": [
+            {
+                "time_s": recovery.formed.time_s,
+                "step": recovery.formed.step,
+                "cause": recovery.failure.cause if recovery.failure else "",
+                "source": recovery.formed.source,
+                "seconds": recovery.formed.seconds,
+                "steps_lost": recovery.formed.steps_lost,
+            }
+            for recovery in history.recoveries
+        ],
+        "goodput": _known(history.totals.goodput),
+        "steps_lost": history.steps_lost,
+        "seconds": {name.removesuffix("_s"): value for name, value in asdict(history.totals).items()},
+        "step_parts": [asdict(row) for row in step_parts(history, plan)],
+        "noise_scale": {"step": history.noise[0], **asdict(history.noise[1])} if history.noise else None,
+        "noise": noise_text(history, plan),
+        "staleness": _staleness(history),
+        "judged": _plain(history.judged.verdict) if history.judged else None,
+        "waiting": waiting_text(history.waiting) if history.waiting and history.state == "running" else "",
+        "notes": [note.text for note in history.notes],
+        "report": store.uri_of(report) if store.exists(report) else None,
+    }
+
+
+def _staleness(history: History) -> dict[str, Any] | None:
+    """Of what workers pushed that step alone; None for those that step together."""
+    found = staleness_of(history.stale)
+    if not found.counts:
+        return None
+    return {"text": staleness_text(found), "mean": found.mean, **asdict(found)}
+
+
+def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
+    """Checkpoints that are stored and whole enough to have a manifest, with the size of all their files."""
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    for path, size_bytes in store.list(f"{run}/checkpoints"):
+        folder, _, file = path.removeprefix(f"{run}/checkpoints/").partition("/")
+        sizes[folder] = sizes.get(folder, 0) + size_bytes
+        whole |= {folder} if file == "MANIFEST.json" else set()
+    return [
+        {"step": int(folder.split("-")[0]), "path": f"checkpoints/{printable(folder)}", "size_bytes": sizes[folder]}
+        for folder in sorted(whole)
+        if folder.split("-")[0].isdigit()
+    ]
+
+
+def _runs_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("run", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("step", no_wrap=True, justify="right")
+    table.add_column("loss", no_wrap=True, justify="right")
+    table.add_column("metrics", overflow="fold")
+    table.add_column("changed", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            Text(row["name"], style="bold"),
+            Text(row["state"], style=_COLOURS[row["state"]]),
+            f"{row['step']:,}/{row['total_steps']:,}",
+            _figure(row["loss"]),
+            _metrics(row["metrics"]),
+            _when(row["changed_s"]),
+        )
+    return table
+
+
+def _show_page(data: dict[str, Any], history: History) -> RenderableType:
+    head = Text.assemble((data["name"], "bold"), "  ", (data["state"], f"bold {_COLOURS[history.state]}"))
+    parts: list[RenderableType] = [head]
+    if data["remedy"]:
+        parts.append(Text(f"-> {data['remedy']}", style="yellow"))
+    if data["error"] and data["state"] == "failed":
+        parts.append(Padding(Text(data["error"], style="red"), (1, 0, 0, 2)))
+    parts.append(Padding(_pairs(_facts(data)), (1, 0, 0, 2)))
+    if data["mesh"]:
+        columns, rows = tuple(data["mesh"][0]), tuple(tuple(row.values()) for row in data["mesh"])
+        table = mesh_text(MeshTable(columns=columns, rows=rows))
+        parts += [Text("\nRanks", style="bold"), Padding(table, (0, 0, 0, 2))]
+    if data["step_parts"]:
+        parts += [Text("\nStep: predicted and measured", style="bold"), Padding(_step_table(data), (0, 0, 0, 2))]
+    for title, lines in _lists(data, history):
+        if lines:
+            parts += [Text(f"\n{title}", style="bold"), *(Text(f"  {line}") for line in lines)]
+    return Group(*parts)
+
+
+def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
+    seconds = data["seconds"]
+    spent = ", ".join(
+        f"{name} {formatting.duration(value)}" for name, value in seconds.items() if name != "wall" and value
+    )
+    rows = [
+        ("plan", data["plan_line"]),
+        ("cluster", data["cluster"]),
+        ("progress", f"step {data['step']:,}/{data['total_steps']:,}, epoch {data['epoch']}/{data['epochs']}"),
+        ("waiting", data["waiting"]),
+        ("loss", _figure(data["loss"])),
+        ("metrics", _metrics(data["metrics"])),
+        ("speed", _speed(data)),
+        ("time", f"{formatting.duration(seconds['wall'])}: {spent}" if spent else ""),
+        ("noise scale", data["noise"]),
+        ("staleness", (data["staleness"] or {}).get("text", "")),
+        ("recoveries", f"{len(data['recoveries'])}, {formatting.count(data['steps_lost'], 'step')} lost"),
+        ("folder", data["uri"]),
+        ("report", data["report"] or ""),
+        ("dashboard", dashboard_text(data["dashboard"] or {})),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _lists(data: dict[str, Any], history: History) -> list[tuple[str, list[str]]]:
+    incidents = [(f.time_s, f"{_when(f.time_s)}  {failure_text(f)}") for f in history.failures]
+    incidents += [(r.formed.time_s, f"{_when(r.formed.time_s)}  {recovery_text(r.formed)}") for r in history.recoveries]
+    judged = Verdict.read(history.judged.verdict) if history.judged else None
+    return [
+        ("Students beside their teachers", str(judged).splitlines() if judged else []),
+        (
+            "Checkpoints",
+            [f"step {c['step']:,}  {formatting.size(c['size_bytes'])}  {c['path']}" for c in data["checkpoints"]],
+        ),
+        ("Failures and recoveries", [text for _, text in sorted(incidents)]),
+        ("Notes", data["notes"]),
+        ("Plans not chosen", [f"{name} ({verdict}): {why}" for name, verdict, why in other_rows(data["others"])]),
+    ]
+
+
+def _step_table(data: dict[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for name in ("part", "predicted", "measured", "ratio", ""):
+        table.add_column(name, justify="right" if name in ("predicted", "measured", "ratio") else "left")
+    for part in data["step_parts"]:
+        table.add_row(*map(Text, Row(**part).cells()))
+    return table
+
+
+def _pairs(rows: list[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _figure(value: float | None) -> str:
+    return formatting.figure(value) if value is not None else "-"
+
+
+def _metrics(metrics: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {_figure(value)}" for name, value in sorted(metrics.items()))
+
+
+def _speed(data: dict[str, Any]) -> str:
+    if data["samples_per_s"] is None:
+        return ""
+    waited = data["wait_share"]
+    waiting = f", waiting for data {formatting.share(waited)}" if waited is not None else ""
+    return formatting.rate(data["samples_per_s"]) + waiting
+
+
+def _when(time_s: float) -> str:
+    """Local time, as terminals show it."""
+    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S") if time_s else "-"

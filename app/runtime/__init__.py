@@ -1,0 +1,1 @@
+"""The driver's side of a run: actors, placement, effects, take-over."""

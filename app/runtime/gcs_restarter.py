@@ -1,0 +1,171 @@
+"""Starts a head's GCS again when it is lost: `python -m trainwright.runtime.gcs_restarter`, beside `ray start --head`.
+
+With its tables in Redis (RAY_REDIS_ADDRESS), Ray's GCS comes back with all that it knew, and raylets, drivers and
+actors wait a minute for it (RAY_gcs_rpc_server_reconnect_timeout_s). But nothing of Ray starts it a second time. This
+process waits for its end and gives the same command again, until the head's raylet is gone too, as after `ray stop`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.core.errors import ResourceError, TrainwrightError
+
+SHORT_LIFE_S = 10.0
+SHORT_LIVES = 3  # one after the other, and it is given up
+_REMEDY = "set RAY_REDIS_ADDRESS=HOST:PORT before `ray start --head`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """How a process was started: arguments, environment and folder."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    folder: str
+
+    def option(self, name: str) -> str:
+        """The value of `--name=value`; empty without it."""
+        return next((given.partition("=")[2] for given in self.arguments if given.startswith(f"--{name}=")), "")
+
+    @property
+    def durable(self) -> bool:
+        """Whether this GCS keeps its tables elsewhere than in its own memory."""
+        return bool(self.option("redis_address")) or self.environment.get("RAY_gcs_storage") == "rocksdb"
+
+
+def main() -> int:
+    """Guard this machine's GCS; 0 when the head was stopped.
+
+    Raises:
+        ResourceError: there is nothing to guard, or it does not come up again.
+    """
+    pid = _only("gcs_server")
+    command = command_of(pid)
+    if not command.durable:
+        raise ResourceError("Ray's GCS keeps its tables in memory, so it cannot come back", remedy=_REMEDY)
+    with open_process(_raylet(command)) as raylet:
+        print(f"head guard (pid {os.getpid()}): gcs_server (pid {pid}) is watched", flush=True)
+        with open_process(pid) as watched:
+            watched.wait()
+        return revive(command, raylet)
+
+
+def revive(command: Command, raylet: OpenProcess) -> int:
+    """Start a GCS that has ended, again whenever it ends, while the raylet lives; 0 when the head was stopped.
+
+    Raises:
+        ResourceError: it ends again and again right after its start.
+    """
+    short_lives = 0
+    while not raylet.ended:
+        begun_s = time.monotonic()
+        child = subprocess.Popen(
+            command.arguments,
+            env=command.environment,
+            cwd=command.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # it writes log files of its own
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        print(f"gcs_server is gone; started again (pid {child.pid})", flush=True)
+        code = child.wait()
+        short_lives = short_lives + 1 if time.monotonic() - begun_s < SHORT_LIFE_S else 0
+        if short_lives == SHORT_LIVES and not raylet.ended:
+            raise ResourceError(
+                f"gcs_server ended {SHORT_LIVES} times within {SHORT_LIFE_S:g} s of its start, at last with {code}",
+                where=f"{command.option('log_dir')}/gcs_server.out",
+                remedy="see whether Redis answers",
+            )
+    print("the head was stopped", flush=True)
+    return 0
+
+
+class OpenProcess:
+    """A hold on a process that is no child of ours; the number of a dead one may be given to another."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+
+    def __enter__(self) -> OpenProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._poll.poll()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._poll.poll(0))
+
+
+def open_process(pid: int) -> OpenProcess:
+    """Hold on to a living process. Raises ResourceError when there is none."""
+    try:
+        return OpenProcess(os.pidfd_open(pid))
+    except ProcessLookupError:
+        raise ResourceError(f"process {pid} has just ended", remedy="start the head, then this") from None
+
+
+def command_of(pid: int) -> Command:
+    """How a process was started, as the kernel tells it."""
+    folder = Path(f"/proc/{pid}")
+    environment = (os.fsdecode(item).partition("=") for item in _split(folder / "environ"))
+    return Command(
+        arguments=tuple(map(os.fsdecode, _split(folder / "cmdline"))),
+        environment={name: value for name, _, value in environment},
+        folder=os.readlink(folder / "cwd"),
+    )
+
+
+def _split(file: Path) -> list[bytes]:
+    return file.read_bytes().removesuffix(b"\0").split(b"\0")
+
+
+def _raylet(gcs: Command) -> int:
+    """The raylet of the same session."""
+    session = gcs.option("session-name")
+    return _only("raylet", lambda pid: any(session in argument for argument in command_of(pid).arguments))
+
+
+def _only(name: str, matches: Callable[[int], bool] = lambda _: True) -> int:
+    """The one living process of this name that this user may look into."""
+    found = [pid for pid in _pids() if _name(pid) == name and matches(pid)]
+    if len(found) != 1:
+        raise ResourceError(
+            f"{'no' if not found else 'more than one'} {name} runs here", remedy="call this where one Ray head runs"
+        )
+    return found[0]
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _name(pid: int) -> str:
+    """Name of a process's program; empty for one that has ended or is not ours."""
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TrainwrightError as trouble:
+        sys.exit(f"error: {trouble}")

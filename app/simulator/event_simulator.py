@@ -1,0 +1,342 @@
+"""Hundreds of workers against servers on a virtual clock, with the real book of leases and gate.
+
+Pure: no clock but its own, no threads. Every server holds as much as the others and is sent the same pushes in the same
+order, so that one gate, one state and one set of queues stand for each of them: what is true of one is of all.
+
+A unit is: leased; pulled through the servers' link out and the worker's link; computed; pushed, through the worker's
+link and the servers' link in; applied in the servers' memory. Nothing is sent while it is computed, which makes it a
+little slower than it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainwright.core.staleness import Staleness
+from trainwright.simulator.outcome import Outcome
+from trainwright.simulator.scenario import Scenario
+from trainwright.simulator.toy_problem import Computed, Held, Learner
+from trainwright.strategies.ps.lease_table import Book, Closing, Grant
+from trainwright.strategies.ps.update_admission import Gate
+
+POINTS = 200  # of a curve
+_DRAWN = 65_536  # random numbers at once
+
+_SERVED, _COMPUTED, _APPLIED, _AGAIN, _DEAD, _BACK, _DOWN = range(7)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Worker:
+    number: int
+    unit_s: float
+    life: int = 0
+    key: str = ""
+    grant: Grant | None = None
+    seen: int = 0
+    push: Computed | None = None
+    idle_s: float | None = None  # since when it waits
+
+
+@dataclass(kw_only=True, slots=True)
+class _Queue:
+    """What serves one after the other."""
+
+    free_s: float = 0.0
+    busy_s: float = 0.0
+
+    def add(self, now_s: float, seconds: float) -> float:
+        """When what comes now and takes so long is done."""
+        self.free_s = max(self.free_s, now_s) + seconds
+        self.busy_s += seconds
+        return self.free_s
+
+
+@dataclass(kw_only=True)
+class _Copy:
+    """The servers' state at a time."""
+
+    step: int = 0
+    at_s: float = 0.0
+    held: Held | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Times:
+    """Seconds of a unit's parts, where nobody else is in the way; `handled_s` is of the servers' memory, for each."""
+
+    latency_s: float
+    asked_s: float  # the lease, there and back, the batch, and word of what is pulled
+    shard_out_s: float
+    pulled_s: float
+    shard_in_s: float
+    pushed_s: float
+    handled_s: float
+    update_s: float
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> _Times:
+        out_s = scenario.shard_bytes / scenario.server_bytes_per_s
+        link_s = scenario.parameter_bytes / scenario.worker_bytes_per_s
+        return cls(
+            latency_s=scenario.latency_s,
+            asked_s=2 * scenario.latency_s + scenario.between_s,
+            shard_out_s=out_s,
+            pulled_s=max(out_s, link_s) + scenario.latency_s,
+            shard_in_s=out_s * scenario.wire.part,
+            pushed_s=link_s * scenario.wire.part,
+            handled_s=scenario.added_s if scenario.consistency.waits else scenario.update_s,
+            update_s=scenario.update_s,
+        )
+
+
+class Simulation:
+    """One scenario; `run` gives what it came to.
+
+    Args:
+        scenario: to simulate.
+        learn: whether workers learn a small problem, which takes longer.
+    """
+
+    def __init__(self, scenario: Scenario, *, learn: bool = True) -> None:
+        self._scenario = scenario
+        self._times = _Times.of(scenario)
+        self._random = np.random.default_rng(scenario.seed)
+        self._normals: list[float] = []
+        self._learner = Learner(scenario) if learn else None
+        self._queues = {"link in": _Queue(), "link out": _Queue(), "memory": _Queue()}
+        self._into, self._out, self._memory = self._queues.values()
+        self._events: list[tuple[float, int, int, int, int]] = []  # time, serial, kind, worker, its life
+        self._serial, self._now_s, self._again_s = 0, 0.0, math.inf
+        self._idle: dict[str, _Worker] = {}
+        self._parked: list[tuple[int, int]] = []  # heap: version that is needed, worker
+        self._staleness, self._computed_s, self._waited_s = Staleness(), 0.0, 0.0
+        self._again, self._lost = 0, [0, 0]
+        self._curve: list[tuple[float, int, tuple[float, ...]]] = []
+        self._copy = _Copy()
+        self._begin(0)
+        usual = np.exp(scenario.unequal * self._random.standard_normal(scenario.workers))
+        factors = [*scenario.slow, *[1.0] * (scenario.workers - len(scenario.slow))]
+        pairs = zip(usual, factors, strict=True)
+        self._workers = [
+            _Worker(number=number, unit_s=scenario.compute_s * float(one) * factor, key=f"{number}.0")
+            for number, (one, factor) in enumerate(pairs)
+        ]
+
+    def run(self) -> Outcome:
+        """Until all steps are applied."""
+        scenario = self._scenario
+        for worker in self._workers:
+            self._fails(_DEAD, worker.number, worker.life, scenario.failures_per_hour)
+            self._lease(worker)
+        self._fails(_DOWN, 0, 0, scenario.server_failures_per_hour * scenario.servers)
+        self._copy = _Copy(held=self._learner.held if self._learner else None)
+        self._point()
+        act = {
+            _SERVED: self._served, _COMPUTED: self._computed, _APPLIED: self._applied, _BACK: self._lease,
+            _DEAD: self._dead,
+        }  # fmt: skip
+        events, workers = self._events, self._workers
+        while True:
+            self._now_s, _, kind, number, life = heapq.heappop(events)
+            if kind == _DOWN:
+                self._down()
+            elif kind == _AGAIN:
+                self._again_s = math.inf
+                self._wake()
+            elif life == workers[number].life:
+                act[kind](workers[number])
+                if kind == _APPLIED and self._book.over:
+                    return self._outcome()
+
+    # --- a worker's unit ---
+
+    def _lease(self, worker: _Worker) -> None:
+        if worker.idle_s is None:
+            worker.idle_s = self._now_s
+        worker.grant = self._book.lease(worker.key, worker.number, self._now_s)
+        if worker.grant is None:
+            self._idle[worker.key] = worker
+            self._look_again()
+            return
+        if self._gate.version < worker.grant.needs:
+            heapq.heappush(self._parked, (worker.grant.needs, worker.number))
+            return
+        self._pull(worker, max(self._now_s, self._memory.free_s) if self._waits else self._now_s)
+
+    def _pull(self, worker: _Worker, ready_s: float) -> None:
+        """Ask for the parameters, and wait for one's turn."""
+        assert worker.idle_s is not None, "it waited from when it asked for the unit"
+        self._waited_s += ready_s - worker.idle_s
+        worker.idle_s = None
+        asked_s = ready_s + self._times.asked_s
+        begin_s = max(self._out.free_s, asked_s)
+        self._out.add(asked_s, self._times.shard_out_s)
+        self._at(begin_s, _SERVED, worker)
+
+    def _served(self, worker: _Worker) -> None:
+        """The parameters of now leave the servers; then it computes."""
+        assert worker.grant is not None, "it pulls for a unit"
+        worker.seen = self._gate.version
+        if self._learner:
+            worker.push = Computed(worker.grant.unit, self._learner.held.x)
+        computed_s = worker.unit_s * worker.grant.unit.steps * self._noise()
+        self._computed_s += computed_s
+        self._at(self._now_s + self._times.pulled_s + computed_s, _COMPUTED, worker)
+
+    def _computed(self, worker: _Worker) -> None:
+        times = self._times
+        assert worker.grant is not None, "it computed a unit"
+        there_s = max(self._into.add(self._now_s, times.shard_in_s), self._now_s + times.pushed_s)
+        self._at(self._memory.add(there_s + times.latency_s, times.handled_s), _APPLIED, worker)
+
+    def _applied(self, worker: _Worker) -> None:
+        """The servers have what was pushed; the worker asks for more."""
+        grant, key = worker.grant, worker.key
+        assert grant is not None, "it pushed a unit"
+        verdict = self._gate.offer(key, grant.unit, grant.at, worker.seen)
+        if verdict == "keep":
+            self._gate.keep(key, grant.unit, grant.at, worker.seen, worker.push)
+        elif verdict == "apply" and worker.push is not None and self._learner:
+            self._learner.apply((worker.push,), staleness=self._gate.version - 1 - worker.seen)
+        self._book.done(key, grant.unit, grant.at, self._now_s)
+        closings = self._book.closings()
+        if closings:
+            if self._waits:
+                self._close(closings)
+            self._stepped()
+        self._lease(worker)
+        if self._idle:
+            self._wake()
+
+    def _close(self, closings: Sequence[Closing]) -> None:
+        """Apply rounds that are complete."""
+        for closing in closings:
+            self._gate.close(closing)
+        while update := self._gate.due():
+            pushes = [push for push in update.pushes if push is not None]
+            if self._learner and pushes:
+                self._learner.apply(pushes)
+            self._memory.add(self._now_s, self._times.update_s)
+            self._gate.applied(update)
+        while self._parked and self._parked[0][0] <= self._gate.version:
+            self._pull(self._workers[heapq.heappop(self._parked)[1]], max(self._now_s, self._memory.free_s))
+
+    def _wake(self) -> None:
+        """Who had nothing to do asks again, where there is something."""
+        while (key := self._book.first(self._idle, self._now_s)) is not None:
+            self._lease(self._idle.pop(key))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """When a lease is overdue, where somebody has nothing to do."""
+        due_s = self._book.due_s()
+        if self._idle and due_s is not None and max(due_s, self._now_s) < self._again_s:
+            self._again_s = max(due_s, self._now_s)
+            self._put(self._again_s, _AGAIN, 0, 0)
+
+    # --- what goes wrong ---
+
+    def _dead(self, worker: _Worker) -> None:
+        """Others are given what it held; it is back later, as a new process."""
+        self._lost[0] += 1
+        self._book.lost(worker.key)
+        self._forget(worker)
+        self._at(self._now_s + self._scenario.recover_s, _BACK, worker)
+        self._fails(_DEAD, worker.number, worker.life, self._scenario.failures_per_hour, self._scenario.recover_s)
+        self._wake()
+
+    def _down(self) -> None:
+        """All servers go back to their last copy."""
+        scenario = self._scenario
+        self._lost[1] += 1
+        self._told()
+        if self._learner:
+            assert self._copy.held is not None, "there is one from the beginning"
+            self._learner.held = self._copy.held
+        self._now_s += scenario.recover_s
+        self._begin(self._copy.step)
+        for queue in self._queues.values():
+            queue.free_s = self._now_s
+        self._idle.clear()
+        self._parked.clear()
+        for worker in self._workers:
+            self._forget(worker)
+            self._fails(_DEAD, worker.number, worker.life, scenario.failures_per_hour)
+            self._lease(worker)
+        self._fails(_DOWN, 0, 0, scenario.server_failures_per_hour * scenario.servers)
+
+    def _forget(self, worker: _Worker) -> None:
+        """What it did is lost; what it does next is another process's."""
+        number = worker.number
+        self._idle.pop(worker.key, None)
+        self._parked = [entry for entry in self._parked if entry[1] != number]
+        heapq.heapify(self._parked)
+        worker.life += 1
+        worker.key, worker.grant, worker.push, worker.idle_s = f"{number}.{worker.life}", None, None, None
+
+    def _fails(self, kind: int, number: int, life: int, per_hour: float, after_s: float = 0.0) -> None:
+        if per_hour:
+            self._put(self._now_s + after_s + float(self._random.exponential(3600.0 / per_hour)), kind, number, life)
+
+    # --- beside it ---
+
+    def _begin(self, step: int) -> None:
+        """A book and a gate of their own, as each generation of servers has."""
+        scenario = self._scenario
+        rule = scenario.consistency
+        self._waits = rule.waits
+        self._book = Book(shares=scenario.workers, start=step, consistency=rule, local_steps=scenario.local_steps)
+        self._book.extend(scenario.steps)
+        self._gate: Gate[Computed | None] = Gate(shares=scenario.workers, consistency=rule)
+
+    def _stepped(self) -> None:
+        if self._now_s - self._copy.at_s >= self._scenario.copy_s and self._scenario.server_failures_per_hour:
+            held = self._learner.held if self._learner else None
+            self._copy = _Copy(step=self._book.step, at_s=self._now_s, held=held)
+        last = self._curve[-1][1] if self._curve else 0
+        if self._book.step - last >= max(1, self._scenario.steps // POINTS) or self._book.over:
+            self._point()
+
+    def _point(self) -> None:
+        if self._learner:
+            losses = np.nan_to_num(self._learner.losses, nan=math.inf)
+            self._curve.append((self._now_s, self._book.step, tuple(losses.tolist())))
+
+    def _told(self) -> None:
+        """Keep what the generation's gate and book counted."""
+        self._staleness += self._gate.staleness()
+        self._again += self._book.again
+
+    def _outcome(self) -> Outcome:
+        self._told()
+        told = self._staleness
+        busiest = max(self._queues, key=lambda name: self._queues[name].busy_s)
+        return Outcome(
+            scenario=self._scenario, seconds=self._now_s, computed_s=self._computed_s, waited_s=self._waited_s,
+            busy=min(self._queues[busiest].busy_s / self._now_s, 1.0), busiest=busiest,
+            staleness=Staleness(counts=told.counts, unit=told.unit, dropped=told.dropped, again=self._again),
+            lost=(self._lost[0], self._lost[1]), curve=tuple(self._curve),
+            rates=self._learner.rates if self._learner else (),
+        )  # fmt: skip
+
+    def _noise(self) -> float:
+        """By what a unit takes longer or less than usual."""
+        spread = self._scenario.spread
+        if not spread:
+            return 1.0
+        if not self._normals:
+            drawn = np.exp(spread * self._random.standard_normal(_DRAWN) - spread**2 / 2)
+            self._normals = drawn.tolist()
+        return self._normals.pop()
+
+    def _at(self, seconds: float, kind: int, worker: _Worker) -> None:
+        self._put(seconds, kind, worker.number, worker.life)
+
+    def _put(self, seconds: float, kind: int, number: int, life: int) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (seconds, self._serial, kind, number, life))

@@ -1,0 +1,89 @@
+"""What is simulated: workers, servers, links, how long a unit takes and what goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainwright.core.errors import PlanError
+from trainwright.core.staleness import Consistency, Outer, Wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A cluster that need not be there, and what it does.
+
+    Attributes:
+        consistency: how far workers may be apart.
+        workers, servers: how many.
+        parameter_bytes: of the model.
+        batch_size: global, in samples.
+        steps: global ones.
+        compute_s: that a unit of one step takes a worker of usual speed.
+        spread: standard deviation of the logarithm of each unit's own time.
+        between_s: that a worker takes from a push to its next pull beside messages: to have its next batch.
+        unequal: of each worker's usual time.
+        slow: worker numbers from 0 on, as many as there are factors by which they take longer.
+        worker_bytes_per_s, server_bytes_per_s: of their links, one direction.
+        latency_s: of a message, one way.
+        update_bytes_per_s: of a server's memory, in its updates.
+        failures_per_hour: deaths of each worker; it is back after `recover_s`.
+        server_failures_per_hour: deaths of each server; all go back to their last copy, and on after `recover_s`.
+        recover_s: see there.
+        copy_s: between two copies of the servers' state.
+        wire, local_steps, outer: as in `Job`.
+        seed: of everything random.
+    """
+
+    consistency: Consistency = field(default_factory=Consistency)
+    workers: int = 8
+    servers: int = 1
+    parameter_bytes: float = 1e8
+    batch_size: int = 512
+    steps: int = 200
+    compute_s: float = 0.1
+    spread: float = 0.05
+    between_s: float = 0.0
+    unequal: float = 0.0
+    slow: tuple[float, ...] = ()
+    worker_bytes_per_s: float = 1.25e9
+    server_bytes_per_s: float = 1.25e9
+    latency_s: float = 2e-4
+    update_bytes_per_s: float = 1e10
+    failures_per_hour: float = 0.0
+    server_failures_per_hour: float = 0.0
+    recover_s: float = 30.0
+    copy_s: float = 10.0
+    wire: Wire = field(default_factory=Wire)
+    local_steps: int = 1
+    outer: Outer = field(default_factory=Outer)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for what makes no sense."""
+        for name in ("workers", "servers", "parameter_bytes", "batch_size", "steps", "compute_s", "local_steps"):
+            if getattr(self, name) <= 0:
+                raise PlanError(f"{name}={getattr(self, name)} must be above 0", where=name, remedy="give another")
+        if self.batch_size < self.workers:
+            what = f"batch_size={self.batch_size} is smaller than the {self.workers} workers"
+            raise PlanError(what, where="batch_size", remedy=f"give {self.workers} or more")
+        if self.consistency.backup >= self.workers:
+            what = f"{self.consistency} waits for none of {self.workers} workers"
+            raise PlanError(what, where="consistency", remedy="give fewer backup workers")
+        if len(self.slow) > self.workers:
+            what = f"{len(self.slow)} of {self.workers} workers cannot be slow"
+            raise PlanError(what, where="slow", remedy="give fewer, or more workers")
+
+    @property
+    def shard_bytes(self) -> float:
+        """Of the parameters, what each server holds."""
+        return self.parameter_bytes / self.servers
+
+    @property
+    def update_s(self) -> float:
+        """That one update takes a server: Adam reads and writes 28 bytes for each 4 of a parameter."""
+        return 7 * self.shard_bytes / self.update_bytes_per_s
+
+    @property
+    def added_s(self) -> float:
+        """That a server takes to add one push to others: two reads and a write."""
+        return 3 * self.shard_bytes / self.update_bytes_per_s

@@ -1,0 +1,1 @@
+"""A run in object storage: log, owner, events, checkpoints, retries."""

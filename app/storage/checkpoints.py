@@ -1,0 +1,322 @@
+"""Checkpoints in storage: files with sizes and checksums, a manifest of them, and the log's reference to the manifest.
+
+    <run>/checkpoints/00001200-<token>/MANIFEST.json and the engine's own files
+
+A checkpoint exists when the log names it, so that files may be written in any order and by many workers before. The log
+holds the manifest's SHA-256 and the manifest those of the files: what was torn or altered later is seen by readers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+from trainwright.core.checkpoint import OPTIMIZER, CheckpointRef, FileEntry, Manifest
+from trainwright.core.data import Cursor
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
+from trainwright.storage.store import MissingFile, Store, StoreDown
+
+MANIFEST = "MANIFEST.json"
+_FORMAT = 1
+_READERS = 4  # files at a time; each has up to 64 MiB in memory
+_FOLDER = re.compile(r"(\d{8,})-(\d+)(?:\.(\d+))?")
+_REMEDY = "training goes on from the checkpoint before it; to use this one, restore the file from a copy"
+
+
+class CheckpointWriter:
+    """Writes the files of one checkpoint and remembers their sizes and checksums. Implements `core.checkpoint.Writer`.
+
+    Args:
+        path: the checkpoint's folder within the run.
+    """
+
+    def __init__(self, store: Store, run: str, path: str) -> None:
+        self._store, self._folder = store, f"{run}/{path}"
+        self._lock = threading.Lock()
+        self._entries: dict[str, FileEntry | None] = {}  # None: it is being written
+
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        """Store one file of pieces, of which no other of this checkpoint has the name. From any thread.
+
+        Its checksum is made in a thread of its own while the store takes the pieces, so that neither waits. Where the
+        store cannot take it for good, such as a full one, it gets back what the files before it took.
+
+        Raises:
+            StorageError: the checkpoint will not be whole.
+        """
+        flat = [_flat(memoryview(piece)) for piece in pieces]
+        with self._lock:
+            if name == MANIFEST or name in self._entries:
+                raise ValueError(f"the checkpoint has a file {name!r} already")
+            self._entries[name] = None
+        with ThreadPoolExecutor(1) as pool:
+            summing = pool.submit(_sha256, flat)
+            self._put(name, flat)
+        size_bytes = sum(piece.nbytes for piece in flat)
+        with self._lock:
+            self._entries[name] = FileEntry(name=name, size_bytes=size_bytes, sha256=summing.result())
+
+    def _put(self, name: str, pieces: Sequence[memoryview]) -> None:
+        try:
+            self._store.put(f"{self._folder}/{name}", *pieces)
+        except StoreDown:
+            raise  # it would not take the deletions either
+        except StorageError as error:
+            self._take_back(error)
+            raise
+
+    def _take_back(self, error: StorageError) -> None:
+        with self._lock:
+            names = sorted(self._entries)
+        try:
+            self._store.delete(f"{self._folder}/{name}" for name in names)
+        except StorageError as second:
+            error.detail += f"what was written of the checkpoint is still there: {second.what}"
+
+    @property
+    def entries(self) -> tuple[FileEntry, ...]:
+        """The files that are written, by name. Complete when every `write` has come back without an error."""
+        with self._lock:
+            return tuple(entry for _, entry in sorted(self._entries.items()) if entry is not None)
+
+
+class CheckpointReader:
+    """Reads the files of one checkpoint and verifies them. Implements `core.checkpoint.Reader`.
+
+    Args:
+        manifest: of the checkpoint, as `read_manifest` gives it.
+        weights_only: the model will not be trained further.
+    """
+
+    def __init__(
+        self, store: Store, run: str, ref: CheckpointRef, manifest: Manifest, *, weights_only: bool = False
+    ) -> None:
+        self._store, self._folder = store, f"{run}/{ref.path}"
+        self._files = {entry.name: entry for entry in manifest.files}
+        self.weights_only = weights_only
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all files."""
+        return tuple(self._files)
+
+    def read(self, name: str) -> bytearray:
+        """One file, verified; its checksum is made while further portions of it arrive.
+
+        Raises:
+            CheckpointError: it is missing, torn or altered, or the checkpoint never had it.
+            StorageError: the store cannot be read.
+        """
+        place = f"{self._folder}/{name}"
+        if name not in self._files:
+            raise _damaged(self._store, place, f"the checkpoint has no file {name!r}, only {', '.join(self._files)}")
+        data, start = bytearray(self._files[name].size_bytes), 0
+        for portion in _portions(self._store, place, self._files[name]):
+            data[start : start + len(portion)] = portion
+            start += len(portion)
+        return data
+
+    def verify(self, name: str) -> None:
+        """Read one file and keep nothing of it. Raises as `read`."""
+        for _ in _portions(self._store, f"{self._folder}/{name}", self._files[name]):
+            pass
+
+
+# --- manifest ---------------------------------------------------------------------------------------------------------
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as it is stored. `facts` may hold None, bools, numbers, strings, lists, and mappings of strings."""
+    return json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1, sort_keys=True).encode()
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Read a manifest. Raises ValueError, TypeError or KeyError for anything else."""
+    fields = json.loads(data)
+    if fields.pop("format") != _FORMAT:
+        raise ValueError("of another version")
+    cursor = fields.pop("cursor")
+    return Manifest(
+        cursor=Cursor(**{**cursor, "carry": tuple(cursor["carry"])}),
+        files=tuple(FileEntry(**item) for item in fields.pop("files")),
+        **fields,
+    )
+
+
+def write_manifest(store: Store, run: str, path: str, manifest: Manifest) -> str:
+    """Write a checkpoint's manifest, after all its files. Returns its SHA-256 for the log; raises StorageError."""
+    data = encode_manifest(manifest)
+    store.put(f"{run}/{path}/{MANIFEST}", data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_manifest(store: Store, run: str, ref: CheckpointRef) -> Manifest:
+    """The manifest of a checkpoint that the log names.
+
+    Raises:
+        CheckpointError: it is missing, or is not the one that was committed.
+        StorageError: the store cannot be read.
+    """
+    place = f"{run}/{ref.path}/{MANIFEST}"
+    data = _get(store, place)
+    if hashlib.sha256(data).hexdigest() != ref.manifest_sha256:
+        raise _damaged(store, place, "the manifest is torn or altered: its checksum is not the one in the log")
+    try:
+        return decode_manifest(data)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(store, place, "the manifest was written by another version") from error
+
+
+# --- choice and retention ---------------------------------------------------------------------------------------------
+
+
+def verify(
+    store: Store, run: str, ref: CheckpointRef, *, checksums: bool = False, weights_only: bool = False
+) -> Manifest:
+    """Make sure that a checkpoint is whole: its manifest, and every file with its size.
+
+    Args:
+        checksums: read every file and compare its checksum too; some files at a time, in bounded memory.
+        weights_only: not of the files with the optimizer's state.
+
+    Raises:
+        CheckpointError: it is not; says which file.
+        StorageError: the store cannot be read.
+    """
+    manifest = read_manifest(store, run, ref)
+    folder = f"{run}/{ref.path}"
+    sizes = dict(store.list(folder))
+    for entry in manifest.files:
+        place = f"{folder}/{entry.name}"
+        if place not in sizes:
+            raise _missing(store, place)
+        _check_size(store, place, entry, sizes[place])
+    if checksums:
+        reader = CheckpointReader(store, run, ref, manifest)
+        names = [name for name in reader.names() if not (weights_only and name.startswith(OPTIMIZER))]
+        with ThreadPoolExecutor(_READERS) as pool:
+            deque(pool.map(reader.verify, names), maxlen=0)
+    return manifest
+
+
+def newest_good(
+    store: Store, run: str, refs: Sequence[CheckpointRef], *, checksums: bool = True, weights_only: bool = False
+) -> tuple[CheckpointRef | None, list[str]]:
+    """The newest checkpoint whose every file is as it was written, and a note on each one that was passed over.
+
+    Args:
+        refs: as an entry of the log holds them, newest last.
+        checksums: read every file; else whoever loads it verifies it.
+        weights_only: as of `verify`.
+
+    Returns:
+        None and the notes when none is whole: then the run's state is lost, unless the caller has it elsewhere.
+
+    Raises:
+        StorageError: the store cannot be read, which says nothing of the checkpoints.
+    """
+    notes: list[str] = []
+    for ref in reversed(refs):
+        try:
+            verify(store, run, ref, checksums=checksums, weights_only=weights_only)
+        except CheckpointError as error:
+            notes.append(passed_over(ref, error))
+        else:
+            return ref, notes
+    return None, notes
+
+
+def passed_over(ref: CheckpointRef, error: CheckpointError) -> str:
+    """A line for the user on a damaged checkpoint."""
+    return f"the checkpoint of step {ref.step} is passed over: {error.what} ({error.where})"
+
+
+def retain(store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Collection[str] = ()) -> tuple[str, ...]:
+    """Delete the checkpoint folders that the log does not name: older ones, and what dead drivers left half written.
+
+    Folders that are newer than the newest kept, by token, then by step, are left: they are uploads under way, of this
+    driver or of one that has taken over since.
+
+    Args:
+        keep: those of the log's last entry, newest last; when empty, nothing is deleted.
+        writing: further folders within the run that are being written.
+
+    Returns:
+        The folders deleted, within the run. Raises StorageError.
+    """
+    if not keep:
+        return ()
+    newest = _age(keep[-1].path)
+    spared = {ref.path for ref in keep} | set(writing)
+    doomed = []
+    for name in store.folders(f"{run}/checkpoints"):
+        path = f"checkpoints/{name}"
+        if _FOLDER.fullmatch(name) and path not in spared and _age(path) < newest:
+            doomed.append(path)
+    for path in doomed:
+        store.delete_folder(f"{run}/{path}")
+    return tuple(doomed)
+
+
+def _age(path: str) -> tuple[int, int, int]:
+    """Token, step and try of a checkpoint's folder."""
+    found = _FOLDER.fullmatch(path.rpartition("/")[2])
+    if not found:
+        raise ValueError(f"{path!r} is no checkpoint's folder")
+    return int(found.group(2)), int(found.group(1)), int(found.group(3) or 0)
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _flat(data: memoryview) -> memoryview:
+    """The same memory as plain bytes; a copy where it is not contiguous."""
+    return data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
+
+
+def _sha256(pieces: Sequence[memoryview]) -> str:
+    """Of pieces, one after the other."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
+
+
+def _get(store: Store, place: str) -> bytes:
+    try:
+        return store.get(place)
+    except MissingFile:
+        raise _missing(store, place) from None
+
+
+def _portions(store: Store, place: str, entry: FileEntry) -> Iterator[memoryview]:
+    """A file's portions; raises CheckpointError where it is not what the manifest says, before the last one ends."""
+    found, taken = hashlib.sha256(), 0
+    try:
+        for portion in store.stream(place):
+            found.update(portion)
+            taken += len(portion)
+            yield portion
+    except MissingFile:
+        raise _missing(store, place) from None
+    _check_size(store, place, entry, taken)
+    if found.hexdigest() != entry.sha256:
+        raise _damaged(store, place, f"{entry.name} is altered: its checksum is not the one in the manifest")
+
+
+def _check_size(store: Store, place: str, entry: FileEntry, size: int) -> None:
+    if size != entry.size_bytes:
+        raise _damaged(store, place, f"{entry.name} is torn: it has {size} bytes, not {entry.size_bytes}")
+
+
+def _missing(store: Store, place: str) -> DamagedCheckpoint:
+    return _damaged(store, place, f"{place.rpartition('/')[2]} is missing")
+
+
+def _damaged(store: Store, place: str, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(what, where=store.uri_of(place), remedy=_REMEDY)

@@ -1,0 +1,333 @@
+"""A run's log: numbered entries, each written by a create-only put, so that two drivers cannot both go on.
+
+    <run>/log/00000017.json     acquire | commit | release; each carries the full small state, none is ever deleted
+    <run>/log/HINT              a number near the end, to begin listing from; may be stale, torn or missing
+    <run>/owner/<token>.json    the owner's counter
+
+The token of a driver is the number of its acquire entry. Whoever wants to write number n and finds it taken reads on: a
+higher token there means that another driver has the run, and this one must stop.
+
+A power cut may leave the entry that was being written empty or torn. Such a number is passed over by everybody: the
+entry was never acknowledged to its writer, and the next one takes the next number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.errors import FencedError, OwnedError, RunConflict, StorageError
+from trainwright.storage.run_owner import Heartbeat, Owner, heartbeat_path, provably_dead
+from trainwright.storage.store import Store
+
+__all__ = ["Entry", "Heartbeat", "Owner", "RunLog", "provably_dead"]
+
+PATIENCE_S = 10.0
+_POLL_S = 0.5
+_FORMAT = 1
+_NUMBER = re.compile(r"\d{8}")
+_READERS = 16
+
+Kind = Literal["acquire", "commit", "release"]
+Outcome = Literal["", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry, which is also the whole state of the run after it.
+
+    Attributes:
+        number: from 1, without gaps.
+        token: number of the acquire entry of the driver that wrote it.
+        time_s: seconds since the epoch on that driver's clock; for people only.
+        job: the job's description.
+        checkpoints: those retained, each the parent of the next, newest last.
+        outcome: of the last release; empty while the run is owned.
+        owner: the driver's process.
+        nonce: a random number, by which a writer knows its own entry again.
+    """
+
+    number: int
+    kind: Kind
+    token: int
+    time_s: float
+    job: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: tuple[CheckpointRef, ...] = ()
+    outcome: Outcome = ""
+    owner: Owner = field(default_factory=Owner)
+    nonce: str = ""
+
+    @property
+    def owned(self) -> bool:
+        """Whether a driver has the run, alive or not."""
+        return self.kind != "release"
+
+    def to_json(self) -> bytes:
+        """The entry as it is stored."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
+
+    @classmethod
+    def of(cls, fields: Any) -> Entry:
+        """The entry of a parsed file. Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+        if fields.pop("format") != _FORMAT:
+            raise ValueError("of another version")
+        fields["checkpoints"] = tuple(CheckpointRef(**item) for item in fields["checkpoints"])
+        fields["owner"] = Owner(**fields["owner"])
+        entry = cls(**fields)
+        if entry.kind not in ("acquire", "commit", "release") or not 0 < entry.token <= entry.number:
+            raise ValueError("inconsistent")
+        return entry
+
+
+class RunLog:
+    """The log of one run. One thread at a time.
+
+    Attributes:
+        torn: numbers above that of the newest entry whose files are torn.
+
+    Args:
+        store: where the run lives.
+        run: its name.
+        clock: monotonic seconds, for patience.
+        sleep: waits so many seconds.
+        now: seconds since the epoch, for people.
+        dead: whether an owner is provably dead.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        now: Callable[[], float] = time.time,
+        dead: Callable[[Owner], bool] = provably_dead,
+    ) -> None:
+        self._store, self._run = store, run
+        self._clock, self._sleep, self._now, self._dead = clock, sleep, now, dead
+        self._last: Entry | None = None
+        self.torn: tuple[int, ...] = ()
+        self._top = 0  # the highest number seen, those of torn entries included
+        self.hint_error: StorageError | None = None
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def head(self) -> Entry | None:
+        """The newest entry; None for a run that has none.
+
+        Raises:
+            RunConflict: there are files of that name that are no run.
+            StorageError: the store cannot be read, or an entry was altered.
+        """
+        numbers = self._numbers(self._hint()) or self._numbers(0)
+        if not numbers:
+            stranger = next(self._store.list(self._run), None)
+            if stranger is None:
+                return None
+            numbers = self._numbers(0)  # of a driver that began just now, log first
+            if not numbers:
+                raise self._no_run(stranger[0])
+        return self._newest(numbers) or self._newest(self._numbers(0))
+
+    def entries(self) -> list[Entry]:
+        """All entries that can be read, in order. Raises StorageError."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            return [entry for entry in pool.map(self._read, self._numbers(0)) if entry is not None]
+
+    def confirm(self, token: int) -> None:
+        """Make sure that no other driver has taken the run over. Raises FencedError, StorageError."""
+        head = self.head()
+        if head is not None:
+            self._refuse_if_fenced(head, token)
+
+    def _newest(self, numbers: Sequence[int]) -> Entry | None:
+        """The newest entry of these that is no torn one."""
+        self._top = max(self._top, *numbers)
+        torn: list[int] = []
+        for number in reversed(numbers):
+            entry = self._read(number)
+            if entry is not None:
+                self.torn = tuple(torn)
+                return entry
+            torn.append(number)
+        return None
+
+    def _hint(self) -> int:
+        hint = self._store.find(f"{self._run}/log/HINT") or b""
+        return int(hint) if re.fullmatch(rb"\d{1,8}", hint) else 0
+
+    def _numbers(self, start: int) -> list[int]:
+        """Numbers of the entries from `start` on."""
+        after = self._path(start - 1) if start > 1 else None
+        names = (path.rpartition("/")[2] for path, _ in self._store.list(f"{self._run}/log", after))
+        stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
+        return [int(stem) for stem in stems if _NUMBER.fullmatch(stem)]
+
+    def _no_run(self, file: str) -> RunConflict:
+        return RunConflict(
+            f"the folder of run {self._run!r} holds files but no log, such as {file}: it is no run",
+            where=self._store.uri_of(self._run),
+            remedy="give the job another name= or storage=, or move those files away",
+        )
+
+    def _read(self, number: int) -> Entry | None:
+        """An entry; None for one that was torn while it was written."""
+        path = self._path(number)
+        try:
+            fields = json.loads(self._store.get(path))
+        except ValueError:
+            return None
+        try:
+            entry = Entry.of(fields)
+            if entry.number != number:
+                raise ValueError("of another number")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StorageError(
+                "an entry of the log cannot be read: it was altered after it was written, or is of another version",
+                where=self._store.uri_of(path),
+                remedy="restore this file from a copy, or begin under another name",
+            ) from error
+        return entry
+
+    def _path(self, number: int) -> str:
+        return f"{self._run}/log/{number:08d}.json"
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def acquire(
+        self, owner: Owner, job: Mapping[str, Any], *, patience_s: float = PATIENCE_S, fresh: bool = False
+    ) -> Entry:
+        """Take the run; the new entry's token must go with every later write.
+
+        Takes over at once from a driver that is provably dead, else after having seen no heartbeat for `patience_s`.
+
+        Args:
+            fresh: begin again, naming none of the checkpoints that are there.
+
+        Raises:
+            OwnedError: another driver has it and lives.
+            RunConflict: there are files of that name that are no run.
+            StorageError: the store cannot be used.
+        """
+        watched: Entry | None = None
+        while True:
+            head = self.head()
+            if head is not None and head.owned and not self._dead(head.owner):
+                if watched is not None and watched.token == head.token:
+                    raise self._owned(head)  # it wrote an entry while it was watched
+                self._outwait(head, patience_s)
+                watched = head
+            number = self._top + 1
+            kept = () if fresh or head is None else head.checkpoints
+            entry = self._entry(number, "acquire", number, job=job, checkpoints=kept, owner=owner)
+            if self._append(entry):
+                return entry
+
+    def commit(self, token: int, checkpoint: CheckpointRef, keep: int) -> Entry:
+        """Name a checkpoint: from now on it exists. Its folder must be complete.
+
+        What the log named after the checkpoint's parent was passed over as damaged and is named no longer.
+
+        Args:
+            keep: how many checkpoints stay named, this one included; at least 1.
+
+        Raises:
+            FencedError: another driver has the run; nothing was written.
+            StorageError: the store cannot be used; whether the entry was written shows when the next one is.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1")
+
+        def state(last: Entry) -> dict[str, Any]:
+            chain = [*_up_to(last.checkpoints, checkpoint.parent), checkpoint]
+            return {"checkpoints": tuple(chain[-keep:])}
+
+        return self._write(token, "commit", state)
+
+    def release(self, token: int, outcome: Outcome) -> Entry:
+        """Give the run back; doing it again changes nothing. Raises like `commit`."""
+        return self._write(token, "release", lambda _: {"outcome": outcome})
+
+    def _write(self, token: int, kind: Kind, state: Callable[[Entry], dict[str, Any]]) -> Entry:
+        """Append as the owner `token`, after whatever is there by now."""
+        last = self._last or self.head()
+        number = last.number + 1 if last else 0
+        while last is not None:
+            if kind == last.kind == "release" and last.token == token:
+                return last
+            self._refuse_if_fenced(last, token)
+            entry = self._entry(
+                number,
+                kind,
+                token,
+                **{"job": last.job, "checkpoints": last.checkpoints, "owner": last.owner, **state(last)},
+            )
+            if self._append(entry):
+                return entry
+            last, number = self._read(number) or last, number + 1
+        raise ValueError(f"run {self._run!r} was never acquired")
+
+    def _refuse_if_fenced(self, last: Entry, token: int) -> None:
+        if last.token < token:
+            raise ValueError(f"{token} is no token of run {self._run!r}")
+        if last.token > token or not last.owned:
+            raise FencedError(
+                f"run {self._run!r} was taken over by {last.owner} at {_when(last)}"
+                if last.token > token
+                else f"run {self._run!r} was released already",
+                where=self._store.uri_of(self._path(last.number)),
+                remedy="nothing is lost: the run goes on from its last checkpoint in the other driver",
+            )
+
+    def _entry(self, number: int, kind: Kind, token: int, **state: Any) -> Entry:
+        nonce = uuid.uuid4().hex
+        return Entry(number=number, kind=kind, token=token, time_s=self._now(), nonce=nonce, **state)
+
+    def _append(self, entry: Entry) -> bool:
+        """Write an entry; False when its number is taken."""
+        if not self._store.create(self._path(entry.number), entry.to_json()):
+            return False
+        self._last = entry
+        try:
+            self._store.put(f"{self._run}/log/HINT", str(entry.number).encode(), sync=False)
+        except StorageError as error:  # without a new hint, finding the head takes longer, no more
+            self.hint_error = error
+        return True
+
+    # --- patience -----------------------------------------------------------------------------------------
+
+    def _outwait(self, head: Entry, patience_s: float) -> None:
+        """Watch the owner's counter, timed by this process's own clock; raises OwnedError as soon as it changes."""
+        path = heartbeat_path(self._run, head.token)
+        seen = self._store.find(path)
+        until_s = self._clock() + patience_s
+        while self._clock() < until_s:
+            self._sleep(min(_POLL_S, patience_s))
+            if self._store.find(path) != seen:
+                raise self._owned(head)
+
+    def _owned(self, head: Entry) -> OwnedError:
+        return OwnedError(
+            f"run {self._run!r} is being trained by {head.owner}, since {_when(self._read(head.token) or head)}",
+            where=self._store.uri_of(self._run),
+            remedy="wait for it, stop it with Ctrl-C there, or give the job another name=",
+        )
+
+
+def _up_to(chain: tuple[CheckpointRef, ...], parent: str) -> tuple[CheckpointRef, ...]:
+    """The chain that ends with `parent`; none when it is not there."""
+    paths = [item.path for item in chain]
+    return chain[: paths.index(parent) + 1] if parent in paths else ()
+
+
+def _when(entry: Entry) -> str:
+    return datetime.fromtimestamp(entry.time_s).astimezone().isoformat(sep=" ", timespec="seconds")

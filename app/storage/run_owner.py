@@ -1,0 +1,262 @@
+"""Who owns a run: facts by which another driver can prove a death, and the heartbeat by which it sees life."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from trainwright.core.errors import FencedError, StorageError
+from trainwright.reporting import formatting
+from trainwright.storage.store import Store
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # runs on while the machine is suspended
+HEARTBEAT_S = 1.0
+LEASE_S = 5.0  # after a heartbeat nobody takes the run over for at least this long: others wait for 10 s
+CONFIRM_S = 15.0  # a heartbeat that may be under way, and one more
+
+
+def boot_s() -> float:
+    """Seconds from any origin, which also count while the process or the machine is stopped."""
+    return time.clock_gettime(_CLOCK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Facts about a driver's process. Empty or 0 where the platform does not tell.
+
+    Attributes:
+        host: name of the machine, for people.
+        boot: id of the machine's boot.
+        namespace: of process ids; the same number means another process in another one.
+        pid: process id.
+        started: when the process started, in the kernel's clock ticks since boot.
+        ray_job: Ray's id of the job; empty outside of one.
+    """
+
+    host: str = ""
+    boot: str = ""
+    namespace: str = ""
+    pid: int = 0
+    started: int = 0
+    ray_job: str = ""
+
+    @classmethod
+    def here(cls, *, ray_job: str = "") -> Owner:
+        """This process."""
+        return cls._of(os.getpid(), ray_job)
+
+    @classmethod
+    def parent(cls) -> Owner:
+        """The process that started this one."""
+        return cls._of(os.getppid(), "")
+
+    @classmethod
+    def _of(cls, pid: int, ray_job: str) -> Owner:
+        return cls(
+            host=socket.gethostname(),
+            boot=_boot(),
+            namespace=_namespace(),
+            pid=pid,
+            started=started_ticks(pid) or 0,
+            ray_job=ray_job,
+        )
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host or 'an unknown host'}"
+
+
+def provably_dead(owner: Owner) -> bool:
+    """Whether that process is surely gone: same boot, same namespace, and no such process of that start time.
+
+    False means that nothing is known; then its heartbeat tells.
+    """
+    if not (owner.boot and owner.namespace and owner.pid and owner.started):
+        return False
+    if (owner.boot, owner.namespace) != (_boot(), _namespace()):
+        return False
+    try:
+        return _ticks(_stat(owner.pid)) != owner.started
+    except OSError:
+        return not _may_exist(owner.pid)
+
+
+def _may_exist(pid: int) -> bool:
+    """Whether there may be such a process; /proc hides those of other users where it is mounted with hidepid."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def started_ticks(pid: int) -> int | None:
+    """Start time of a living process; None when there is none, or only its unburied rest (a zombie)."""
+    try:
+        return _ticks(_stat(pid))
+    except OSError:
+        return None
+
+
+def _stat(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text()
+
+
+def _ticks(stat: str) -> int | None:
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces and parentheses
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def heartbeat_path(run: str, token: int) -> str:
+    """Where the owner with this token counts."""
+    return f"{run}/owner/{token}.json"
+
+
+class Heartbeat:
+    """Overwrite a counter in storage every second, so that other drivers see that its owner lives.
+
+    A heartbeat that fails does not end the run: the error is kept in `error`, and the next one tries again. Other
+    drivers take the run over when they have seen no change for their patience. The heartbeat is also the first to
+    notice that the store cannot be reached, and that it is back: it reports each once.
+
+    Args:
+        note: takes a line for the user; called from the heartbeat's thread.
+        confirm: raises FencedError where the log names another owner. Called before a heartbeat that comes so late
+            that another driver may have taken the run over.
+        clock: seconds, from any origin, which also count while the process or the machine is stopped.
+
+    Attributes:
+        error: why the last heartbeat failed; None when it did not.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        token: int,
+        *,
+        every_s: float = HEARTBEAT_S,
+        note: Callable[[str], object] = lambda text: None,
+        confirm: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = boot_s,
+    ) -> None:
+        self.error: StorageError | None = None
+        self._store, self._path, self._every_s = store, heartbeat_path(run, token), every_s
+        self._note, self._confirm, self._clock = note, confirm, clock
+        self._count = 0
+        self._stopped = threading.Event()
+        self._turn = threading.Condition()  # guards what follows
+        self._beaten_s = self._tried_s = clock()  # when the last heartbeat that was stored, or tried, began
+        self._hung_behind_s: float | None = None  # `_tried_s`, where the heartbeat after it was waited for in vain
+        self._fenced: FencedError | None = None
+        self._thread = threading.Thread(target=self._beat_on, name="trainwright-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Send a heartbeat now and from now on."""
+        self._thread.start()
+
+    def stop(self, *, patience_s: float = 5.0) -> None:
+        """Stop; waits up to `patience_s` for a heartbeat under way. Safe to call twice or before `start`."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(patience_s)
+
+    def beat(self) -> None:
+        """Increase the counter, once. Raises StorageError."""
+        self._count += 1
+        self._store.put(self._path, json.dumps({"count": self._count}).encode(), sync=False)
+
+    def assure(self) -> bool:
+        """Return whether the run is known to be still this driver's.
+
+        Returns at once while heartbeats arrive. After a stall of this process it waits for the next heartbeat, which
+        asks the log first. False means that the store cannot tell: it is not reached, or it hangs, which is waited for
+        and reported once.
+
+        Raises:
+            FencedError: another driver has taken the run over.
+        """
+        now_s, hung = self._clock(), False
+        with self._turn:
+            late = now_s - self._beaten_s >= LEASE_S and self.error is None and self._thread.is_alive()
+            if late and self._hung_behind_s != self._tried_s:
+                answered = self._turn.wait_for(lambda: self._fenced or self._tried_s > now_s - LEASE_S, CONFIRM_S)
+                hung = not answered and self.error is None
+                self._hung_behind_s = self._tried_s if hung else None
+            if self._fenced is not None:
+                raise self._fenced
+            sure = now_s - self._beaten_s < LEASE_S
+        if hung:
+            self._note(
+                f"a heartbeat has not been answered for {formatting.duration(self._clock() - self._tried_s)}: the "
+                "store hangs. Training goes on from memory; no checkpoint is written before it answers"
+            )
+        return sure
+
+    def _beat_on(self) -> None:
+        down_s = 0.0
+        while not self._stopped.is_set():
+            began_s, before = self._clock(), self.error
+            error = self._try(began_s)
+            with self._turn:
+                hung, self._hung_behind_s = self._hung_behind_s == self._tried_s, None
+                self.error, self._tried_s = error, began_s
+                self._beaten_s = began_s if error is None else self._beaten_s
+                self._turn.notify_all()
+                if self._fenced is not None:
+                    return
+            if error is not None and before is None:
+                down_s = began_s
+                self._say_down(error, began_s)
+            elif error is None and (before is not None or hung):
+                self._say_back(began_s if before is None else down_s)
+            self._stopped.wait(self._every_s)
+
+    def _try(self, now_s: float) -> StorageError | None:
+        try:
+            if now_s - self._beaten_s >= LEASE_S:
+                self._confirm()
+            self.beat()
+        except FencedError as error:
+            self._fenced = error
+        except StorageError as error:
+            return error
+        except Exception as error:  # the thread goes on: without it another driver would take a sound run over
+            return StorageError(f"cannot write: {type(error).__name__}: {error}", detail=traceback.format_exc())
+        return None
+
+    def _say_down(self, error: StorageError, since_s: float) -> None:
+        since = datetime.now().astimezone() - timedelta(seconds=self._clock() - since_s)
+        cause = error.what.removeprefix("cannot write: ")
+        self._note(
+            f"since {since:%H:%M:%S} the store takes nothing from the driver: {cause}. Training goes on from memory; "
+            "checkpoints that fall due are tried, and events are kept, until it is back"
+        )
+
+    def _say_back(self, since_s: float) -> None:
+        self._note(
+            f"the store is back, after {formatting.duration(self._clock() - since_s)}; checkpoints are written again"
+        )

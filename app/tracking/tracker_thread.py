@@ -1,0 +1,184 @@
+"""A run told to a tracker, from a thread of its own: a slow or failing one neither slows nor ends training."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from trainwright.core.events import Checkpointed, Evaluated, Event, RunEnded, RunStarted, Steps
+from trainwright.planning.code_fingerprint import for_people
+from trainwright.reporting.plan_view import plan_from
+from trainwright.reporting.tensorboard import scalars_of
+from trainwright.tracking.base import Ending, Row, Tracked, Tracker, scrub
+
+ROOM_STEPS = 10_000  # that wait for a tracker which lags
+PATIENCE_S = 30.0  # for what waits when the run has ended
+_EMPTY = ("", "()", "None")
+_HEARD = (RunStarted, Steps, Evaluated, Checkpointed, RunEnded)
+
+
+class Keeps(Protocol):
+    """What is asked of a store."""
+
+    def get(self, path: str) -> bytes:
+        """A whole file; raises StorageError."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a whole file unless there is one; raises StorageError."""
+
+    def list(self, prefix: str) -> Iterable[tuple[str, int]]:
+        """Paths below a prefix, with sizes in bytes; raises StorageError."""
+
+    def uri_of(self, path: str) -> str:
+        """Where a path is."""
+
+
+class Tracking:
+    """A listener that tells one tracker.
+
+    Args:
+        tracker: whom.
+        store: where the run lives; holds the number by which a tracker finds it again.
+        run: name of the run.
+        say: tells a line in the run.
+        room_steps: that wait at most; what comes beyond is left out, and said so.
+        patience_s: to wait for the tracker when the run has ended.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        store: Keeps,
+        run: str,
+        *,
+        say: Callable[[str], object],
+        room_steps: int = ROOM_STEPS,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._tracker, self._store, self._run, self._say = tracker, store, run, say
+        self._name = type(tracker).__name__
+        self._room_steps, self._patience_s = room_steps, patience_s
+        self._change = threading.Condition()
+        self._waiting: deque[Event] = deque()
+        self._waiting_steps = 0
+        self._closing = self._off = self._lagging = False
+        self._taken = _Taken()
+        self._thread = threading.Thread(target=self._work, name=f"trainwright-{self._name}", daemon=True)
+
+    def on(self, event: Event) -> None:
+        """Keep an event for the thread."""
+        if self._off or not isinstance(event, _HEARD):
+            return
+        with self._change:
+            steps = len(event.step) if isinstance(event, Steps) else 0
+            full = bool(steps) and self._waiting_steps + steps > self._room_steps
+            if not full:
+                self._waiting.append(event)
+                self._waiting_steps += steps
+                self._change.notify()
+        if isinstance(event, RunStarted):
+            self._thread.start()
+        if full and not self._lagging:
+            self._lagging = True
+            self._say(f"the tracker {self._name} lags: it is not told of all steps, training goes on")
+
+    def close(self) -> None:
+        """Wait for the tracker, but not for long."""
+        with self._change:
+            self._closing = True
+            self._change.notify()
+        if self._thread.ident is None:
+            return  # the run did not begin
+        self._thread.join(self._patience_s)
+        if self._thread.is_alive():
+            self._off = True
+            left = f"within {self._patience_s:.0f} s of the end, and is left alone"
+            self._say(f"the tracker {self._name} did not take all that it was told {left}")
+
+    def _work(self) -> None:
+        try:
+            while (events := self._next()) is not None:
+                self._tell(events)
+            self._tracker.end(self._taken.ending(self._store, self._run))
+        except Exception as error:  # of any kind: it is somebody else's code
+            self._off = True
+            cause = scrub(f"{type(error).__name__}: {error}".strip())
+            self._say(f"the tracker {self._name} is switched off, training is not: {cause[:500]}")
+
+    def _next(self) -> list[Event] | None:
+        """What has come, once there is something; None at the end."""
+        with self._change:
+            self._change.wait_for(lambda: self._waiting or self._closing)
+            events = list(self._waiting)
+            self._waiting.clear()
+            self._waiting_steps = 0
+        return events or None
+
+    def _tell(self, events: list[Event]) -> None:
+        rows: list[Row] = []
+        for event in events:
+            if isinstance(event, RunStarted):
+                known = Tracked(name=self._run, id=_identity(self._store, event), total_steps=event.total_steps)
+                self._taken.begin(self._tracker.begin(known, params_of(event)))
+            rows += self._taken.rows(event)
+        if rows and not self._off:
+            self._tracker.log(rows)
+
+
+class _Taken:
+    """What a tracker holds, so that each step is told once, and what it is told at the end."""
+
+    def __init__(self) -> None:
+        self._step = self._evaluated = 0
+        self._end = RunEnded(outcome="failed")
+        self._checkpoint = ""
+
+    def begin(self, step: int | None) -> None:
+        """It holds this step. An evaluation comes after its step: that of the last one may be missing."""
+        self._step, self._evaluated = step or 0, (step or 0) - 1
+
+    def rows(self, event: Event) -> Iterator[Row]:
+        """What is new in an event."""
+        match event:
+            case Steps():
+                for step, values in scalars_of(event):
+                    if step > self._step:
+                        self._step = step
+                        yield Row(step=step, time_s=event.time_s, values=values)
+            case Evaluated() if event.step > self._evaluated:
+                self._evaluated = event.step
+                values = {f"evaluation/{name}": value for name, value in event.metrics.items() if value == value}
+                yield Row(step=event.step, time_s=event.time_s, values=values)
+            case Checkpointed():
+                self._checkpoint = event.path
+            case RunEnded():
+                self._end = event
+
+    def ending(self, store: Keeps, run: str) -> Ending:
+        """How the driver let go."""
+        paths = {"folder": run, "report": f"{run}/report.html"}
+        if self._checkpoint:
+            paths["checkpoint"] = f"{run}/{self._checkpoint}"
+        state: Any = self._end.outcome
+        return Ending(state=state, links={name: scrub(store.uri_of(path)) for name, path in paths.items()})
+
+
+def params_of(event: RunStarted) -> Mapping[str, str]:
+    """Facts of job and plan that say something."""
+    plan = plan_from(event.plan)
+    facts = {"plan": plan.name, "workers": str(plan.workers)} if plan else {}
+    job = {f"job.{name}": str(value) for name, value in for_people(event.job).items() if str(value) not in _EMPTY}
+    return {name: scrub(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value}
+
+
+def _identity(store: Keeps, event: RunStarted) -> str:
+    """Of the run since it was begun last: made by the driver that began it, found by all that went on with it."""
+    folder = f"{event.run}/trackers/"
+    tokens = [int(path.rpartition("/")[2]) for path, _ in store.list(folder)]
+    token = event.token if event.fresh else max(tokens, default=event.token)
+    path = f"{folder}{token:08d}"
+    store.create(path, f"{event.run}-{uuid.uuid4().hex[:8]}".encode())  # unless another tracker's thread has
+    return store.get(path).decode()

@@ -1,0 +1,1 @@
+"""The process of one rank: its loop, data, timing, prints and preemption notices."""

@@ -1,0 +1,404 @@
+"""One rank's process: it owns the engine, the data stream and the loop. Free of Ray.
+
+The driver's verbs are methods here (see `driver/messages.py` for who calls what, and on which thread).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import cast
+
+from trainwright.core.checkpoint import CheckpointRef, FileEntry, Writer
+from trainwright.core.data import Batch, Columns, Feed, Sums
+from trainwright.core.engine import Coordinated, Engine, Independent, StateCopy
+from trainwright.core.errors import NonFiniteLoss, StoreDown
+from trainwright.core.events import Steps
+from trainwright.core.group import Address, Generation, Group, Peer, Role, StateTag
+from trainwright.core.job import Job
+from trainwright.core.plan import Plan
+from trainwright.core.staleness import Staleness
+from trainwright.datasets.loading.batches import Coming, weightless
+from trainwright.datasets.loading.lease_feeds import Units
+from trainwright.datasets.loading.loader import Feeds, Stream
+from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
+from trainwright.driver.worker_requests import Evaluation, Predicting, Probing, Reservation
+from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
+from trainwright.storage.memory_checkpoints import Fetch, Shelf, ShelfReader, no_fetch
+from trainwright.storage.store import open_store
+from trainwright.strategies import engine_class
+from trainwright.worker.interruption import Interruption
+from trainwright.worker.job_pickle import unpack
+from trainwright.worker.loaders import Streams
+from trainwright.worker.quarantine import Quarantine
+from trainwright.worker.stack_dump import stacks
+from trainwright.worker.step_log import StepRecords
+from trainwright.worker.step_skipping import Passing
+from trainwright.worker.step_timing import Meter
+from trainwright.worker.worker_config import WorkOrder
+
+INTERRUPT_DEADLINE_S = 5.0
+Save = Callable[[StateCopy, Writer], None]  # of the engine that made the copy, which may be gone by then
+REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
+
+
+class Worker:
+    """The methods named after verbs run on one thread, `upload`, `keep`, `watch`, `stop` and `interrupt` on others.
+
+    Args:
+        node: this process's, as the driver names it.
+        fetch: reads from the memory of another node.
+    """
+
+    def __init__(self, order: WorkOrder, node: str = "", fetch: Fetch = no_fetch) -> None:
+        self._order, self._node, self._fetch = order, node, fetch
+        self._plan = order.plan
+        self._engine: Engine = engine_class(order.plan)()
+        self._store = open_store(order.storage)
+        self._shelf = Shelf(self._store.uri_of(order.run))
+        self._quarantine = Quarantine(self._store, order.run)
+        self._evaluate_quarantine = Quarantine(self._store, order.run, "evaluate")
+        with suppress(StoreDown):  # an outage passes; credentials that this node lacks are told now, not at an upload
+            self._store.exists(f"{order.run}/log/HINT")
+        self._records, self._meter = StepRecords(), Meter()
+        self._wish = threading.Event()
+        self._built = False
+        self._tried = False  # steps were taken of which nothing may be left
+        self._seat = (-1, 0)  # rank and world size that the streams are for
+        self._spare = False
+        self._stepping: int | None = None  # the thread of steps
+        self._interruption = Interruption()
+        self._step = 0
+        self._stream: Stream | None = None
+        self._evaluation: Stream | None = None
+        self._feeds: Feeds | None = None
+        self._units: Units | None = None  # of one that steps alone
+        self._role: Role = "worker"
+        self._judged: tuple[int, Feeds] | None = None  # of the evaluation set, and the batch that they stand at
+        self._coming: Coming | None = None  # of them
+        self._passing = Passing(self._quarantine)
+        self._staleness: Staleness | None = None  # of the last stretch of steps, where this one told of it
+        self._streams: Streams | None = None
+        self._copies: dict[str, tuple[StateCopy, Save]] = {}  # by the verb that they are for
+
+    def rehearse(self) -> None:
+        """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
+        Where a new generation needs new processes anyway, the framework's imports are all: a job that is opened may use
+        the framework, which some cannot bear before their group is formed.
+        """
+        self._spare = True
+        capabilities = self._engine.capabilities
+        if capabilities.reform == "new_process" or capabilities.topology != "collective":
+            return
+        peer = Peer(rank=0, address=self._engine.reserve(REHEARSAL, "worker"))
+        threads = self._plan.placement.threads
+        self.form(Group(generation=REHEARSAL, rank=0, peers=(peer,), threads=threads))
+        assert self._stream is not None, "form opens the streams"
+        self._engine.warm(self._stream.warm_feed(0))
+        self._engine.leave()
+
+    def reserve(self, wanted: Reservation) -> Address:
+        """Bind a port for the generation to come; begin anew where its plan wants another layout than is built."""
+        self._interruption.enter(wanted.generation)
+        plan = wanted.plan or self._order.plan
+        if self._tried or plan.layout != self._plan.layout:
+            self._begin_anew(plan)
+        if plan != self._plan:
+            self._plan, self._seat = plan, (-1, 0)
+        self._role = wanted.role
+        return self._engine.reserve(wanted.generation, wanted.role)
+
+    def _begin_anew(self, plan: Plan) -> None:
+        """Let go of the engine with all that it holds, for another one."""
+        with self._interruption.lock:
+            self._engine.leave()
+            self._engine = engine_class(plan)()
+        self._built, self._tried, self._step = False, False, 0
+        gc.collect()  # a model's modules and hooks hold each other
+
+    def form(self, group: Group) -> StateTag:
+        """Join the group; build model, optimizer and streams the first time."""
+        self._stepping = threading.get_ident()
+        self._interruption.enter(group.generation)
+        if self._spare and group.accelerators:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(group.accelerators)
+        tag = self._engine.form(group)
+        if self._seat != (group.rank, group.size):
+            rehearsal = group.generation == REHEARSAL
+            fixed = rehearsal or self._plan.topology != "collective"
+            self._open(group.rank, self._plan if fixed else self._plan.resized(group.size))
+            self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
+        if not self._built:
+            assert self._stream is not None
+            validation = self._evaluation_feeds if self._job.evaluate is not None else None
+            spec = self._job.model_spec(self._stream.total_steps, self._row, validation)
+            gc.freeze()  # `leave` collects what holds the group, or the model too: 0.2 s where it looks through imports
+            tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
+            self._built = True
+            gc.enable()
+        return tag
+
+    def _row(self) -> Batch:
+        """One of the training set."""
+        return self._order.row or self._job.train.row(self._order.train, self._job.columns)
+
+    @cached_property
+    def _job(self) -> Job:
+        """Opened only after the engine has formed its first group."""
+        return unpack(self._order.job)
+
+    def _open(self, rank: int, plan: Plan) -> None:
+        """Open the streams of a rank."""
+        self._close_feeds()
+        streams = self._streams = Streams(
+            job=self._job, order=self._order, accumulation=plan.accumulation,
+            static_shapes=self._engine.capabilities.static_shapes, quarantine=self._quarantine,
+            evaluate_quarantine=self._evaluate_quarantine,
+        )  # fmt: skip
+        feeding, alone = plan.feed_of(rank), plan.topology == "independent"
+        self._stream = streams.training(feeding)
+        self._units = Units(self._stream, partial(streams.training, feeding)) if alone else None
+        if self._job.evaluate is not None:
+            self._evaluation = streams.evaluation(feeding)
+
+    def heal(self, heal: Heal) -> StateTag:
+        """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""
+        assert self._stream is not None, "form comes before heal"
+        self._close_feeds()
+        alone = self._plan.topology == "independent"
+        if heal.source == "join" or (alone and self._role == "worker"):
+            tag = StateTag(step=heal.step, pieces=frozenset())  # the others have it
+        elif heal.kept is not None:
+            tag = self._engine.load(ShelfReader(self._shelf, heal.kept, self._node, self._fetch))
+        elif heal.checkpoint is None:
+            tag = self._engine.transfer(heal.moves)
+        else:
+            tag = self.load(heal.checkpoint, weights_only=False)
+        passing = {passed.step - 1: passed.why for passed in heal.passing}
+        blank = self._passing.begin(passing, self._stream, heal.step)
+        if not alone or self._role == "worker":
+            self._engine.warm(blank)
+        if not alone:
+            self._feeds = self._stream.feeds(heal.step)
+            self._coming = Coming(self._feeds, self._plan.ahead, self._passing.told)
+        self._step = heal.step
+        self._records.begin(self._interruption.current.number, heal.step)
+        self._meter.begin()
+        return replace(tag, step=heal.step)
+
+    def load(self, checkpoint: CheckpointRef, *, weights_only: bool = True) -> StateTag:
+        """Take the state of a checkpoint: by itself enough to evaluate and predict, which needs no throwaway step."""
+        store, run = self._store, self._order.run
+        manifest = read_manifest(store, run, checkpoint)
+        return self._engine.load(CheckpointReader(store, run, checkpoint, manifest, weights_only=weights_only))
+
+    def probe(self, wanted: Probing) -> float:
+        """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""
+        assert self._stream is not None, "heal comes before probe"
+        self._close_feeds()  # they would read ahead meanwhile
+        self._tried = True
+        feed, begun, took = self._stream.full_feed(0, self._passing.told), time.perf_counter(), list[float]()
+        over = blank = False
+        while not over:
+            before = time.perf_counter()
+            over = len(took) >= wanted.steps or (len(took) > 0 and before - begun > wanted.seconds)
+            try:
+                over = self._engine.train_step(replace(feed, step=len(took), wish=over)).wish
+            except NonFiniteLoss:  # so many steps on one batch may lead anywhere; on all ranks at once
+                if len(took) >= 2:
+                    break
+                if self._job.on_nonfinite == "raise" or blank:
+                    raise
+                feed, blank, over = weightless(feed), True, False  # as the run would take it
+                continue
+            took.append(time.perf_counter() - before)
+        return statistics.median(took[1:])
+
+    def run(self, steps: range) -> SegmentReport:
+        """Take these steps, or fewer where a wish to stop has reached every rank; what that is by role."""
+        assert self._stream is not None, "heal comes before run"
+        stopped = finished = False
+        working = self._plan.topology == "independent" and self._role == "worker"
+        if working:
+            self._work(steps.start)
+        elif self._plan.topology == "independent":
+            stopped = self._serve(steps.stop)
+        elif self._plan.topology == "coordinator" and self._role != "chief":
+            cast(Coordinated, self._engine).follow()
+        else:
+            stopped, finished = self._step_together(steps.stop)
+            self._engine.verify()  # whatever follows, a checkpoint or an evaluation, is of one state
+        self._wish.clear()
+        reached = steps.stop if working else self._step  # others may have done the last ones
+        over = stopped or finished or reached >= self._stream.total_steps
+        source = self._units or self._feeds
+        return SegmentReport(
+            step=self._step, stopped=stopped, finished=finished, tag=StateTag(step=self._step),
+            skipped=self._quarantine.count + self._evaluate_quarantine.count, passed=len(self._passing.found),
+            overflowed=self._passing.overflowed, prefetch=source.prefetch if source is not None else None,
+            own_s=self._records.own_s, phases=self._meter.phases(last=over), sampled=self._meter.sampled,
+            noise=self._meter.noise, staleness=self._staleness,
+        )  # fmt: skip
+
+    def _serve(self, until: int) -> bool:
+        """A server: let the others step. The first one tells of each step; a wish counts once it told of one."""
+        assert self._stream is not None, "heal comes before run"
+        engine, first, stopped = cast(Independent, self._engine), self._step, False
+        begun = time.perf_counter()
+        for report in engine.serve(until, lambda: self._wish.is_set() and self._step > first):
+            self._step, stopped, now = report.step, report.wish, time.perf_counter()
+            self._records.add(report, samples=self._stream.size(report.step - 1), step_s=now - begun, wait_s=math.nan)
+            begun = now
+        self._staleness = engine.staleness()
+        return stopped
+
+    def _work(self, first: int) -> None:
+        """A worker that steps alone: one unit after the other, until the steps from `first` on are over."""
+        assert self._units is not None, "form opens the streams"
+        engine = cast(Independent, self._engine)
+        while (unit := engine.lease(first)) is not None:
+            begun = time.perf_counter()
+            for feed in self._units.feeds(unit):
+                fed = time.perf_counter()
+                report = self._passing.step(self._engine, self._job, feed)
+                now = time.perf_counter()
+                self._meter.add(report, step_s=now - begun, wait_s=fed - begun)
+                begun = now
+            self._step = max(self._step, unit.step + unit.steps)
+
+    def _step_together(self, until: int) -> tuple[bool, bool]:
+        """Whether a wish was heard, and whether nothing is left to train."""
+        assert self._coming is not None, "heal comes before run"
+        stopped = finished = False
+        while self._step < until and not (stopped or finished):
+            begun = time.perf_counter()
+            feed = self._coming.next(until)
+            fed = time.perf_counter()
+            feed = replace(feed, wish=True) if self._wish.is_set() else feed
+            report = self._passing.step(self._engine, self._job, feed)
+            self._step, stopped, finished = report.step, report.wish, report.finished
+            times = {"step_s": time.perf_counter() - begun, "wait_s": fed - begun}
+            self._records.add(report, samples=feed.rows, **times)
+            self._meter.add(report, **times)
+        return stopped, finished
+
+    def evaluate(self, wanted: Evaluation) -> Sums:
+        """Sums over this rank's share of the evaluation set, or over the one that it is given."""
+        if wanted.feeding is None:
+            return self._sums(self._evaluation_feeds())
+        assert self._evaluation is not None and self._streams is not None, "form opens the streams"
+        if self._evaluation.feeding != wanted.feeding:
+            self._evaluation = self._streams.evaluation(wanted.feeding)
+        with self._evaluation_feeds() as feeds:
+            return self._sums(feeds)
+
+    def evaluate_some(self, steps: range) -> Sums:
+        """The same over some batches of it, which are read ahead from those that were asked for before."""
+        assert self._evaluation is not None, "asked for only where there is an evaluation set"
+        if self._judged is None or self._judged[0] != steps.start:
+            self._close_judged()
+            self._judged = steps.start, self._evaluation.feeds(steps.start)
+        _, feeds = self._judged
+        self._judged = -1, feeds  # nobody knows where, should it fail
+        sums = self._sums(itertools.islice(feeds, len(steps)))
+        self._judged = steps.stop, feeds
+        return sums
+
+    def _sums(self, feeds: Iterable[Feed]) -> Sums:
+        return sum((self._engine.evaluate_step(feed) for feed in feeds), Sums())
+
+    def predict(self, wanted: Predicting) -> tuple[Columns, ...]:
+        """The model's outputs for each feed, on the ranks that have them; nothing on the others."""
+        return tuple(wanted.chosen(self._engine.predict_step(feed)) for feed in wanted.feeds)
+
+    def _evaluation_feeds(self) -> Feeds:
+        assert self._evaluation is not None, "asked for only where there is an evaluation set"
+        return self._evaluation.feeds(0)
+
+    def snapshot(self, wanted: Copying) -> Snapshot:
+        """Copy the state to host memory; steps may go on at once."""
+        begun = time.perf_counter()
+        copy = self._engine.snapshot()
+        self._copies.update(dict.fromkeys(wanted.verbs, (copy, self._engine.save)))
+        return Snapshot(step=wanted.step, size_bytes=copy.size_bytes, blocked_s=time.perf_counter() - begun)
+
+    def upload(self, path: str) -> tuple[FileEntry, ...]:
+        """Write the last snapshot's files into a checkpoint's folder."""
+        writer = CheckpointWriter(self._store, self._order.run, path)
+        copy, save = self._copies.pop("upload")
+        save(copy, writer)
+        return writer.entries
+
+    def keep(self, order: KeepOrder) -> tuple[FileEntry, ...]:
+        """Put the last snapshot's files into the node's memory, where they outlive this process."""
+        copy, save = self._copies.pop("keep")
+        writer = self._shelf.write(order.version, copy.size_bytes, order.hold)
+        save(copy, writer)
+        return writer.entries
+
+    def stop(self) -> None:
+        """Wish to stop; it travels with the next reduction, so that all ranks leave after the same step."""
+        self._wish.set()
+
+    def interrupt(self, generation: Generation, explain: bool) -> str:
+        """Make what waits for peers of that generation raise PeerLost, or will wait for them, if the engine can.
+
+        With `explain`, the stacks of all threads as they stood before; otherwise nothing.
+        """
+        found = stacks(self._stepping) if explain else ""
+        self._interruption.end(generation, self._interrupt)
+        return found
+
+    def _interrupt(self) -> None:
+        self._engine.interrupt(INTERRUPT_DEADLINE_S)
+
+    @property
+    def held(self) -> tuple[Plan | None, int]:
+        """The plan whose part of the state is held here, and its completed steps; None and 0 where none is."""
+        return (self._plan, self._step) if self._step and not self._tried else (None, 0)
+
+    def renew(self, order: WorkOrder, token: int) -> None:
+        """Another driver: let go of the group of the one before. Its streams are opened anew."""
+        self._order, self._seat = order, (-1, 0)
+        self._interruption.end(Generation(token=token, number=0), self._interrupt)
+
+    def leave(self) -> StateTag:
+        """End the group; the process and its state live on."""
+        self._engine.leave()
+        return StateTag(step=self._step)
+
+    @property
+    def newest(self) -> int:
+        """The newest completed step that `watch` can tell of."""
+        return self._records.newest
+
+    def watch(self, after: int, timeout_s: float) -> Steps:
+        """Steps completed after step `after`, at most `timeout_s` later; empty when there is no news."""
+        return self._records.since(after, timeout_s)
+
+    def close(self) -> None:
+        """Let go of group and readers."""
+        self._close_feeds()
+        self._engine.leave()
+
+    def _close_feeds(self) -> None:
+        if self._feeds is not None:
+            self._feeds.close()
+        self._feeds = self._coming = None
+        if self._units is not None:
+            self._units.close()
+        self._close_judged()
+
+    def _close_judged(self) -> None:
+        if self._judged is not None:
+            self._judged[1].close()
+        self._judged = None

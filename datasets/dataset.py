@@ -1,0 +1,296 @@
+"""Data sets: where rows come from and what is done to each. Lazy, frozen and picklable."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trainwright.core.data import Batch
+from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
+from trainwright.datasets.formats.arrow_columns import Arrays, Field, select
+from trainwright.datasets.formats.in_memory import TableSource, arrays_of
+from trainwright.datasets.formats.parquet import ParquetSource, absolute
+from trainwright.datasets.index import Group, Index, Rowwise, Source
+from trainwright.datasets.loading.row_reader import Reader
+from trainwright.datasets.ops.derived_dataset import Derivation, DerivedSource
+from trainwright.datasets.ops.filter_flatmap_pack import (
+    BatchFilter,
+    BatchPredicate,
+    Filter,
+    FlatMap,
+    Pack,
+    RowPredicate,
+    RowsFunction,
+)
+from trainwright.datasets.ops.stateful_map import Stateful
+from trainwright.datasets.ops.tokenize import Tokenise
+from trainwright.datasets.ops.transforms import (
+    BatchFunction,
+    BatchMap,
+    Counters,
+    RowFunction,
+    RowMap,
+    Transform,
+    apply,
+    name_of,
+)
+from trainwright.datasets.ops.zip_columns import beside
+from trainwright.datasets.sampling.sampler import MEMORY_BYTES, Rows
+
+__all__ = ["Dataset", "Field", "Group", "Index", "parquet", "table"]
+
+
+_TRIED = 4  # rows, when the first one cannot be read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A source and the transforms over it. Nothing is read before it is asked for.
+
+    Attributes:
+        source: of the rows.
+        transforms: applied in turn.
+    """
+
+    source: Source
+    transforms: tuple[Transform, ...] = ()
+
+    def __repr__(self) -> str:
+        calls = [f".{'map' if isinstance(step, RowMap) else 'map_batches'}(...)" for step in self.transforms]
+        return self.source.describe() + "".join(calls)
+
+    def map(self, function: RowFunction) -> Dataset:
+        """Apply `function(row, rng) -> row` to each row.
+
+        A row is a dict of values by column name; `rng` is counted from (seed, epoch, sample), so that a row is changed
+        in the same way wherever and however often it is computed. Every row gives one row, of one type and shape.
+        """
+        return replace(self, transforms=(*self.transforms, RowMap(function=function)))
+
+    def map_batches(
+        self,
+        function: BatchFunction | type,
+        cpus: float = 0.0,
+        gpus: float = 0.0,
+        *,
+        fn_constructor_args: Sequence[Any] = (),
+        fn_constructor_kwargs: Mapping[str, Any] | None = None,
+    ) -> Dataset:
+        """Apply `function(columns) -> columns` to many rows at once.
+
+        `columns` are arrays by name, of any number of rows; the function treats each row by itself and gives as many
+        rows in the same order. `cpus` or `gpus` > 0 declares it heavy: it runs on Ray Data, each call with that many.
+
+        A class in the place of a function is for what is slow to open, such as a model: an object of it is made once
+        in a process, called for all batches there, and its `close()`, if it has one, at the end. Heavy, it runs on as
+        many actors as fit into the CPUs or GPUs that the plan leaves, each with so many of its own. One that dies is
+        replaced, and one that is silent for ten times as long as any batch took (15 s at least, and at most half of the
+        job's `hang_deadline_s`, by default 5 minutes).
+
+        Args:
+            fn_constructor_args, fn_constructor_kwargs: what an object of the class is made with.
+        """
+        for name, need in (("cpus", cpus), ("gpus", gpus)):
+            if not (need >= 0 and math.isfinite(need)):
+                raise DataError(f"{name}={need} is no need", remedy="use 0 to run in the consumer, or 1 or more")
+        if cpus or gpus:
+            self.need_rows_by_number("map_batches on Ray Data")
+        if isinstance(function, type) and Stateful.fits(function):
+            function = Stateful.of(function, tuple(fn_constructor_args), fn_constructor_kwargs or {})
+        elif fn_constructor_args or fn_constructor_kwargs:
+            raise DataError(
+                f"the transform {name_of(function)} is no class whose objects can be called",
+                where="fn_constructor_args, fn_constructor_kwargs",
+                remedy="give a class with a method __call__(columns), not an object of it; or use functools.partial",
+            )
+        return replace(self, transforms=(*self.transforms, BatchMap(function=function, cpus=cpus, gpus=gpus)))
+
+    def filter(self, function: RowPredicate) -> Dataset:
+        """Keep the rows for which `function(row)` is true; see `datasets.ops.derived_dataset` for what that costs.
+
+        Raises DataError, here and in the other methods that make rows, where a transform of ours runs on Ray Data.
+        """
+        return self._derived(Filter(function=function))
+
+    def filter_batches(self, function: BatchPredicate) -> Dataset:
+        """Keep the rows for which `function(columns)` is true: one boolean for each of many rows at once."""
+        return self._derived(BatchFilter(function=function))
+
+    def flat_map(self, function: RowsFunction) -> Dataset:
+        """Make any number of rows of each row: `function(row)` returns or yields them."""
+        return self._derived(FlatMap(function=function))
+
+    def tokenize(
+        self, tokenizer: Any = None, column: str = "text", *, to: str = "tokens", end: Any = "auto", cpus: float = 0.0
+    ) -> Dataset:
+        """Replace a text by its tokens, bytes by default; `trainwright.datasets.ops.tokenize.Tokenise` has the details.
+
+        `cpus` is that of `map_batches`.
+        """
+        return self.map_batches(Tokenise(tokenizer=tokenizer, column=column, to=to, end=end), cpus)
+
+    def pack(self, length: int, column: str = "tokens", *, split: bool = True) -> Dataset:
+        """Lay documents, arrays of tokens in `column`, end to end and cut them into sequences of one length.
+
+        Each row is then a sequence: `column`, `mask`, `segment` and `position`, all of shape (length,); see
+        `trainwright.datasets.ops.filter_flatmap_pack.Pack`. The last sequence of each row group is padded.
+        """
+        if length < 1:
+            raise DataError(f"length={length} holds no token", remedy="give the length of a sequence, 1 or more")
+        return self._derived(Pack(column=column, length=length, split=split))
+
+    def beside(self, other: Dataset) -> Dataset:
+        """This data set with the columns of another that has as many rows, such as what `tw.predict` made of it.
+
+        The other's column `sample` says which row of this one each of its rows belongs to (as numbered here: what comes
+        of a filter or a pack is numbered anew), and is left out. The order is this one's. Transforms before this see
+        the columns of their own data set alone; the other's are counted as this one's are.
+
+        Raises:
+            DataError: a data set has no rows by number; when they are read: a row is missing in the other, comes twice
+                or is one too many, or both have a column of one name.
+        """
+        return beside(self, other)
+
+    def need_rows_by_number(self, word: str) -> None:
+        """Raise DataError, naming the operation, where rows come in an order of their own only."""
+        if hasattr(self.source, "passes"):
+            raise DataError(
+                f"{word} needs rows by number, and a tf.data pipeline has none",
+                where=repr(self),
+                remedy="do it in the pipeline itself, or write its rows as parquet once and read those",
+            )
+
+    def _derived(self, derivation: Derivation) -> Dataset:
+        self.need_rows_by_number(derivation.word)
+        if self.heavy:
+            raise DataError(
+                f"{derivation.word} comes after a transform that runs on Ray Data",
+                where=repr(self),
+                remedy=f"call {derivation.word} first, or write the transformed rows as parquet once and read those",
+            )
+        return Dataset(source=DerivedSource(base=self, derivation=derivation))
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All functions of the user's that the rows go through, in order."""
+        inner: tuple[Callable[..., Any], ...] = getattr(self.source, "functions", ())
+        return (*inner, *(step.function for step in self.transforms))
+
+    @property
+    def heavy(self) -> bool:
+        """Whether a transform asks for CPUs or GPUs of its own, and so for Ray Data."""
+        return any(step.heavy for step in self.transforms)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it is heavy with what is slow to open, so that no process computes a row of it by the way."""
+        return any(step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms)
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """The most CPUs and GPUs that one call of a transform asks for."""
+        steps = [step for step in self.transforms if isinstance(step, BatchMap)]
+        return {
+            "CPU": max((step.cpus for step in steps), default=0.0),
+            "GPU": max((step.gpus for step in steps), default=0.0),
+        }
+
+    def index(self) -> Index:
+        """Look at the source: rows, row groups, columns. Raises DataError for anything wrong with it."""
+        return self.source.index()
+
+    def fields(self, index: Index) -> Mapping[str, Field]:
+        """Columns after the transforms; with transforms, one row is read and transformed: the first that can be."""
+        if not self.transforms:
+            return index.schema
+        return {name: Field(array.dtype, array.shape[1:]) for name, array in self.sample(index).items()}
+
+    def sample(self, index: Index, columns: Iterable[str] | None = None) -> Arrays:
+        """One transformed row to look at: the first, or where that cannot be read another.
+
+        Where a transform is slow to open, a task of Ray computes it, if Ray is there: see `rays.sample_of`.
+
+        Raises DataError, UserCodeError: as the first row did, where none of a few can be read.
+        """
+        if self.stateful:
+            from trainwright.datasets.ray_data.fetcher import sample_of
+
+            return sample_of(self, index, columns)
+        return self.sample_here(index, columns)
+
+    def sample_here(self, index: Index, columns: Iterable[str] | None = None) -> Arrays:
+        """As `sample`, in this process."""
+        failure: TrainwrightError | None = None
+        for row in dict.fromkeys([0, *np.linspace(0, index.rows - 1, _TRIED).astype(np.int64).tolist()]):
+            try:
+                return self.read(index, [row], columns)
+            except (DataError, UserCodeError) as error:
+                failure = failure or error
+        assert failure is not None, "an index has a row"
+        raise failure
+
+    def row(self, index: Index, columns: Iterable[str] | None = None) -> Batch:
+        """The same row as a batch of its own. Raises as `sample`."""
+        return Batch(columns=self.sample(index, columns), weights=np.ones(1), samples=np.zeros(1, dtype=np.int64))
+
+    def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
+        """Columns to read so that `columns` can be given; DataError for one that is not there."""
+        return tuple(index.schema) if self.transforms else select(index.schema, columns, repr(self))
+
+    def reader(
+        self,
+        index: Index,
+        columns: Iterable[str] | None,
+        blocks: Rows | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        seed: int = 0,
+    ) -> Rowwise:
+        """The source's rows by number, before any transform; `seed` is of rows that are random themselves."""
+        names = self.source_columns(index, columns)
+        if index.in_order:
+            passes: Rowwise = self.source.passes(index, names)  # type: ignore[attr-defined]
+            return passes
+        return Reader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes, seed=seed)
+
+    def transform(self, arrays: Arrays, samples: Rows, counters: Counters, columns: Iterable[str] | None) -> Arrays:
+        """Apply all transforms and keep `columns`."""
+        arrays = apply(self.transforms, arrays, samples, counters)
+        return {name: arrays[name] for name in select(arrays, columns, repr(self))}
+
+    def read(
+        self,
+        index: Index,
+        rows: Sequence[int] | Rows,
+        columns: Iterable[str] | None = None,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+    ) -> Arrays:
+        """Some rows by number, transformed, in the order asked for: arrays (rows, *shape) by column name."""
+        names = None if columns is None else tuple(columns)
+        samples = np.asarray(rows, dtype=np.int64)
+        if len(samples) and not (samples.min() >= 0 and samples.max() < index.rows):
+            raise DataError(f"rows go from 0 to {index.rows - 1}", where=repr(self), remedy="ask for such rows")
+        counters = Counters(seed=seed, epoch=epoch)
+        return self.transform(self.reader(index, names, seed=seed).gather(samples, epoch), samples, counters, names)
+
+
+def parquet(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:
+    """Rows of parquet files.
+
+    Args:
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        columns: read only these; by default all.
+    """
+    return Dataset(source=ParquetSource(path=absolute(path), columns=None if columns is None else tuple(columns)))
+
+
+def table(data: Any) -> Dataset:
+    """Rows in memory: a dict of arrays, a pandas DataFrame or a pyarrow.Table. It travels with the job."""
+    return Dataset(source=TableSource(arrays=arrays_of(data)))

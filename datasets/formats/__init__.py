@@ -1,0 +1,1 @@
+"""Sources of rows: file formats, tables, data sets of other libraries."""

@@ -1,0 +1,411 @@
+"""Objects as sources: map-style torch data sets and Hugging Face data sets. Duck-typed; no framework is imported.
+
+An object travels with the job by pickle, and every worker asks its own copy for rows by number. Row groups are ranges
+of rows that are asked for together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.formats.arrow_columns import Arrays, Field, select, to_array
+from trainwright.datasets.index import Group, Index, digest
+from trainwright.datasets.sampling.row_seeds import RowRandomness
+
+Values = Mapping[str, Sequence[Any] | npt.NDArray[Any]]
+
+_SAMPLE_ROWS = 8
+_GROUP_BYTES, _GROUP_ROWS, _GROUPS = 1 << 20, 4096, 120
+_OBJECT = Field(np.dtype(object), ())
+
+
+class Access(Protocol):
+    """How rows are asked for."""
+
+    def __len__(self) -> int:
+        """Rows."""
+
+    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
+        """Consecutive rows as one value for each row, by column name."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ObjectSource:
+    """Rows of an object.
+
+    Attributes:
+        access: to the object.
+        name: of the object's type, for messages.
+        call: name of the function that made the source.
+        replayable: whether the object gives the same values each time it is asked for a row of an epoch.
+    """
+
+    access: Access
+    name: str
+    call: str
+    replayable: bool = True
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        return f"{self.call}({self.name})"
+
+    def index(self) -> Index:
+        """Read a few rows, twice. Raises DataError where there is none, or where the values differ."""
+        rows = len(self.access)
+        if not rows:
+            raise DataError("the data set has no rows", where=self.describe(), remedy="give one with at least one row")
+        picks = sorted({rows * turn // _SAMPLE_ROWS for turn in range(_SAMPLE_ROWS)} | {rows - 1})
+        samples, again = ([self.access.fetch(range(row, row + 1), RowRandomness()) for row in picks] for _ in range(2))
+        if self.replayable and values_digest(samples) != values_digest(again):
+            raise DataError(
+                "the data set gives other values each time it is asked for the same row",
+                where=self.describe(),
+                remedy="draw random numbers from the global generators of torch, NumPy or Python, which are seeded for "
+                "each row, or in .map(f), where f(row, rng) draws from rng; with replayable=False a recovered run "
+                "repeats the rows and not their values",
+            )
+        fields = {name: self._field(name, samples) for name in samples[0]}
+        row_bytes = max(sum(_size(values[0]) for row in samples for values in row.values()) // len(samples), 1)
+        content = values_digest(samples) if self.replayable else ""
+        schema = sorted((name, field.dtype.str, field.shape) for name, field in fields.items())
+        return Index(
+            rows=rows,
+            groups=_groups(rows, group_rows(rows, row_bytes), self.name),
+            schema=fields,
+            row_bytes=row_bytes,
+            hash=digest([self.name, rows, *schema, content]),
+        )
+
+    def open(self, index: Index) -> ObjectLoader:
+        """A loader for one process."""
+        return ObjectLoader(self.access, index, drawn=not self.replayable)
+
+    def _field(self, name: str, samples: list[Values]) -> Field:
+        """One dtype and shape where all sampled rows have them; objects where only the lengths differ."""
+        where = f"{self.describe()}, column {name!r}"
+        _same_names(samples, where)
+        found = {_field_of(sample[name]) for sample in samples}
+        if len(found) > 1 and len({(field.dtype, len(field.shape)) for field in found}) > 1:
+            raise DataError(
+                f"the column is {' and '.join(sorted(map(_shown, found)))} in different rows",
+                where=where,
+                remedy="give every row the same type and the same number of dimensions",
+            )
+        return found.pop() if len(found) == 1 else _OBJECT
+
+
+class ObjectLoader:
+    """Asks for the rows of a row group.
+
+    Args:
+        access: to the object.
+        index: of it.
+        drawn: its rows are known to differ from epoch to epoch.
+    """
+
+    def __init__(self, access: Access, index: Index, drawn: bool = False) -> None:
+        self._access, self._index = access, index
+        self._randomness = RowRandomness()
+        self._randomness.drawn = drawn
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows were random, so that they are others in another epoch."""
+        return self._randomness.drawn
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """What is loaded from now on belongs to an epoch of a run with this seed."""
+        self._randomness.seed, self._randomness.epoch = seed, epoch
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of row group `number` of the index; DataError where a row has another type or shape."""
+        group = self._index.groups[number]
+        where = f"{group.file}, row group {number}"
+        if len(self._access) != self._index.rows:
+            raise DataError(
+                f"the data set has {len(self._access)} rows and had {self._index.rows} when the run began",
+                where=group.file,
+                remedy="give the job a data set that does not change",
+            )
+        values = self._access.fetch(range(group.first, group.first + group.rows), self._randomness)
+        select(values, columns, where)
+        return {name: _column(name, values[name], self._index.schema[name], group) for name in columns}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleAccess:
+    """`dataset[row]`, or `dataset.__getitems__(rows)` where there is one.
+
+    Attributes:
+        dataset: the object.
+        columns: names of the values of a sample, or the keys to keep of one that is a dict; None takes them as given.
+    """
+
+    dataset: Any
+    columns: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
+        """Lists of values. Raises UserCodeError where the object raises, DataError where rows are named differently."""
+        samples = randomness.ask(rows, self._sample, self._samples if self._many is not None else None)
+        named = [
+            {name: _plain(value, f"row {row}, column {name!r}") for name, value in self._named(sample, row).items()}
+            for row, sample in zip(rows, samples, strict=True)
+        ]
+        _same_names(named, f"rows {rows.start} to {rows.stop - 1} of {type(self.dataset).__name__}")
+        return {name: [sample[name] for sample in named] for name in named[0]}
+
+    @property
+    def _many(self) -> Any:
+        return getattr(self.dataset, "__getitems__", None)
+
+    def _sample(self, row: int) -> Any:
+        if self._many is not None:
+            return self._samples([row])[0]
+        return self._called(partial(self.dataset.__getitem__, row), f"row {row}")
+
+    def _samples(self, rows: Sequence[int]) -> list[Any]:
+        where = f"rows {rows[0]} to {rows[-1]}"
+        samples = list(self._called(partial(self._many, list(rows)), where))
+        if len(samples) != len(rows):
+            raise DataError(
+                f"__getitems__ gave {len(samples)} samples for {len(rows)} rows",
+                where=where,
+                remedy="return one for each",
+            )
+        return samples
+
+    def _called(self, ask: Callable[[], Any], where: str) -> Any:
+        kind = type(self.dataset).__name__
+        try:
+            return ask()
+        except Exception as error:
+            own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+            raise UserCodeError(
+                f"the data set {kind} raised {type(error).__name__}: {error}",
+                where=where,
+                remedy=f"mend {kind}, or the row that it was asked for",
+                detail="".join(traceback.format_exception(type(error), error, own)),
+            ) from None
+
+    def _named(self, sample: Any, row: int) -> Mapping[str, Any]:
+        """A sample as values by column name."""
+        names = self.columns
+        if isinstance(sample, Mapping):
+            found = {str(key): value for key, value in sample.items()}
+            return {name: found[name] for name in select(found, names, f"row {row}")}
+        several = isinstance(sample, tuple) or (isinstance(sample, list) and names is not None and len(names) > 1)
+        values = tuple(sample) if several else (sample,)
+        names = names or getattr(sample, "_fields", None) or tuple(map(str, range(len(values))))
+        if len(names) != len(values):
+            raise DataError(
+                f"a sample has {len(values)} values and columns= names {len(names)}: {', '.join(names)}",
+                where=f"row {row}",
+                remedy="name each value of a sample",
+            )
+        return dict(zip(names, values, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArrowAccess:
+    """`dataset[start:stop]` as an Arrow table."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
+        """Arrays; nothing of them is random. Raises DataError for nulls and for what Arrow cannot read."""
+        where = f"rows {rows.start} to {rows.stop - 1}"
+        try:
+            table = self.dataset[rows.start : rows.stop]
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"the data set cannot be read: {error}", where=where, remedy="load it anew on every node"
+            ) from error
+        return {name: arrow_array(table.column(name), f"{where}, column {name!r}") for name in table.column_names}
+
+
+def from_torch(dataset: Any, columns: Iterable[str] | None = None, *, replayable: bool = True) -> Dataset:
+    """Rows of a map-style torch Dataset: anything with `__len__` and `__getitem__`, or `__getitems__`.
+
+    The object travels with the job by pickle and is asked in every worker. It is recognised by its type's name, its
+    length and the content of a few rows spread over it, not by all rows: a change elsewhere goes unnoticed.
+
+    Random transforms inside it, such as torchvision's, are right and replayable: the global generators of torch, NumPy
+    and Python are seeded by (seed, epoch, row) for each row. A row that draws from them is computed again in each
+    epoch, while no step runs; rows that draw nothing are kept in memory where they fit. `.map(f)` has random numbers of
+    its own, and runs beside steps.
+
+    Args:
+        dataset: its samples may be dicts, tuples or single values, of tensors, arrays, images, numbers, text or bytes.
+            Arrays whose lengths differ between the sampled rows make a column of objects.
+        columns: names for the values of a sample, by default "0", "1" and so on; of dicts, the keys to keep.
+        replayable: whether a row of an epoch has the same values each time. False allows an object that draws from a
+            generator of its own: its rows are computed again in each epoch too, but a recovered run sees the same rows
+            with other values.
+
+    Raises:
+        DataError: the object is not map-style; when it is read: no rows, rows that do not fit, or other values each
+            time.
+    """
+    if not all(hasattr(dataset, name) for name in ("__len__", "__getitem__")):
+        raise DataError(
+            f"a {type(dataset).__name__} is no map-style data set: it has no __len__ and __getitem__",
+            remedy="write its samples as parquet, or give a data set whose rows can be asked for by number",
+        )
+    access = SampleAccess(dataset=dataset, columns=None if columns is None else tuple(columns))
+    name = type(dataset).__name__
+    return Dataset(source=ObjectSource(access=access, name=name, call="from_torch", replayable=replayable))
+
+
+def from_huggingface(dataset: Any, columns: Iterable[str] | None = None) -> Dataset:
+    """Rows of a Hugging Face `datasets.Dataset`, read as Arrow, without its row-by-row decoding.
+
+    Its files must be at the same path on every node: the object travels by pickle, which names them. It is recognised
+    by its type's name, its length and the content of a few rows spread over it. Fixed-size features become dimensions;
+    lists, text and structs become objects, and an `Image` is a dict of its encoded `bytes` and its `path`.
+
+    Args:
+        dataset: one split, not streamed.
+        columns: read only these; by default all.
+
+    Raises:
+        DataError: it is several splits, streamed, or formatted by a function of the user's (`set_transform`).
+    """
+    kind = type(dataset).__name__
+    remedy = ""
+    if isinstance(dataset, Mapping):
+        remedy = f"name one of its splits: {', '.join(map(str, dataset))}"
+    elif not all(hasattr(dataset, name) for name in ("with_format", "features")):
+        remedy = "give a datasets.Dataset; other map-style objects go to from_torch(...)"
+    elif not hasattr(dataset, "__len__"):
+        remedy = "load it without streaming=True, or write it as parquet"
+    elif (getattr(dataset, "format", None) or {}).get("type") == "custom":
+        remedy = "give the function to .map(...) here, or the data set to from_torch(...), which calls it for each row"
+    if remedy:
+        raise DataError(f"this {kind} cannot be read by row number as Arrow", where="from_huggingface", remedy=remedy)
+    names = select(dict.fromkeys(dataset.features), columns, f"from_huggingface({kind})")
+    access = ArrowAccess(dataset=dataset.with_format("arrow", columns=list(names)))
+    return Dataset(source=ObjectSource(access=access, name=kind, call="from_huggingface"))
+
+
+def arrow_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
+    """An Arrow column as an array, the tensor types of Hugging Face and Ray included; DataError for nulls."""
+    kind = column.type
+    if not isinstance(kind, pa.BaseExtensionType) or isinstance(kind, pa.FixedShapeTensorType):
+        return to_array(column, where)
+    if column.null_count:
+        raise DataError(
+            f"{column.null_count} of {len(column)} values are null", where=where, remedy="drop or fill them"
+        )
+    flat = column.combine_chunks()
+    return np.asarray(flat.to_numpy(zero_copy_only=False))
+
+
+def group_rows(rows: int, row_bytes: int) -> int:
+    """Rows to ask for together: about 1 MiB, and few enough that the rows deal to many workers."""
+    return max(min(_GROUP_BYTES // max(row_bytes, 1), _GROUP_ROWS, max(rows // _GROUPS, 16)), 1)
+
+
+def objects(values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Values as an array of objects (rows,), whatever they are."""
+    column = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
+
+
+def _groups(rows: int, size: int, name: str) -> tuple[Group, ...]:
+    starts = range(0, rows, size)
+    return tuple(
+        Group(file=name, number=number, rows=min(size, rows - start), first=start)
+        for number, start in enumerate(starts)
+    )
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A tensor of any framework, an image or a number as an array; text, bytes, dicts and the like as they are."""
+    if value is None:
+        raise DataError("the value is None", where=where, remedy="drop or fill it before training")
+    if isinstance(value, str | bytes | Mapping):
+        return value
+    try:
+        for step in ("detach", "cpu", "numpy"):
+            if callable(getattr(value, step, None)):
+                value = getattr(value, step)()
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"a {type(value).__name__} cannot become an array: {error}",
+            where=where,
+            remedy="return numpy arrays, or tensors of a type that numpy has",
+        ) from error
+    return value if array.dtype.kind in "OUS" else array
+
+
+def _field_of(values: Sequence[Any] | npt.NDArray[Any]) -> Field:
+    """Of a column whose first row stands for all."""
+    first = values if isinstance(values, np.ndarray) else np.asarray(values[0])[None]
+    return _OBJECT if first.dtype.kind in "OUS" else Field(first.dtype, first.shape[1:])
+
+
+def _column(name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, group: Group) -> npt.NDArray[Any]:
+    """The values of a row group, which must be as the index says."""
+    if field == _OBJECT:
+        return objects(values)
+    if isinstance(values, np.ndarray) and values.dtype == field.dtype and values.shape[1:] == field.shape:
+        return values
+    for row, value in enumerate(values, group.first):
+        if _field_of([value]) != field:
+            raise DataError(
+                f"the column is {_shown(_field_of([value]))} here and {_shown(field)} in the rows looked at first",
+                where=f"{group.file}, row {row}, column {name!r}",
+                remedy="give every row the same type and shape: convert, crop, resize or pad",
+            )
+    return np.stack(list(values))
+
+
+def _same_names(samples: Sequence[Mapping[str, Any]], where: str) -> None:
+    for sample in samples:
+        if sample.keys() != samples[0].keys():
+            raise DataError(
+                f"a sample has the columns {', '.join(sorted(sample))} and another {', '.join(sorted(samples[0]))}",
+                where=where,
+                remedy="give every row the same columns",
+            )
+
+
+def _shown(field: Field) -> str:
+    return f"{field.dtype} {list(field.shape)}"
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, np.ndarray | np.generic):
+        return int(value.nbytes)
+    return len(value) if isinstance(value, str | bytes) else 64
+
+
+def values_digest(samples: Iterable[Values]) -> str:
+    """SHA-256 over the content of sampled rows."""
+    sums = hashlib.sha256()
+    for sample in samples:
+        for name, values in sorted(sample.items()):
+            array = np.asarray(values[0])
+            sums.update(f"{name} {_shown(Field(array.dtype, array.shape))}\n".encode())
+            sums.update(repr(values[0]).encode() if array.dtype.kind in "OUS" else array.tobytes())
+    return sums.hexdigest()

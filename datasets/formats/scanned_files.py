@@ -1,0 +1,335 @@
+"""Files without an index of their own: a first pass finds where groups of rows lie and what the columns are.
+
+A format says how a file is cut into groups and how the bytes of one become columns. Everything else is here, once:
+which files, one schema for all of them, the hash, and reading only the byte range of one group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+
+from trainwright.core.errors import DataError
+from trainwright.datasets.formats.arrow_columns import Arrays, Field, select, to_array
+from trainwright.datasets.formats.byte_ranges import COMPRESSIONS, Ranges, compression, opened
+from trainwright.datasets.formats.file_metadata import metadata_of
+from trainwright.datasets.formats.paths import common_folder, find, system_of
+from trainwright.datasets.index import Group, Index, digest
+from trainwright.datasets.ops.first_pass import first_pass
+
+_SURVEYS = 4  # files looked at together
+_HEADS = 64
+
+
+class Piece(NamedTuple):
+    """Bytes start..stop of a file, which hold whole rows."""
+
+    start: int
+    stop: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What the first pass found in one file.
+
+    Attributes:
+        pieces: groups of rows, in order, one after the other.
+        traits: by column, what the format knows about it.
+    """
+
+    pieces: tuple[Piece, ...]
+    traits: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A group of rows, for messages.
+
+    Attributes:
+        file: path.
+        group: its number within the file.
+        row: number of its first row within the file.
+    """
+
+    file: str
+    group: int
+    row: int
+
+    def at(self, row: int | None = None, column: str | None = None) -> str:
+        """File and group, and where given the row within the group and the column."""
+        words = f"{self.file}, row group {self.group}"
+        words += f", row {self.row + row}" if row is not None else ""
+        return words + (f", column {column!r}" if column is not None else "")
+
+
+class Format(Protocol):
+    """How the files of one format are read. Frozen and picklable.
+
+    Attributes:
+        name: of the format, for messages.
+        call: name of the function that makes the source.
+        suffixes: of its files, in lower case.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def call(self) -> str: ...  # noqa: D102
+    @property
+    def suffixes(self) -> tuple[str, ...]: ...  # noqa: D102
+
+    def survey(self, data: Ranges) -> Survey:
+        """Pass over a file in bounded memory. Raises DataError that names file and row for a damaged one."""
+
+    def merge(self, one: Any, other: Any) -> Any | None:
+        """The trait of a column that has both; None where they do not go together."""
+
+    def field(self, trait: Any) -> Field:
+        """What arrays of a column look like."""
+
+    def pack(self, trait: Any) -> Any:
+        """The trait of a column as JSON."""
+
+    def unpack(self, stored: Any) -> Any:
+        """The trait that `pack` was given. Raises ValueError, TypeError or ArrowException for other JSON."""
+
+    def decode(self, head: bytes, body: bytes, traits: Mapping[str, Any], place: Place) -> Arrays:
+        """Columns of one group.
+
+        Args:
+            head: the bytes before the first group of the file.
+            body: the bytes of the group.
+            traits: of the columns to read, merged over all files.
+            place: of the group; DataError names it, and the row.
+        """
+
+
+class PlainTraits:
+    """For formats whose traits are text, which JSON holds as it is."""
+
+    def pack(self, trait: str) -> Any:
+        """The trait itself."""
+        return trait
+
+    def unpack(self, stored: Any) -> str:
+        """The trait itself."""
+        return str(stored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveying:
+    """The first pass over single files, in any process."""
+
+    path: str
+    format: Format
+
+    def __call__(self, file: tuple[str, int]) -> Survey:
+        """The survey of a file, given by its path in the file system and its size in bytes."""
+        path, size_bytes = file
+        with opened(self._system, path, size_bytes) as data:
+            survey = self.format.survey(data)
+        if compression(path) is None or not survey.pieces:
+            return survey
+        pieces = survey.pieces  # a part of a compressed file costs as much as all of it
+        whole = Piece(pieces[0].start, pieces[-1].stop, sum(piece.rows for piece in pieces))
+        return Survey(pieces=(whole,), traits=survey.traits)
+
+    @cached_property
+    def _system(self) -> pafs.FileSystem:
+        return system_of(self.path)[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "format": self.format}  # another process has credentials of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource:
+    """Files of one format.
+
+    Attributes:
+        path: a file, a folder (searched recursively) or a glob (`*`, `?`, `**`); absolute, or a URI of pyarrow.fs.
+        format: of the files.
+        columns: read only these; None reads all.
+    """
+
+    path: str
+    format: Format
+    columns: tuple[str, ...] | None = None
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        return f"{self.format.call}({self.path!r})"
+
+    def index(self) -> Index:
+        """Pass over every file that the caches do not know. Raises DataError for anything wrong."""
+        system, path = system_of(self.path)
+        suffixes = self.format.suffixes
+        packed = tuple(suffix + packing for suffix in suffixes for packing in COMPRESSIONS)
+        files = find(system, path, self.path, self.format.name, suffixes + packed)
+        surveys = self._surveys(system, files)
+        groups = _groups(files, surveys)
+        if not groups:
+            raise DataError("the data has no rows", where=self.path, remedy="write some rows, or name another path")
+        traits = self._merged(files, surveys)
+        fields = {name: self._field(name, trait, files[0].path) for name, trait in traits.items()}
+        rows = groups[-1].first + groups[-1].rows
+        return Index(
+            rows=rows,
+            groups=groups,
+            schema=fields,
+            row_bytes=_row_bytes(groups, fields, rows),
+            hash=_hash(files, groups, traits, fields),
+            traits=traits,
+            sizes={info.path: info.size for info in files},
+        )
+
+    def open(self, index: Index) -> FileLoader:
+        """A loader for one process."""
+        return FileLoader(system_of(self.path)[0], self.format, index)
+
+    def _surveys(self, system: pafs.FileSystem, files: list[pafs.FileInfo]) -> list[Survey]:
+        """Surveys of files that the caches do not know are made now."""
+
+        def read(infos: list[pafs.FileInfo]) -> list[Survey]:
+            surveying = Surveying(path=self.path, format=self.format)
+            return first_pass(surveying, [(info.path, info.size) for info in infos], threads=_SURVEYS)
+
+        return metadata_of(
+            system, files, reads=(self.format, self.path), read=read, pack=self._packed, unpack=self._unpacked
+        )
+
+    def _packed(self, survey: Survey) -> Any:
+        return [survey.pieces, {name: self.format.pack(trait) for name, trait in survey.traits.items()}]
+
+    def _unpacked(self, stored: Any) -> Survey:
+        pieces, traits = stored
+        return Survey(
+            pieces=tuple(Piece(*map(int, piece)) for piece in pieces),
+            traits={name: self.format.unpack(trait) for name, trait in traits.items()},
+        )
+
+    def _merged(self, files: list[pafs.FileInfo], surveys: list[Survey]) -> dict[str, Any]:
+        """One trait for each column; the files that have rows must have the same columns where they are read."""
+        pairs = zip(files, surveys, strict=True)
+        (first, survey), *others = [(info.path, survey) for info, survey in pairs if survey.pieces]
+        merged = {name: survey.traits[name] for name in select(survey.traits, self.columns, first)}
+        for file, found in others:
+            for name in sorted({*merged, *(found.traits if self.columns is None else ())}):
+                merged[name] = self._joined(name, merged.get(name), found.traits.get(name), (first, file))
+        return merged
+
+    def _joined(self, name: str, old: Any | None, new: Any | None, files: tuple[str, str]) -> Any:
+        both = self.format.merge(old, new) if old is not None and new is not None else None
+        if both is None:
+            here, there = ("missing" if trait is None else str(trait) for trait in (new, old))
+            raise DataError(
+                f"column {name!r} is {here} here and {there} in {files[0]}",
+                where=f"{files[1]}, column {name!r}",
+                remedy="write all files with one schema, or read other columns with columns=",
+            )
+        return both
+
+    def _field(self, name: str, trait: Any, file: str) -> Field:
+        try:
+            return self.format.field(trait)
+        except (pa.ArrowException, DataError) as error:
+            raise DataError(
+                f"the type {trait} cannot become an array: {error}",
+                where=f"{file}, column {name!r}",
+                remedy="write it as another type, or read other columns with columns=",
+            ) from error
+
+
+class FileLoader:
+    """Reads the byte range of one group at a time. For one thread at a time."""
+
+    def __init__(self, system: pafs.FileSystem, form: Format, index: Index) -> None:
+        self._system, self._format, self._index = system, form, index
+        self._firsts: dict[str, Group] = {}
+        for group in index.groups:
+            self._firsts.setdefault(group.file, group)
+        self._heads: dict[str, bytes] = {}
+
+    def twin(self) -> FileLoader:
+        """A loader of the same for another thread."""
+        return FileLoader(self._system, self._format, self._index)
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of group `number` of the index; raises DataError that names file, group, and the row where known."""
+        group = self._index.groups[number]
+        place = Place(file=group.file, group=group.number, row=group.first - self._firsts[group.file].first)
+        names = select(self._index.traits, columns, place.at())
+        with opened(self._system, group.file, self._index.sizes.get(group.file)) as data:
+            head, body = self._head(data), data.read(group.start, group.stop)
+        arrays = self._format.decode(head, body, {name: self._index.traits[name] for name in names}, place)
+        for name, array in arrays.items():
+            if len(array) != group.rows:
+                raise DataError(
+                    f"the file changed: the row group has {len(array)} rows and had {group.rows} when it was indexed",
+                    where=place.at(column=name),
+                    remedy="keep the data as it is while a run reads it",
+                )
+        return arrays
+
+    def _head(self, data: Ranges) -> bytes:
+        if data.file not in self._heads:
+            if len(self._heads) >= _HEADS:
+                self._heads.clear()
+            self._heads[data.file] = data.read(0, self._firsts[data.file].start)
+        return self._heads[data.file]
+
+
+def table_arrays(table: pa.Table, names: Sequence[str], place: Place) -> Arrays:
+    """Columns of an Arrow table; DataError names the first row that is null."""
+    for name in names:
+        column = table.column(name)
+        if column.null_count:
+            row = pc.index(column.is_null(), pa.scalar(True)).as_py()
+            raise null_error(f"{column.null_count} of {len(column)} values are null", place.at(row, name))
+    return {name: to_array(table.column(name), place.at(column=name)) for name in names}
+
+
+def null_error(what: str, where: str) -> DataError:
+    """For a value that is missing."""
+    return DataError(what, where=where, remedy="drop or fill them before training; nulls have no meaning as numbers")
+
+
+def _groups(files: list[pafs.FileInfo], surveys: list[Survey]) -> tuple[Group, ...]:
+    groups: list[Group] = []
+    first = 0
+    for info, survey in zip(files, surveys, strict=True):
+        for number, (start, stop, rows) in enumerate(survey.pieces):
+            groups.append(Group(file=info.path, number=number, rows=rows, first=first, start=start, stop=stop))
+            first += rows
+    return tuple(groups)
+
+
+def _row_bytes(groups: tuple[Group, ...], fields: Mapping[str, Field], rows: int) -> int:
+    """Decoded size of a row; objects are charged with their size in the files."""
+    known = sum(field.row_bytes for field in fields.values())
+    if all(field.dtype != np.dtype(object) for field in fields.values()):
+        return known
+    return max(known, sum(group.stop - group.start for group in groups) // rows)
+
+
+def _hash(
+    files: list[pafs.FileInfo], groups: tuple[Group, ...], traits: Mapping[str, Any], fields: Mapping[str, Field]
+) -> str:
+    """The same wherever the files lie: names within the common folder, sizes, ranges and columns."""
+    folder = common_folder([info.path for info in files])
+    return digest(
+        [
+            *((os.path.relpath(info.path, folder or "."), info.size) for info in files),
+            *((group.number, group.rows, group.start, group.stop) for group in groups),
+            *((name, traits[name], fields[name].dtype.str, fields[name].shape) for name in sorted(fields)),
+        ]
+    )

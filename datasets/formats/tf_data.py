@@ -1,0 +1,314 @@
+"""A user's own `tf.data` pipeline as a source, read in its own order. Duck-typed; TensorFlow is not imported.
+
+Such a pipeline gives its rows one after the other and has no rows by number. So it is iterated as it is, from its start
+in each pass, by every worker, which keeps its share of each global batch; a run that goes on in the middle of a pass
+skips what came before. The pipeline shuffles, augments and prefetches for itself: what a run knows of a row is its
+place in a pass. Hence each row counts exactly once as long as the pipeline repeats itself; see `from_tf`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.formats.arrow_columns import Arrays, Field
+from trainwright.datasets.formats.python_objects import objects, values_digest
+from trainwright.datasets.index import Group, Index, digest
+from trainwright.datasets.sampling.sampler import Rows
+
+_LOOKED_AT = 64  # rows that are read twice
+_BLOCK_ROWS = 256
+END_S = 0.5  # for functions of the pipeline that are under way when it is let go
+_AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
+_PARTS = ("x", "y", "weight")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineSource:
+    """Rows of a pipeline.
+
+    Attributes:
+        make: () or (epoch) -> tf.data.Dataset of single rows.
+        rows: of a pass; None where the pipeline knows it.
+        replayable: whether it gives the same rows in the same order each time.
+    """
+
+    make: Callable[..., Any]
+    rows: int | None = None
+    replayable: bool = True
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The user's function."""
+        return (self.make,)
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        return f"from_tf({getattr(self.make, '__name__', 'pipeline')})"
+
+    def index(self) -> Index:
+        """Look at the first rows, twice. Raises DataError where there is none, or where they differ."""
+        pipeline = self.opened(0)
+        schema, rows = self._schema(pipeline.element_spec), self._length(pipeline)
+        first, again = self._first_rows(pipeline, schema), self._first_rows(self.opened(0), schema)
+        if self.replayable and values_digest([first]) != values_digest([again]):
+            raise DataError(
+                f"the pipeline gives other rows among its first {_LOOKED_AT} each time it is iterated",
+                where=self.describe(),
+                remedy="seed its shuffle (a function of the epoch may give each another one), keep it deterministic, "
+                "or pass replayable=False: then a recovered run may count some rows twice and others never",
+            )
+        named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
+        looked_at = len(next(iter(first.values())))
+        return Index(
+            rows=rows,
+            groups=(Group(file=self.describe(), number=0, rows=rows, first=0),),
+            schema=schema,
+            row_bytes=max(sum(array.nbytes for array in first.values()) // looked_at, 1),
+            hash=digest([rows, *named, values_digest([first]) if self.replayable else ""]),
+            in_order=True,
+            weight=_PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else "",
+        )
+
+    def open(self, index: Index) -> NoReturn:
+        """There are no rows by number. Raises DataError."""
+        raise DataError("a tf.data pipeline has no rows by number", where=self.describe(), remedy="read it in order")
+
+    def passes(self, index: Index, columns: Sequence[str]) -> PipelineRows:
+        """A reader for one process."""
+        return PipelineRows(self, index, columns)
+
+    def opened(self, epoch: int) -> Any:
+        """The pipeline of an epoch. Raises UserCodeError, DataError."""
+        try:
+            wants_epoch = bool(inspect.signature(self.make).parameters)
+            pipeline = self.make(epoch) if wants_epoch else self.make()
+        except Exception as error:
+            raise UserCodeError(
+                f"the function given to from_tf raised {type(error).__name__}: {error}", where=self.describe()
+            ) from error
+        if not (hasattr(pipeline, "element_spec") and hasattr(pipeline, "cardinality")):
+            raise DataError(
+                f"the function returned a {type(pipeline).__name__}",
+                where=self.describe(),
+                remedy="return a tf.data.Dataset",
+            )
+        return pipeline
+
+    def _length(self, pipeline: Any) -> int:
+        known = int(pipeline.cardinality())
+        if self.rows is not None:
+            return self.rows
+        if known == _INFINITE:
+            raise DataError(
+                "the pipeline has no end",
+                where=self.describe(),
+                remedy="leave .repeat() out (epochs= of the job says how often), or pass rows= for a pass of so many",
+            )
+        if known == _UNKNOWN:
+            raise DataError(
+                "the pipeline does not know how many rows it gives",
+                where=self.describe(),
+                remedy="pass rows=, or apply tf.data.experimental.assert_cardinality",
+            )
+        if not known:
+            raise DataError("the pipeline has no rows", where=self.describe(), remedy="look at how it is made")
+        return known
+
+    def _schema(self, spec: Any) -> dict[str, Field]:
+        """Columns as the pipeline declares them; values whose shape differs from row to row are objects."""
+        columns = named(spec, self.describe())
+        shapes = [component.shape for component in columns.values()]
+        if len(shapes) > 1 and all(shape.rank and shape[0] is None for shape in shapes):
+            raise DataError(
+                f"every part of an element begins with a dimension of any size: {spec}",
+                where=self.describe(),
+                remedy="leave .batch() out, or append .unbatch(): the job's batch_size says what a batch is",
+            )
+        return {name: _field_of(component) for name, component in columns.items()}
+
+    def _first_rows(self, pipeline: Any, schema: Mapping[str, Field]) -> Arrays:
+        for block in blocks(pipeline.take(_LOOKED_AT), schema, self.describe()):
+            return block
+        raise DataError("the pipeline gives no row", where=self.describe(), remedy="look at how it is made")
+
+
+class PipelineRows:
+    """Rows of one pass after the other. A row before those last read begins the pass anew. Safe with several threads.
+
+    Args:
+        source: the pipeline.
+        index: of it.
+        columns: to give.
+    """
+
+    def __init__(self, source: PipelineSource, index: Index, columns: Sequence[str]) -> None:
+        self._source, self._index, self._columns = source, index, columns
+        self._lock = threading.Lock()
+        self._epoch = -1
+        self._blocks: Iterator[Arrays] = iter(())
+        self._kept: list[Arrays] = []
+        self._first = self._next = 0  # row of the first one kept, and the row after the last
+
+    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
+        if not len(rows):
+            return {name: np.empty((0, *field.shape), field.dtype) for name, field in self._fields()}
+        low, high = int(rows.min()), int(rows.max()) + 1
+        with self._lock:
+            if epoch != self._epoch or low < self._first:
+                self._begin(epoch, low)
+            while self._next < high:
+                self._read(low)
+            return {
+                name: np.concatenate([block[name] for block in self._kept])[rows - self._first]
+                for name, _ in self._fields()
+            }
+
+    def _fields(self) -> Iterator[tuple[str, Field]]:
+        return ((name, self._index.schema[name]) for name in self._columns)
+
+    def _begin(self, epoch: int, row: int) -> None:
+        pipeline = self._source.opened(epoch).skip(row)
+        self._blocks = blocks(pipeline, self._index.schema, self._source.describe(), row)
+        self._kept, self._epoch, self._first, self._next = [], epoch, row, row
+
+    def _read(self, wanted: int) -> None:
+        """Read another block; blocks that end before the row wanted are let go, but for the last of them."""
+        block = next(self._blocks, None)
+        if block is None:
+            raise DataError(
+                f"the pipeline ended before row {self._next} of {self._index.rows}",
+                where=f"{self._source.describe()}, epoch {self._epoch}",
+                remedy="give it as many rows in each epoch, or pass the number as rows=",
+            )
+        self._kept.append(block)
+        self._next += _rows(block)
+        while len(self._kept) > 1 and self._first + _rows(self._kept[0]) + _rows(self._kept[1]) <= wanted:
+            self._first += _rows(self._kept.pop(0))
+
+
+def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bool = True) -> Dataset:
+    """Rows of a `tf.data.Dataset` of your own, in its own order.
+
+    It travels as the function that makes it, because a data set cannot be sent to other processes. Each pass iterates
+    it from the start: `make(epoch)` may shuffle and augment each epoch differently. Give single rows: the job's
+    `batch_size` makes the batches, `epochs` the passes; `shuffle` of the job has no say. Elements are dicts of columns,
+    or (x, y) or (x, y, weight), which become the columns `x`, `y` and `weight` (dicts among them keep their names); a
+    job names the last one: `sample_weight="weight"`.
+    Every worker iterates the whole pipeline and keeps its share of each batch: what the pipeline computes is computed
+    by each of them; `parquet`, `tfrecord` and the like share the work.
+
+    What exactly once means here: a row is known by its place in a pass. After a failure, and in a run that is resumed,
+    the pass begins anew and skips the rows that were trained on. A pipeline that repeats itself (a seeded shuffle, no
+    `deterministic=False`) therefore counts each row once, in any number of workers, and a recovered run ends as an
+    unbroken one; its first rows are read twice to see whether it does. With `replayable=False` that is not asked: its
+    workers then disagree on which row stands where, and rows may count twice or never, failures or not.
+
+    Args:
+        make: () or (epoch) -> tf.data.Dataset.
+        rows: of a pass, where the pipeline does not know it; of a longer or endless one it takes the first so many.
+        replayable: whether the pipeline gives the same rows in the same order each time it is iterated.
+
+    Raises:
+        DataError: it is a tf.data.Dataset itself; when it is looked at: no rows, unknown length, batches, other rows
+            each time.
+    """
+    if not callable(make):
+        raise DataError(
+            f"a {type(make).__name__} cannot be sent to the workers",
+            where="from_tf",
+            remedy="give the function that makes the data set: from_tf(lambda: tf.data.Dataset...)",
+        )
+    if rows is not None and rows < 1:
+        raise DataError(f"rows={rows} is no length of a pass", where="from_tf", remedy="give 1 or more")
+    return Dataset(source=PipelineSource(make=make, rows=rows, replayable=replayable))
+
+
+def blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: int = 0) -> Iterator[Arrays]:
+    """Arrays of consecutive rows.
+
+    Args:
+        first: number of the first row, for messages.
+
+    Raises:
+        DataError: the pipeline failed.
+    """
+    ragged = any(field.dtype == np.dtype(object) for field in schema.values())
+    batched = pipeline.ragged_batch(_BLOCK_ROWS) if ragged else pipeline.batch(_BLOCK_ROWS)
+    held = [iter(batched.prefetch(_AUTOTUNE))]
+    try:
+        while True:
+            try:
+                element = next(held[0])
+            except StopIteration:
+                return
+            except Exception as error:  # TensorFlow's errors, which cannot be named here, have one class for each cause
+                raise DataError(
+                    f"the pipeline raised {type(error).__name__}: {error}",
+                    where=f"{where}, rows {first} to {first + _BLOCK_ROWS}",
+                    remedy="mend the data or the function, or append .ignore_errors() and pass rows=",
+                ) from error
+            columns = named(element, where)
+            block = {name: _array(columns[name], field) for name, field in schema.items()}
+            first += _rows(block)
+            yield block
+    finally:
+        _let_go(held)
+
+
+def _let_go(held: list[Any]) -> None:
+    """End an iterator: what it runs has ended when this returns, but for a thread of TensorFlow's that may sleep on.
+
+    The end of an iterator waits for its autotuner. TensorFlow 2.21 wakes that before it marks it as cancelled, so that
+    it may lie down again until it would look at the pipeline the next time: minutes, on a machine that is busy.
+    """
+    end = threading.Thread(target=held.clear, name="trainwright-pipeline-end", daemon=True)
+    end.start()
+    end.join(END_S)
+
+
+def named(element: Any, where: str) -> dict[str, Any]:
+    """The parts of an element by column name."""
+    if isinstance(element, Mapping):
+        return dict(element)
+    parts: Sequence[Any] = element if isinstance(element, tuple) else (element,)
+    if len(parts) > len(_PARTS):
+        raise DataError(
+            f"an element has {len(parts)} parts", where=where, remedy="map the elements to dicts of named columns"
+        )
+    columns: dict[str, Any] = {}
+    for name, part in zip(_PARTS, parts, strict=False):
+        columns |= part if isinstance(part, Mapping) else {name: part}
+    nested = [name for name, part in columns.items() if isinstance(part, Mapping | tuple)]
+    if nested:
+        raise DataError(
+            f"part {nested[0]!r} of an element has parts of its own", where=where,
+            remedy="map the elements to dicts of named columns",
+        )  # fmt: skip
+    return columns
+
+
+def _field_of(spec: Any) -> Field:
+    kind = np.dtype(spec.dtype.as_numpy_dtype)
+    fixed = spec.shape.is_fully_defined() and kind != np.dtype(object)
+    return Field(kind, tuple(spec.shape)) if fixed else Field(np.dtype(object), ())
+
+
+def _array(values: Any, field: Field) -> Any:
+    """A batch of one column; of ragged values, an array for each row."""
+    if hasattr(values, "row_lengths"):
+        return objects([row.numpy() for row in values])
+    array = values.numpy()
+    return array if field.dtype != np.dtype(object) or array.ndim == 1 else objects(list(array))
+
+
+def _rows(block: Arrays) -> int:
+    return len(next(iter(block.values())))

@@ -1,0 +1,1 @@
+"""Readers that keep a worker supplied with batches."""

@@ -1,0 +1,181 @@
+"""Going on without samples that cannot be read: they are found, told of, and take part with weight 0."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
+from trainwright.datasets.formats.arrow_columns import Arrays, Field
+from trainwright.datasets.sampling.sampler import Rows
+
+Read = Callable[[Rows], Arrays]
+_Parts = list[tuple[Rows, Arrays | None]]
+
+_AROUND = 64  # samples before the bad ones, and of the first ones, that are tried where no good row is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A sample that could not be read or transformed.
+
+    Attributes:
+        sample: its row number in the data set.
+        where: file and row group, or what the error names.
+        error: what happened.
+    """
+
+    sample: int
+    where: str
+    error: str
+
+
+class Salvage:
+    """Reads what can be read and is like the other rows: the first read settles their columns. For one thread.
+
+    Args:
+        limit: samples that may be skipped; one more raises DataError.
+        record: is told of each, once.
+    """
+
+    def __init__(self, limit: int, record: Callable[[Skipped], None]) -> None:
+        self._limit, self._record = limit, record
+        self._skipped: dict[int, Skipped] = {}
+        self._row: Arrays | None = None  # a good row, which all others are like
+
+    def read(self, read: Read, samples: Rows) -> tuple[Arrays, npt.NDArray[np.bool_]]:
+        """read(samples), and which of its rows are good; a bad one holds a copy of a good one.
+
+        Raises DataError where the limit is passed, or no row of these is good and none is found elsewhere.
+        """
+        good = np.array([sample not in self._skipped for sample in samples.tolist()], dtype=np.bool_)
+        if not len(samples):
+            return read(samples), good
+        found = self._parts(read, samples[good])
+        if self._row is None:
+            found = self._settled(read, found)
+        good[good] = np.concatenate([np.full(len(part), arrays is not None) for part, arrays in found] or [good[:0]])
+        pieces = [arrays for _, arrays in found if arrays is not None] or [self._repeated(read, samples)]
+        columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        return _spread(columns, good), good
+
+    def _parts(self, read: Read, samples: Rows) -> _Parts:
+        """Parts of the samples in order with their columns, None for a single bad one: halved until each is known."""
+        if not len(samples):
+            return []
+        try:
+            return [(samples, self._alike(read(samples), samples))]
+        except TooManySkipped:
+            raise
+        except (DataError, UserCodeError) as error:
+            if len(samples) == 1:
+                self._skip(int(samples[0]), error)
+                return [(samples, None)]
+        middle = len(samples) // 2
+        return self._parts(read, samples[:middle]) + self._parts(read, samples[middle:])
+
+    def _alike(self, arrays: Arrays, samples: Rows) -> Arrays:
+        """The columns as they are. Raises DataError where they differ from those of the good row."""
+        difference = "" if self._row is None else _difference(_schema(arrays), _schema(self._row))
+        if difference:
+            remedy = "give every row the same columns, types and shapes"
+            raise DataError(difference, where=f"sample {samples[0]}", remedy=remedy)
+        return arrays
+
+    def _settled(self, read: Read, found: _Parts) -> _Parts:
+        """Choose the good row from what most rows are like; the parts, those that differ having been read again."""
+        rows: Counter[frozenset[tuple[str, Field]]] = Counter()
+        examples: dict[frozenset[tuple[str, Field]], Arrays] = {}
+        for part, arrays in found:
+            if arrays is not None:
+                kind = frozenset(_schema(arrays).items())
+                rows[kind] += len(part)
+                examples.setdefault(kind, arrays)
+        if not rows:
+            return found
+        self._row = _first_row(examples[rows.most_common(1)[0][0]])
+        schema = _schema(self._row)
+        parts: _Parts = []
+        for part, arrays in found:
+            same = arrays is None or _schema(arrays) == schema
+            # a part may differ because of one row, where a batch transform widens the type of all
+            parts += [(part, arrays)] if same else self._parts(read, part)
+        return parts
+
+    def _repeated(self, read: Read, samples: Rows) -> Arrays:
+        """The good row, for samples none of which is good; a run that was resumed here may not have seen one yet."""
+        if self._row is None:
+            self._row = self._elsewhere(read, int(samples[0]))
+        if self._row is None:
+            raise self._none_left(samples)
+        return self._row
+
+    def _elsewhere(self, read: Read, first: int) -> Arrays | None:
+        """A good row that was not asked for; those that fail are not counted."""
+        for sample in (*range(first - 1, max(first - _AROUND, 0) - 1, -1), *range(_AROUND)):
+            # an IndexError says that the data has fewer rows
+            with suppress(DataError, UserCodeError, IndexError):
+                if sample not in self._skipped:
+                    return _first_row(read(np.array([sample], dtype=np.int64)))
+        return None
+
+    def _skip(self, sample: int, error: TrainwrightError) -> None:
+        skipped = Skipped(sample=sample, where=error.where, error=error.what)
+        self._skipped[sample] = skipped
+        self._record(skipped)
+        if len(self._skipped) > self._limit:
+            raise _too_many(self._limit, error)
+
+    def _none_left(self, samples: Rows) -> DataError:
+        first = self._skipped[int(samples[0])]
+        return DataError(
+            f"none of {len(samples)} samples in a row can be read: {first.error}",
+            where=first.where,
+            remedy="mend the file; a few samples can be skipped, not whole batches",
+        )
+
+
+class TooManySkipped(DataError):
+    """The limit of samples that may be skipped was passed."""
+
+
+def _too_many(limit: int, last: TrainwrightError) -> TooManySkipped:
+    return TooManySkipped(
+        f"more than {limit} samples cannot be read, which is the limit; the last: {last.what}",
+        where=last.where,
+        remedy="look at the quarantine beside the run, mend the data, or raise skip_limit",
+        detail=last.detail,
+    )
+
+
+def _spread(columns: Arrays, good: npt.NDArray[np.bool_]) -> Arrays:
+    """One row for each of `good`: the next of the columns', or the first for a bad one."""
+    take = np.where(good, np.cumsum(good) - 1, 0)
+    return {name: array[take] for name, array in columns.items()}
+
+
+def _schema(columns: Arrays) -> dict[str, Field]:
+    return {name: Field(array.dtype, array.shape[1:]) for name, array in columns.items()}
+
+
+def _difference(here: dict[str, Field], others: dict[str, Field]) -> str:
+    """What differs first, in words; empty where nothing does."""
+    for name, field in others.items():
+        if name not in here:
+            return f"it has no column {name!r}, which the other rows have"
+        if (own := here[name]) != field:
+            return (
+                f"column {name!r} is {own.dtype} of shape {own.shape} here "
+                f"and {field.dtype} of shape {field.shape} in the other rows"
+            )
+    return next((f"it has a column {name!r} that the other rows lack" for name in here if name not in others), "")
+
+
+def _first_row(columns: Arrays) -> Arrays:
+    """A copy, so that the other rows need not stay in memory."""
+    return {name: array[:1].copy() for name, array in columns.items()}

@@ -1,0 +1,1 @@
+"""Operations on data sets: map, filter, pack, mix, split, tokenize."""

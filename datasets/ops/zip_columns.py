@@ -1,0 +1,292 @@
+"""Two data sets side by side, joined by row number: such as samples, and what a teacher's `tw.predict` says of each.
+
+The rows, row groups and order are the first one's. The second tells in its column `sample` which row each of its rows
+belongs to; every row has exactly one there, or the index is refused. Each keeps its transforms, which see its own
+columns alone, and are applied to batches and not before, so that what is stored small is read and kept small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.errors import DataError
+from trainwright.datasets.formats.arrow_columns import Arrays, Field
+from trainwright.datasets.index import Index, Loader, Source, digest
+from trainwright.datasets.loading.row_reader import Reader
+from trainwright.datasets.ops.transforms import BatchMap, RowMap, Transform, name_of
+from trainwright.datasets.sampling.sampler import MEMORY_BYTES, Rows
+
+if TYPE_CHECKING:
+    from trainwright.datasets.dataset import Dataset
+
+KEY = "sample"
+_SHARE = 4  # of the memory of a reader goes to the second data set's row groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideIndex(Index):
+    """Index of two data sets side by side.
+
+    Attributes:
+        sides: their indexes.
+        places: (rows,) int64, for each row its place in the second; None where that is the same.
+    """
+
+    sides: tuple[Index, Index]
+    places: Rows | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideSource:
+    """The rows of a source, with the columns of another's.
+
+    Attributes:
+        base: whose rows and order they are.
+        other: with a column `sample`.
+        prefix: of the other's columns, while transforms keep the two apart; then `sample` is among them.
+    """
+
+    base: Source
+    other: Source
+    prefix: str = ""
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        return f"{self.base.describe()}.beside({self.other.describe()})"
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All functions of the user's that the rows go through before."""
+        return (*getattr(self.base, "functions", ()), *getattr(self.other, "functions", ()))
+
+    def index(self) -> BesideIndex:
+        """Index both and read the column `sample`.
+
+        Raises:
+            DataError: there is none, a column is in both, or a row has no other, two of them, or one too many.
+        """
+        base, other = self.base.index(), self.other.index()
+        named = {self.prefix + name: field for name, field in other.schema.items() if self.prefix or name != KEY}
+        _check_names(base.schema, named, self.describe())
+        places = self._places(base.rows, other)
+        return BesideIndex(
+            rows=base.rows,
+            groups=base.groups,
+            schema={**base.schema, **named},
+            row_bytes=base.row_bytes + other.row_bytes,
+            hash=digest([base.hash, "beside", other.hash]),
+            sides=(base, other),
+            places=places,
+        )
+
+    def open(self, index: Index) -> BesideLoader:
+        """A loader for one process."""
+        assert isinstance(index, BesideIndex), "data sets side by side are opened with an index of their own"
+        return BesideLoader(self, index, self.base.open(index.sides[0]), _Others(self, index))
+
+    def _places(self, rows: int, other: Index) -> Rows | None:
+        """Where each row's other is. Raises DataError where that is not exactly one place."""
+        field = other.schema.get(KEY)
+        if field is None or field.shape or field.dtype.kind not in "iu":
+            found = "there is no such column" if field is None else f"it is {field.dtype} {list(field.shape)}"
+            raise DataError(
+                f"the column {KEY!r} says which row each row belongs to, and {found}",
+                where=self.other.describe(),
+                remedy=f"give what tw.predict wrote, or add {KEY!r} with row numbers from 0 on to the files",
+            )
+        loader = self.other.open(other)
+        samples = np.concatenate([loader.load(number, (KEY,))[KEY] for number in range(len(other.groups))])
+        samples = samples.astype(np.int64, copy=False)
+        if len(samples) == rows and bool((samples == np.arange(rows)).all()):
+            return None
+        self._check_samples(samples, rows, other)
+        places = np.empty(rows, dtype=np.int64)
+        places[samples] = np.arange(rows)
+        return places
+
+    def _check_samples(self, samples: Rows, rows: int, other: Index) -> None:
+        strange = np.flatnonzero((samples < 0) | (samples >= rows))
+        if len(strange):
+            what = f"row {samples[strange[0]]} is none of the {rows} rows of {self.base.describe()}"
+            raise self._misfit(what, other, strange[:1])
+        counts = np.bincount(samples, minlength=rows)
+        if counts.max(initial=0) > 1:
+            twice = int(np.argmax(counts > 1))
+            raise self._misfit(f"row {twice} comes {counts[twice]} times", other, np.flatnonzero(samples == twice))
+        if counts.min(initial=1) < 1:
+            lacking = int(np.argmin(counts))
+            before = np.flatnonzero(samples == lacking - 1)
+            count = int(np.count_nonzero(counts == 0))
+            raise self._misfit(f"row {lacking} is missing, and {count} of {rows} in all", other, before)
+
+    def _misfit(self, what: str, other: Index, places: Rows) -> DataError:
+        """With the files that hold the rows at these places."""
+        numbers = np.searchsorted(np.array(other.firsts), places[:2], "right") - 1
+        files = dict.fromkeys(other.groups[number].file for number in numbers.tolist())
+        return DataError(
+            f"the data sets do not belong together: {what}",
+            where=", ".join(filter(None, files)) or self.other.describe(),
+            remedy="give the data set that was predicted (.beside first, then split or filter), or predict this one",
+        )
+
+
+class BesideLoader:
+    """Loads a row group of the first, and the rows beside it."""
+
+    def __init__(self, source: BesideSource, index: BesideIndex, base: Loader, others: _Others) -> None:
+        self._index, self._base, self._others = index, base, others
+        if hasattr(base, "twin"):
+            self.twin = lambda: BesideLoader(source, index, base.twin(), others)
+        if hasattr(base, "fill"):
+            self.fill = self._fill
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows of one of the two were random."""
+        return self._others.varying or bool(getattr(self._base, "varying", False))
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """What is loaded from now on belongs to an epoch of a run with this seed."""
+        self._others.seed, self._others.epoch = seed, epoch
+        if hasattr(self._base, "begin"):
+            self._base.begin(seed, epoch)
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of row group `number`; raises what the two raise."""
+        schema = self._index.sides[0].schema
+        own = [name for name in columns if name in schema]
+        found = self._base.load(number, own) if own else {}
+        if len(own) < len(columns):
+            names = tuple(name for name in columns if name not in schema)
+            found = {**found, **self._others.rows_of(self._rows(number), names)}
+        return {name: found[name] for name in columns}
+
+    def _fill(self, number: int, rows: range, into: Arrays) -> list[str]:
+        """Some rows of a row group, as the first's loader can read them alone; the names that are left."""
+        schema, some = self._index.sides[0].schema, self._rows(number)[rows.start : rows.stop]
+        names = tuple(name for name in into if name not in schema)
+        for name, array in self._others.rows_of(some, names).items() if names else ():
+            into[name][...] = array
+        own = {name: array for name, array in into.items() if name in schema}
+        left: list[str] = self._base.fill(number, rows, own) if own else []  # type: ignore[attr-defined]
+        return left
+
+    def _rows(self, number: int) -> Rows:
+        group = self._index.groups[number]
+        return np.arange(group.first, group.first + group.rows, dtype=np.int64)
+
+
+class _Others:
+    """The rows of the second data set, by those of the first. Safe to use from several threads."""
+
+    def __init__(self, source: BesideSource, index: BesideIndex) -> None:
+        self._source, self._index = source, index
+        self._readers: dict[tuple[str, ...], Reader] = {}
+        self.seed, self.epoch = 0, 0
+
+    @property
+    def varying(self) -> bool:
+        return any(reader.varying for reader in self._readers.values())
+
+    def rows_of(self, rows: Rows, names: tuple[str, ...]) -> Arrays:
+        prefix, places = self._source.prefix, rows if self._index.places is None else self._index.places[rows]
+        found = self._reader(tuple(name.removeprefix(prefix) for name in names)).gather(places, self.epoch)
+        return {prefix + name: array for name, array in found.items()}
+
+    def _reader(self, names: tuple[str, ...]) -> Reader:
+        if names not in self._readers:
+            other = self._index.sides[1]
+            loader = self._source.other.open(other)
+            reader = Reader(loader, other, names, memory_bytes=MEMORY_BYTES // _SHARE, seed=self.seed)
+            self._readers.setdefault(names, reader)
+        return self._readers[names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aside:
+    """A transform of one of the two, which leaves the other's columns as they are.
+
+    Attributes:
+        function: of its own columns.
+        prefix: of the second's columns.
+        second: whose it is.
+    """
+
+    function: Callable[..., Any]
+    prefix: str
+    second: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__qualname__", name_of(self.function))  # by which errors call it
+
+    def __call__(self, columns: Mapping[str, Any], *rng: Any) -> Any:
+        """The columns, or the row, of both, its own transformed."""
+        prefix = self.prefix if self.second else ""
+        own = {name: value for name, value in columns.items() if name.startswith(self.prefix) == self.second}
+        result = self.function({name.removeprefix(prefix): value for name, value in own.items()}, *rng)
+        if not isinstance(result, Mapping):
+            return result  # and the error names the function
+        made = {prefix + name: value for name, value in result.items()}
+        return {**{name: value for name, value in columns.items() if name not in own}, **made}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """Ends the time apart: the second's columns get their own names.
+
+    Attributes:
+        prefix: that they have.
+        where: the data set, for errors.
+    """
+
+    prefix: str
+    where: str
+
+    def __call__(self, columns: Arrays) -> Arrays:
+        """Columns of both, without `sample`. Raises DataError for a name that both have."""
+        first = {name: array for name, array in columns.items() if not name.startswith(self.prefix)}
+        second = {name.removeprefix(self.prefix): array for name, array in columns.items() if name not in first}
+        second.pop(KEY, None)
+        _check_names(first, second, self.where)
+        return {**first, **second}
+
+
+def beside(first: Dataset, second: Dataset) -> Dataset:
+    """See `trainwright.datasets.dataset.Dataset.beside`."""
+    if not hasattr(second, "need_rows_by_number"):
+        raise DataError(
+            f"beside takes a data set, and this is a {type(second).__name__}",
+            remedy="give tw.datasets.parquet(...) or tw.datasets.table(...)",
+        )
+    for dataset in (first, second):
+        dataset.need_rows_by_number("beside")
+    source = BesideSource(base=first.source, other=second.source)
+    if not first.transforms and not second.transforms:
+        return replace(first, source=source)
+    source = replace(source, prefix=f"beside-{len(first.transforms)}/")  # another one where it is done again
+    together = Together(prefix=source.prefix, where=source.describe())
+    return replace(
+        first, source=source, transforms=(*_aside(first, second, source.prefix), BatchMap(function=together))
+    )
+
+
+def _aside(first: Dataset, second: Dataset, prefix: str) -> Iterator[Transform]:
+    for side, dataset in enumerate((first, second)):
+        for step in dataset.transforms:
+            aside = Aside(function=step.function, prefix=prefix, second=side == 1)
+            yield RowMap(function=aside) if isinstance(step, RowMap) else replace(step, function=aside)
+
+
+def _check_names(first: Mapping[str, Field | npt.NDArray[Any]], second: Mapping[str, Any], where: str) -> None:
+    for name in second:
+        if name in first:
+            raise DataError(
+                f"both data sets have a column {name!r}",
+                where=where,
+                remedy="rename it in one of them with .map_batches, or leave it out of what is kept",
+            )

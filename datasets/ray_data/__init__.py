@@ -1,0 +1,1 @@
+"""Heavy transforms on Ray Data."""

@@ -1,0 +1,373 @@
+"""Pools of actors for heavy transforms that are slow to open, such as a model: each actor opens its own once.
+
+They belong to the feeder and outlive what Ray Data executes: a pipeline that begins elsewhere, another number of data
+ranks, the next evaluation. Data sets with the same class and arguments share a pool. An actor that dies, or is silent
+for many times as long as a piece took so far, is replaced, and the pieces that it had are computed again; nobody has
+seen anything of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError
+from trainwright.core.hang_timeout import LOOK_S, Pace, Silence
+from trainwright.datasets.ops.stateful_map import Stateful
+from trainwright.datasets.ops.transforms import BatchMap, name_of
+from trainwright.datasets.ray_data.pipeline import Piece, Recipe, advance, opened, spent
+
+DEATHS = 3  # in a row, while opening or with one piece, before it is the user's code that is to blame
+_FLIGHT = 2  # pieces that an actor is given at a time, so that it need not wait for the next one
+_CLOSE_S = 5.0  # for the user's `close`
+
+Slot = tuple[int, int]  # number of a data set, number of a stage
+
+
+class Holder:
+    """The actor's class: one object of the user's class, and the light transforms after it."""
+
+    def __init__(self) -> None:
+        self._function: Any = None
+
+    def open(self, recipe: Sequence[Any], stage: int) -> TrainwrightError | str:
+        """Open the heavy transform of a stage; where that is, or the error that ended it."""
+        try:
+            self._function = opened(recipe[0], stage)
+        except TrainwrightError as error:
+            return error
+        return f"{socket.gethostname()}, pid {os.getpid()}"
+
+    def compute(
+        self, recipe: Sequence[Any], block: pa.Table, row: int, stage: int
+    ) -> tuple[pa.Table, dict[str, float]]:
+        """Take one row of a block through a stage; also the seconds that its stages took."""
+        made = advance(recipe[0], block, row, stage)
+        return made, spent(made)
+
+    def close(self) -> None:
+        """Let go of what was opened, as the user's class wants it."""
+        if isinstance(self._function, Stateful):
+            self._function.close()
+
+
+@dataclass(kw_only=True, eq=False)
+class _Work:
+    """One piece on its way through a pool.
+
+    Attributes:
+        place: in the order in which pieces are wanted.
+        arguments: of `Holder.compute`.
+        wanted: whether anybody still waits for it.
+        done: what `Pool.compute` gives; None where it was not wanted any more.
+        deaths: of actors that computed it.
+    """
+
+    place: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    wanted: Callable[[], bool]
+    done: asyncio.Future[Any]
+    deaths: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Flight:
+    """What an actor has been given, in order, of which it computes the first.
+
+    Attributes:
+        works: these.
+        silence: since it could begin with the first.
+    """
+
+    works: list[_Work] = field(default_factory=list)
+    silence: Silence = field(default_factory=lambda: Silence(looked_s=time.monotonic()))
+
+    def add(self, work: _Work) -> None:
+        """One more."""
+        if not self.works:
+            self.silence.end(time.monotonic())
+        self.works.append(work)
+
+    def done(self, work: _Work) -> float:
+        """One less; the seconds that it took."""
+        self.works.remove(work)
+        return self.silence.end(time.monotonic())
+
+    async def silent(self, pace: Pace) -> float:
+        """Wait until the silence is a hang; its seconds."""
+        while True:
+            if self.works and self.silence.look(time.monotonic()) >= (limit_s := pace.limit_s(self.works[0].deaths)):
+                return limit_s
+            await asyncio.sleep(LOOK_S)
+
+
+@dataclass(kw_only=True, eq=False)
+class Pool:
+    """Actors for one heavy transform. Used within one event loop.
+
+    Args:
+        step: the transform.
+        recipe: reference of a pickled recipe with it.
+        stage: its number there.
+        size: actors.
+        pace: what pieces take, and may take.
+        note: told of actors that are replaced.
+    """
+
+    step: BatchMap
+    recipe: Any
+    stage: int
+    size: int
+    pace: Pace
+    note: Callable[[str], object]
+    _queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, _Work]] = field(default_factory=asyncio.PriorityQueue)
+    _numbers: Any = field(default_factory=itertools.count)
+    _seats: list[asyncio.Task[None]] = field(default_factory=list)
+    _actors: list[Any] = field(default_factory=list)
+    _open: int = 0
+    _deaths: int = 0
+    _failed: TrainwrightError | None = None
+
+    @property
+    def name(self) -> str:
+        """As errors and reports call it."""
+        return name_of(self.step.function)
+
+    @property
+    def opening(self) -> int:
+        """Actors that are not open yet."""
+        return self.size - self._open
+
+    def open(self) -> None:
+        """Start the actors, unless that was done."""
+        if not self._seats:
+            self._seats = [asyncio.create_task(self._seat()) for _ in range(self.size)]
+
+    async def compute(
+        self, recipe: Any, block: Any, row: int, stage: int, piece: Piece, wanted: Callable[[], bool]
+    ) -> tuple[Any, dict[str, float]] | None:
+        """The block that a stage makes of one row of another, and the seconds of its stages by name.
+
+        None where it is not wanted by the time.
+
+        Raises:
+            UserCodeError, DataError: the user's class cannot be opened, or ends each process that it runs in.
+            RayError: the block it is made of is gone.
+        """
+        self.open()
+        if self._failed is not None:
+            raise self._failed
+        done = asyncio.get_running_loop().create_future()
+        place = (piece.step, piece.rank, piece.part)
+        self._put(_Work(place=place, arguments=([recipe], block, row, stage), wanted=wanted, done=done))
+        made: tuple[Any, dict[str, float]] | None = await done
+        return made
+
+    async def close(self) -> None:
+        """End the actors, each after the `close` of what it holds."""
+        for seat in self._seats:
+            seat.cancel()
+        await asyncio.gather(*self._seats, return_exceptions=True)
+        closing = [asyncio.create_task(_quietly(actor.close.remote())) for actor in self._actors]
+        if closing:
+            await asyncio.wait(closing, timeout=_CLOSE_S)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _put(self, work: _Work) -> None:
+        self._queue.put_nowait((work.place, next(self._numbers), work))
+
+    async def _seat(self) -> None:
+        """One actor after the other, each until it dies."""
+        kind: Any = ray.remote(num_cpus=self.step.cpus, num_gpus=self.step.gpus, max_restarts=0, max_task_retries=0)(
+            Holder
+        )
+        while self._failed is None:
+            actor = kind.remote()
+            self._actors.append(actor)
+            try:
+                if where := await self._opened(actor):
+                    self._open += 1
+                    try:
+                        await self._serve(actor, where)
+                    finally:
+                        self._open -= 1
+            except Exception as error:  # nobody else would hear of it
+                self._fail(_told(error, f"the actors of the transform {self.name} failed"))
+            self._actors.remove(actor)
+            ray.kill(actor)
+
+    async def _opened(self, actor: Any) -> str:
+        """Where the actor has opened what it is for; empty where it has not. Counts those that die of it."""
+        try:
+            answer: TrainwrightError | str = await actor.open.remote([self.recipe], self.stage)
+        except RayActorError as death:
+            self._deaths += 1
+            if self._deaths >= DEATHS:
+                self._fail(_deadly(self.name, "died", "while it was opened", str(death)))
+            return ""
+        if isinstance(answer, TrainwrightError):
+            self._fail(answer)
+            return ""
+        self._deaths = 0
+        return answer
+
+    async def _serve(self, actor: Any, where: str) -> None:
+        """Give an actor pieces until it dies or is silent for too long; those that it had are put back."""
+        flight = _Flight()
+        tasks = [asyncio.create_task(self._take(actor, flight)) for _ in range(_FLIGHT)]
+        tasks.append(asyncio.create_task(self._watch(flight)))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        end = next(error for error in ended if isinstance(error, Exception))
+        if not isinstance(end, RayActorError | HangError):
+            raise end
+        how, why = ("hung", end.what) if isinstance(end, HangError) else ("died", "")
+        again = f", and what it had ({len(flight.works)} pieces) begins again" if flight.works else ""
+        self.note(f"an actor of {self.name} {how} ({where}){why and f': {why}'}; it is replaced{again}")
+        for number, work in enumerate(flight.works):
+            work.deaths += number == 0  # the others waited for this one
+            if work.deaths < DEATHS:
+                self._put(work)
+            else:
+                when = f"each time it was given this batch ({_rows(work)})"
+                work.done.set_exception(_deadly(self.name, how, when, why or str(end)))
+
+    async def _take(self, actor: Any, flight: _Flight) -> None:
+        while True:
+            _, _, work = await self._queue.get()
+            if not work.wanted():
+                work.done.set_result(None)
+                continue
+            flight.add(work)
+            try:
+                block, taken = actor.compute.options(num_returns=2).remote(*work.arguments)
+                made = block, await taken
+            except RayActorError:
+                raise
+            except RayError as error:
+                work.done.set_exception(error)
+            else:
+                work.done.set_result(made)
+            self.pace.took(flight.done(work))
+
+    async def _watch(self, flight: _Flight) -> None:
+        """Raises HangError once an actor is silent for too long."""
+        limit_s = await flight.silent(self.pace)
+        raise HangError(f"nothing came of {_rows(flight.works[0])} within {limit_s:g} s{self.pace.usual}")
+
+    def _fail(self, error: TrainwrightError) -> None:
+        """No actor can be opened: tell all who wait, and those who come."""
+        self._failed = self._failed or error
+        while not self._queue.empty():
+            self._queue.get_nowait()[2].done.set_exception(self._failed)
+
+
+def pooled(recipes: Sequence[Recipe]) -> dict[Slot, BatchMap]:
+    """The heavy transforms on actors, by data set and stage."""
+    return {(source, stage): recipe.heavy(stage) for source, recipe in enumerate(recipes) for stage in recipe.on_actors}
+
+
+def groups(recipes: Sequence[Recipe]) -> dict[tuple[Any, ...], list[Slot]]:
+    """Those that share a pool: the same class with the same arguments and needs."""
+    found: dict[tuple[Any, ...], list[Slot]] = {}
+    for slot, step in pooled(recipes).items():
+        key = getattr(step.function, "key", slot)
+        found.setdefault((key, step.cpus, step.gpus), []).append(slot)
+    return found
+
+
+def deal(recipes: Sequence[Recipe], free: Mapping[str, float]) -> tuple[list[int], dict[str, float]]:
+    """How many actors each of `groups` gets of the CPUs and GPUs for Ray Data, and what is left for its tasks.
+
+    One each, and more in turn while there is room; tasks take turns as one that needs as much as the largest of them.
+
+    Raises:
+        ResourceError: there is no room for one each.
+    """
+    steps = pooled(recipes)
+    first = [steps[slots[0]] for slots in groups(recipes).values()]
+    tasks = [recipe.heavy(stage) for recipe in recipes for stage in range(1, recipe.on_actors.start)]
+    members = [step.needs for step in first]
+    if tasks:
+        members.append({name: max(step.needs[name] for step in tasks) for name in free})
+    for name in free:
+        _check(name, sum(needs[name] for needs in members), free[name], [*first, *tasks])
+    counts, left = [0] * len(members), dict(free)
+
+    def fits(needs: Mapping[str, float]) -> bool:
+        return all(left[name] + 1e-6 >= needs[name] for name in left)
+
+    while any(map(fits, members)):
+        for number, needs in enumerate(members):
+            if fits(needs):
+                left = {name: left[name] - needs[name] for name in left}
+                counts[number] += 1
+    for needs, count in zip(members[len(first) :], counts[len(first) :], strict=True):
+        left = {name: left[name] + count * needs[name] for name in left}
+    return counts[: len(first)], left
+
+
+def _check(name: str, need: float, there: float, steps: Sequence[BatchMap]) -> None:
+    if need <= there + 1e-6:
+        return
+    asking = list(dict.fromkeys(name_of(step.function) for step in steps if step.needs[name]))
+    raise ResourceError(
+        f"{_asking(asking)} for {need:g} {name}s and {there:g} are left for Ray Data",
+        where="map_batches",
+        remedy=f"declare {there:g} {name}s or fewer in all, or leave more: set fewer workers",
+    )
+
+
+def _asking(names: Sequence[str]) -> str:
+    """`the transform a asks`, `the transforms a and b ask`."""
+    if len(names) == 1:
+        return f"the transform {names[0]} asks"
+    return f"the transforms {', '.join(names[:-1])} and {names[-1]} ask"
+
+
+def _rows(work: _Work) -> str:
+    step, rank, part = work.place
+    return f"rows {part} of data rank {rank} at step {step}"
+
+
+def _deadly(name: str, how: str, when: str, detail: str) -> UserCodeError:
+    remedies = {
+        "died": "look for too little memory, of the machine or the accelerator, or a crash in native code",
+        "hung": "look for a deadlock, or raise hang_deadline_s to twice what a batch may take",
+    }
+    return UserCodeError(
+        f"the process of the transform {name} {how} {DEATHS} times {when}",
+        where="Ray Data",
+        remedy=remedies[how],
+        detail=detail,
+    )
+
+
+def _told(error: Exception, what: str) -> TrainwrightError:
+    if isinstance(error, TrainwrightError):
+        return error
+    return DataError(what, remedy="see the error above", detail=f"{type(error).__name__}: {error}")
+
+
+async def _quietly(closing: Any) -> None:
+    """The end of an actor's `close`; one that dies of it is gone as well."""
+    with contextlib.suppress(RayError):
+        await closing

@@ -1,0 +1,1 @@
+"""The order of rows and the step at which each comes."""

@@ -1,0 +1,1 @@
+"""Converting, inspecting and writing data sets."""

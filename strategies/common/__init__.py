@@ -1,0 +1,1 @@
+"""What engines of both frameworks share."""

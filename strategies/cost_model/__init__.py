@@ -1,0 +1,1 @@
+"""Predicted step time and memory of a plan."""

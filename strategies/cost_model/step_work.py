@@ -1,0 +1,379 @@
+"""What one step asks of a machine, before anything is said of how well the machine does it.
+
+A step of a plan is a few numbers for each distinct layer, and how many of each stand on each pipeline stage. They are
+gathered once for a plan and timed as often as a calibration likes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.accelerators import Accelerator
+from trainwright.core.errors import PlanError
+from trainwright.core.model_profile import ModelProfile
+from trainwright.core.plan import Mesh, Plan
+from trainwright.core.staleness import Consistency, Wire
+from trainwright.strategies.cost_model.calibration import Vector
+from trainwright.strategies.cost_model.machine import Group, Machine, group, leaves_node
+from trainwright.strategies.search.partition import divided
+from trainwright.strategies.search.stage_sections import by_stage, leaves_stage, staging
+
+Indices = npt.NDArray[np.intp]
+BACKWARD = 2.0  # operations and traffic of backward, in those of forward
+LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
+SCORES_PART = 0.08  # of a block's forward that makes attention's scores, which selective recomputation makes again
+UPDATE_BYTES = {2: 34.0, 4: 28.0}  # Adam reads and writes so many a parameter, by bytes of a number
+ADDED = 3.0  # passes over a gradient that is added to another: both are read, one is written
+_LISTED = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")  # the name of what a list holds
+HOST_BYTES_PER_S = 2e10  # of the host's memory, a device's share: assumed
+NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guest:
+    """A model that runs forward in the loss, on each rank whole. Vectors as in `Work`; `counts` are of its layers."""
+
+    counts: Vector
+    flops_s: Vector
+    matmuls: Vector
+    weights_s: Vector
+    traffic_s: Vector
+    scores_s: Vector
+    launches: Vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One step. Vectors are by distinct layer, of one micro-batch on one rank, forward.
+
+    Attributes:
+        machine: that does it.
+        mesh: degrees.
+        counts: (sections, layers): how many of each layer stand in each section.
+        flops_s: seconds at the peak rate.
+        matmuls: matrix products.
+        weights_s: seconds of one pass over the parameters at the memory's full bandwidth; of a backward, so many more
+            go over their gradients.
+        passes: see `weights_s`.
+        traffic_s: of all other operations, at the memory's full bandwidth.
+        scores_s: likewise, for attention's scores.
+        launches: operations.
+        reduced_bytes: of tensor parallelism's all-reduces.
+        reductions: their number.
+        again: share of forward that backward computes again.
+        regathered: share of forward's reductions that backward makes once more: inputs that are gathered again.
+        parameters: of each stage, on one rank.
+        gradient_bytes: of each stage, on one rank.
+        update_s: of the optimizer at the memory's full bandwidth, slowest stage.
+        offloaded_bytes: of one micro-batch between device and host.
+        sent_bytes: over each cut between sections, of one micro-batch; 0 where both are on one stage.
+        micro_batches: of a data rank.
+        schedule: of the pipeline.
+        chunks: of each stage.
+        zero: what is sharded.
+        gathers: collectives of ZeRO for each micro-batch.
+        speeds: of the ranks' devices, in those of the slowest, from that up.
+        servers: that hold the parameters, where ranks step alone.
+        consistency: of those.
+        pushed: of the gradients' bytes, what these send.
+        local_steps: that they take by themselves.
+        tensor, data, shard: who reduces with whom.
+        remote: whether the next stage is on another node.
+        guests: models that run in the loss.
+        shape: see `Shape`.
+        kind: of work that can be compared.
+    """
+
+    machine: Machine
+    mesh: Mesh
+    counts: Vector
+    flops_s: Vector
+    matmuls: Vector
+    weights_s: Vector
+    passes: Vector
+    traffic_s: Vector
+    scores_s: Vector
+    launches: Vector
+    reduced_bytes: Vector
+    reductions: Vector
+    again: Vector
+    regathered: float
+    parameters: Vector
+    gradient_bytes: Vector
+    update_s: float
+    offloaded_bytes: float
+    sent_bytes: Vector
+    micro_batches: int
+    schedule: str
+    chunks: int
+    zero: int
+    gathers: float
+    speeds: tuple[float, ...]
+    servers: int
+    consistency: Consistency
+    pushed: float
+    local_steps: int
+    tensor: Group
+    data: Group
+    shard: Group
+    remote: bool
+    guests: tuple[Guest, ...]
+    shape: tuple[float, ...]
+    kind: str
+
+    def by_stage(self, values: Vector) -> Vector:
+        """Sums over the sections of each stage."""
+        return by_stage(values, self.schedule, self.mesh.pipeline)
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """A profile's layers as vectors: one entry for each distinct one, `order` says which stands where."""
+
+    order: Indices
+    last: int
+    flops: Vector
+    matmuls: Vector
+    launches: Vector
+    parameters: Vector
+    tied_parameters: Vector
+    output_numbers: Vector
+    cut_numbers: Vector
+    kept_numbers: Vector
+    traffic_numbers: Vector
+    scores_numbers: Vector
+    shared_kept: Vector
+    shared_traffic: Vector
+    reductions: Vector
+    splits: Vector
+
+    def over(self, tensor: int) -> Vector:
+        """By how much tensor parallelism divides each."""
+        return np.where(self.splits > 0, float(tensor), 1.0)
+
+    def counts(self, sizes: Sequence[int]) -> Vector:
+        """How many of each layer stand in each section of so many (sections, layers)."""
+        section = np.repeat(np.arange(len(sizes)), sizes)
+        counts = np.zeros((len(sizes), len(self.flops)))
+        np.add.at(counts, (section, self.order), 1.0)
+        return counts
+
+    def held(self, stages: int) -> Vector:
+        """Parameters that each needs where it stands."""
+        return self.parameters + (self.tied_parameters if stages > 1 else 0.0)
+
+    def kept(self, tensor: int, recompute: str, *, sequence: bool = False) -> Vector:
+        """Numbers that backward needs of one sample; if all is recomputed a layer's input, as large as its output.
+
+        With sequence parallelism no rank keeps anything whole.
+        """
+        if recompute == "full":
+            return np.minimum(self.output_numbers, self.kept_numbers) / (tensor if sequence else 1)
+        if sequence:
+            return (self.kept_numbers + self.scores_numbers * (recompute == "none")) / tensor
+        scores = self.scores_numbers / self.over(tensor) if recompute == "none" else 0.0
+        kept: Vector = self.kept_numbers * (self.shared_kept + (1 - self.shared_kept) / self.over(tensor)) + scores
+        return kept
+
+    def again(self, recompute: str) -> Vector:
+        """Share of each layer's forward that backward computes again; the last layer's is at hand."""
+        found = np.full(len(self.flops), {"none": 0.0, "selective": 0.0, "full": 1.0}[recompute])
+        if recompute == "selective":
+            found += SCORES_PART * (self.scores_numbers > 0)
+        found[self.last] = 0.0
+        return found
+
+    def sent(self, sizes: Sequence[int]) -> Vector:
+        """Numbers that each section but the last gives on, of one sample."""
+        found: Vector = self.over_cuts()[self.order[np.cumsum(sizes)[:-1] - 1]]
+        return found
+
+    def over_cuts(self) -> Vector:
+        """Numbers that each layer's cut sends on, of one sample."""
+        return np.where(self.cut_numbers > 0, self.cut_numbers, self.output_numbers)
+
+
+@lru_cache(maxsize=64)
+def gathered(profile: ModelProfile) -> Layers:
+    """The layers of a profile as vectors."""
+    distinct = list(dict.fromkeys(profile.layers))
+    index = {layer: number for number, layer in enumerate(distinct)}
+    names = [item.name for item in fields(Layers) if item.name not in ("order", "last")]
+    columns = {name: np.array([getattr(layer, name) for layer in distinct], float) for name in names}
+    order = np.array([index[layer] for layer in profile.layers])
+    return Layers(order=order, last=int(order[-1]), **columns)
+
+
+@lru_cache(maxsize=512)
+def counted(profile: ModelProfile, sizes: tuple[int, ...]) -> Vector:
+    """`Layers.counts`, once for the many plans that have the same sections."""
+    return gathered(profile).counts(sizes)
+
+
+def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: int, precision: str) -> Work:
+    """The work of one step.
+
+    Raises:
+        PlanError: the plan cannot be carried out by this machine, or with this model and batch.
+    """
+    mesh = plan.mesh
+    micro_batches, rows = plan.micro_batches(batch_size)
+    check(profile, machine, plan, batch_size)
+    layers, sizes = gathered(profile), plan.stages or even(profile, plan.sections)
+    counts = counted(profile, sizes)
+    width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
+    own, memory = NUMBER_BYTES.get(stored(profile, precision), 4), machine.device.memory_bytes_per_s
+    parameters = by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
+    sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
+    updated = UPDATE_BYTES[own] + 2 * own * plan.streamed  # of two versions one is copied
+    update_bytes = updated * parameters.max() / (sharded if plan.zero else 1)
+    offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
+    crossing = leaves_stage(plan.schedule, mesh.pipeline, plan.sections)
+    return Work(
+        machine=machine,
+        mesh=mesh,
+        counts=counts,
+        **_of_layers(profile, machine.device, precision, mesh.tensor, rows),
+        passes=_passes(profile, micro_batches),
+        again=layers.again(plan.recompute),
+        regathered=plan.sequence / 2,
+        parameters=parameters,
+        gradient_bytes=parameters * own,
+        update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
+        offloaded_bytes=visits * own * parameters.max() / sharded if offload else 0.0,
+        sent_bytes=rows * width * layers.sent(sizes) * crossing / mesh.tensor,
+        micro_batches=micro_batches,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        zero=plan.zero,
+        gathers=plan.zero * units(profile) / mesh.pipeline if plan.zero >= 2 and sharded > 1 else 0.0,
+        speeds=machine.speeds(mesh.size, precision),
+        servers=plan.servers,
+        consistency=Consistency.parse(plan.consistency or "sync"),
+        pushed=Wire.parse(plan.wire).part,
+        local_steps=plan.local_steps,
+        tensor=group(machine, mesh.tensor, 1),
+        data=group(machine, mesh.data, mesh.size // mesh.data),
+        shard=group(machine, mesh.shard, mesh.tensor),
+        remote=leaves_node(machine, mesh),
+        guests=tuple(_guest(guest, machine.device, precision, rows) for guest in profile.guests),
+        shape=_shape(profile, mesh, rows, micro_batches),
+        kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}{' offload' * offload}",
+    )
+
+
+@lru_cache(maxsize=1024)
+def _of_layers(
+    profile: ModelProfile, device: Accelerator, precision: str, tensor: int, rows: int
+) -> Mapping[str, Vector]:
+    """What of `Work` is by distinct layer and has nothing to do with where the layers stand."""
+    layers, width = gathered(profile), NUMBER_BYTES.get(precision, 4)
+    over, shared, memory = layers.over(tensor), layers.shared_traffic, device.memory_bytes_per_s
+    traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
+    own = NUMBER_BYTES.get(stored(profile, precision), 4)
+    return {
+        "flops_s": rows * layers.flops / over / (device.rate(precision) * device.sustained),
+        "matmuls": layers.matmuls * device.host,
+        "weights_s": own * (layers.parameters + layers.tied_parameters) / over / memory,
+        "traffic_s": rows * traffic * width / memory,
+        "scores_s": rows * layers.scores_numbers / over * width / memory,
+        "launches": layers.launches * device.host,
+        "reduced_bytes": rows * width * layers.reductions * layers.output_numbers,
+        "reductions": layers.reductions,
+    }
+
+
+def _guest(profile: ModelProfile, device: Accelerator, precision: str, rows: int) -> Guest:
+    found = _of_layers(profile, device, precision, 1, rows)
+    own = {item.name: found[item.name] for item in fields(Guest) if item.name != "counts"}
+    return Guest(counts=counted(profile, (len(profile.layers),))[0], **own)
+
+
+@lru_cache(maxsize=256)
+def units(profile: ModelProfile) -> int:
+    """Groups of layers that ZeRO gathers one after the other: each that a list holds, and the rest together."""
+    if not profile.framework:
+        return len(profile.layers)
+    listed = {found[0] for found in map(_LISTED.match, (layer.name for layer in profile.layers)) if found}
+    return len(listed) + 1
+
+
+def _passes(profile: ModelProfile, micro_batches: int) -> Vector:
+    """Over the gradients of each layer's parameters, beside those of its products.
+
+    What is looked up gives a gradient of all that there is; and our engines add that of a micro-batch to those before
+    it, where what has no framework does so within the product.
+    """
+    looked_up = gathered(profile).flops == 0
+    added = ADDED if micro_batches > 1 and profile.framework else 0.0
+    found: Vector = looked_up + np.full(len(looked_up), added)
+    return found
+
+
+def stored(profile: ModelProfile, precision: str) -> str:
+    """The precision of parameters and gradients where a step is in this one.
+
+    Engines compute under autocast, of parameters in full precision. What has no framework is as published systems keep
+    it, in the step's own.
+    """
+    return "fp32" if profile.framework else precision
+
+
+def check(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int) -> None:
+    """Raises PlanError where the plan cannot be."""
+    reason = refusal(profile, machine, plan, batch_size)
+    if reason is not None:
+        raise PlanError(reason[0], where=str(plan.mesh), remedy=reason[1])
+
+
+def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int) -> tuple[str, str] | None:
+    """Why a plan cannot be, and what would make it possible; None where it can."""
+    mesh = plan.mesh
+    if mesh.size > machine.devices:
+        return f"the plan takes {mesh.size} devices, the cluster has {machine.devices}", "lower a degree"
+    if mesh.data_ranks > batch_size:
+        hint = f"use batch_size={mesh.data_ranks} or fewer data ranks"
+        return f"batch_size={batch_size} is smaller than the {mesh.data_ranks} data ranks", hint
+    if profile.heads and profile.heads % mesh.tensor:
+        return f"tp={mesh.tensor} does not divide {profile.heads} heads", "use a divisor of the heads"
+    if plan.sequence and mesh.tensor == 1:
+        return "sequence=1 divides tokens over tensor-parallel ranks, and tp=1", "use tp=2 or more, or leave it out"
+    if mesh.tensor > 1 and not any(layer.splits for layer in profile.layers):
+        return "no layer of this model is known to be divisible by tensor parallelism", "use tp=1"
+    return staging(profile, plan, batch_size)
+
+
+@lru_cache(maxsize=256)
+def even(profile: ModelProfile, stages: int) -> tuple[int, ...]:
+    """Layers of each stage as people divide them: as many of the repeated blocks on each, the rest at the ends.
+
+    A model without blocks is divided by operations.
+    """
+    layers = profile.layers
+    block = max(dict.fromkeys(layers), key=layers.count)
+    count = layers.count(block)
+    if count < max(stages, len(layers) / 2):
+        return divided([layer.flops + layer.traffic_numbers for layer in layers], stages)
+    first, last = layers.index(block), len(layers) - 1 - layers[::-1].index(block)
+    if last - first + 1 != count:
+        return divided([layer.flops + layer.traffic_numbers for layer in layers], stages)
+    each, rest = divmod(count, stages)
+    sizes = [each + (number < rest) for number in range(stages)]
+    sizes[0] += first
+    sizes[-1] += len(layers) - 1 - last
+    return tuple(sizes)
+
+
+def _shape(profile: ModelProfile, mesh: Mesh, rows: int, micro_batches: int) -> tuple[float, ...]:
+    """Octaves of: tensor degree, tokens of a micro-batch, width, stages, micro-batches, data ranks."""
+    heavy = max(profile.layers, key=lambda layer: layer.flops)
+    width = math.sqrt(max(heavy.parameters, 1))
+    facts = (mesh.tensor, rows * profile.tokens, width, mesh.pipeline, micro_batches, mesh.data_ranks)
+    return tuple(math.log2(max(fact, 1)) for fact in facts)

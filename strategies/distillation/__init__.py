@@ -1,0 +1,1 @@
+"""Losses of students and outputs of teachers, without a framework."""

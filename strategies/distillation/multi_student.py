@@ -1,0 +1,163 @@
+"""A class of students as one model of a job: several models, or one with more to give than its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from trainwright.core import random_state
+from trainwright.core.data import Columns
+from trainwright.core.errors import JobError, nearest
+from trainwright.core.frameworks import load
+from trainwright.core.teacher_columns import matched, of_layer, teacher_column
+from trainwright.strategies.distillation.layer_projection import Bridge, Shape, bridge
+from trainwright.strategies.distillation.losses import Distilled
+
+_FRAMEWORKS = {"torch": "torch", "keras.src.backend.tensorflow": "tensorflow"}
+Builder = Callable[[], Any]
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the model gives beside the students' own outputs.
+
+    Attributes:
+        layers: output -> student, and its layer.
+        bridges: those of the layers that are mapped to another width, by output.
+        teachers: whose weights are learned; none otherwise.
+        only: the one student that runs, and whose outputs come bare; empty for all.
+    """
+
+    layers: Mapping[str, tuple[str, str]]
+    bridges: Mapping[str, Bridge] = field(default_factory=dict)
+    teachers: int = 0
+    only: str = ""
+
+
+class Classes(Protocol):
+    """What a framework knows of such models."""
+
+    def model_of(self, models: Mapping[str, Any], wanted: Wanted) -> Any:
+        """The models as one."""
+
+    def shapes(self, build: Builder, sample: Columns, inputs: Names, keywords: Names) -> Mapping[str, Shape]:
+        """Shapes of the tensors that such a model gives, by name; that of the rows is None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Students:
+    """A job's `model=` that goes with `loss=Distilled(...)`: () -> one model around all students.
+
+    Its parameters are the students' own, as `students.<name>.<parameter>`, the bridges' and the weights of teachers
+    that are learned. It gives {student: its outputs}, and the layers that are matched beside. Each student is drawn as
+    if it were built alone.
+
+    Attributes:
+        builders: name -> () -> model; of one framework.
+        loss: says which layers are matched, and with whose.
+        bridges: as `fitted` finds them.
+        only: see `alone`.
+    """
+
+    builders: Mapping[str, Builder]
+    loss: Distilled
+    bridges: Mapping[str, Bridge] = field(default_factory=dict)
+    only: str = ""
+
+    def __post_init__(self) -> None:
+        if tuple(self.builders) != self.loss.students:
+            raise JobError(
+                [f"the builders are of {', '.join(self.builders)}, the loss of {', '.join(self.loss.students)}"]
+            )
+
+    def __call__(self) -> Any:
+        """Build them."""
+        again, models = random_state.kept(), {}
+        for name, build in self.builders.items():
+            again()
+            models[name] = build()
+        return _classes(next(iter(models.values()))).model_of(models, self.wanted)
+
+    def fitted(self, sample: Columns, inputs: Names, keywords: Names = ()) -> Students:
+        """The same with the bridges that its matches need, found by running the students once on a row.
+
+        Args:
+            sample: columns of one row or a few, collated, those of the teachers included.
+            inputs: columns given to the model.
+            keywords: the model's argument that each of `inputs` is given as.
+
+        Raises:
+            JobError: a layer is unknown, or two cannot be compared.
+        """
+        if not self.loss.soft.matches:
+            return self
+        bare = replace(self, bridges={}, only="")
+        found = _classes(next(iter(self.builders.values()))()).shapes(bare, sample, inputs, keywords)
+        bridges: dict[str, Bridge] = {}
+        problems: list[str] = []
+        for student in self.loss.learners:
+            for number, match in enumerate(self.loss.soft.matches):
+                output, teacher = matched(student, number), self.loss.teacher_of(match)
+                theirs = found.get(of_layer(teacher, match.teacher)) or _column(sample, teacher, match.teacher)
+                try:
+                    needed = bridge(match, found[output], theirs)
+                except ValueError as error:
+                    problems.append(f"{match.student!r} of {student!r} and {match.teacher!r} of {teacher!r}: {error}")
+                else:
+                    bridges |= {output: needed} if needed else {}
+        if problems:
+            raise JobError(problems)
+        return replace(self, bridges=bridges)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the model gives."""
+        loss, soft = self.loss, self.loss.soft
+        layers = {
+            matched(student, number): (student, match.student)
+            for student in loss.learners
+            for number, match in enumerate(soft.matches)
+        }
+        layers |= {
+            of_layer(teacher, match.teacher): (teacher, match.teacher)
+            for match in soft.matches
+            if (teacher := loss.teacher_of(match)) in loss.students
+        }
+        teachers = len(loss.told) + len(loss.joint) if soft.combine == "learned" else 0
+        return Wanted(layers=layers, bridges=self.bridges, teachers=teachers, only=self.only)
+
+    def alone(self, student: str) -> Students:
+        """The same, of which one student runs and gives its own outputs: to evaluate, predict or export it.
+
+        It has the names of the whole, so that checkpoints fit, and goes with a loss and metrics of one model.
+        `trainwright.load_model` gives the student itself. Raises JobError for one that is not there.
+        """
+        if student not in self.builders:
+            raise JobError([f"there is no student {student!r}: {nearest(student, self.builders)}"])
+        return replace(self, only=student)
+
+
+def lone(model: Any) -> Any:
+    """The one student that a model is of which `Students.alone` built; any other model as it is."""
+    only = getattr(model, "only", "")
+    return model.students[only] if only and hasattr(model, "students") else model
+
+
+def _classes(model: Any) -> Classes:
+    """What a model's framework knows of classes. Raises JobError for what is no model."""
+    for kind in type(model).__mro__:
+        for package, framework in _FRAMEWORKS.items():
+            if kind.__module__.startswith(package):
+                classes: Classes = load(f"trainwright.strategies.{framework}.distillation.students").CLASSES
+                return classes
+    named = f"{type(model).__module__}.{type(model).__qualname__}"
+    raise JobError([f"a student's builder returned {named}: return a torch.nn.Module, or a keras.Model"])
+
+
+def _column(sample: Columns, teacher: str, layer: str) -> Shape:
+    name = teacher_column(teacher, layer)
+    if name not in sample:
+        raise JobError([f"there is no column {name!r}: {nearest(name, sample)}"])
+    return (None, *sample[name].shape[1:])

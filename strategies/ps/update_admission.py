@@ -1,0 +1,153 @@
+"""The gate of one server: which pushes are applied, when, and in which order. Pure.
+
+Pushes come in any order, twice, late, and of units that have long been applied. In `async` each unit is an update of
+its own, at once. Else a server keeps what it is told until the first server closes the round and names the units that
+count in it, so that all servers apply the same ones, round after round, each round's in the order of its units.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from trainwright.core.staleness import Consistency, Staleness, Unit
+from trainwright.strategies.ps.lease_table import Closing
+
+T = TypeVar("T")
+Verdict = Literal["apply", "keep", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(Generic[T]):
+    """An update to apply now.
+
+    Attributes:
+        closing: the round that it is of.
+        pushes: of the units that count, in their order.
+    """
+
+    closing: Closing
+    pushes: tuple[T, ...]
+
+
+class _Kept(NamedTuple, Generic[T]):
+    worker: str
+    seen: int
+    push: T
+
+
+class Gate(Generic[T]):
+    """What one server has applied and holds in this generation; T is what a push is to the caller.
+
+    Args:
+        shares: units of a round.
+        consistency: whether an update is of a round or of one unit.
+
+    Attributes:
+        version: updates applied: rounds, or units in `async`.
+    """
+
+    def __init__(self, *, shares: int, consistency: Consistency) -> None:
+        self._shares, self._waits = shares, consistency.waits
+        self.version = 0
+        self._open = 0  # the first round that is not complete here
+        self._applied: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
+        self._kept: dict[int, dict[Unit, _Kept[T]]] = {}  # by round
+        self._closings: dict[int, Closing] = {}
+        self._left_out: dict[str, list[tuple[int, Unit]]] = {}  # by worker, rounds that did without what they pushed
+        self._counts: Counter[int] = Counter()
+        self._dropped = 0
+
+    def offer(self, worker: str, unit: Unit, at: int, seen: int) -> Verdict:
+        """What to do with a push: apply it now, `keep` a copy of it, or drop it since it is here or came too late.
+
+        Args:
+            worker: that pushes.
+            unit: that it computed.
+            at: the round in which that counts.
+            seen: this server's version whose parameters it computed on.
+        """
+        first = self.first(unit, at)
+        if self._waits:
+            late = at < self.version or (at in self._closings and unit not in self._closings[at].units)
+        else:
+            late = at < self._open
+        if late or first is not None:
+            self._dropped += first != worker
+            return "drop"
+        if self._waits:
+            return "keep"
+        self._counts[max(0, self.version - seen)] += 1
+        self._mark(worker, unit, at)
+        return "apply"
+
+    def first(self, unit: Unit, at: int) -> str | None:
+        """The worker whose push of a unit is here; None where none is, or its round is complete."""
+        if not self._waits:
+            return self._applied.get(at, {}).get(unit.share)
+        kept = self._kept[at].get(unit) if at in self._kept else None
+        return None if kept is None else kept.worker
+
+    def keep(self, worker: str, unit: Unit, at: int, seen: int, push: T) -> None:
+        """A push that `offer` wants kept; it must stay as it is until its round is applied."""
+        self._kept.setdefault(at, {})[unit] = _Kept(worker, seen, push)
+
+    def close(self, closing: Closing) -> None:
+        """The first server says which units count in a round; those are here, or still come."""
+        self._closings[closing.at] = closing
+
+    def due(self) -> Update[T] | None:
+        """The next round's update, where that is closed and its units are here. `applied` follows it."""
+        closing = self._closings.get(self.version)
+        if closing is None:
+            return None
+        kept = self._kept.get(closing.at, {})
+        if any(unit not in kept for unit in closing.units):
+            return None
+        return Update(closing=closing, pushes=tuple(kept[unit].push for unit in closing.units))
+
+    def applied(self, update: Update[T]) -> None:
+        """The round that `due` gave is applied: what is kept of it is let go."""
+        at = update.closing.at
+        counted = set(update.closing.units)
+        for unit, kept in self._kept.pop(at, {}).items():
+            if unit in counted:
+                self._counts[max(0, at - kept.seen)] += 1
+            else:
+                self._dropped += 1
+                self._left_out.setdefault(kept.worker, []).append((at, unit))
+        del self._closings[at]
+        self.version += 1
+
+    def left_out(self, worker: str, since: int) -> list[tuple[int, Unit]]:
+        """Rounds and units of a worker's pushes that were kept, and did not count when their round was applied.
+
+        Args:
+            worker: that pushed.
+            since: a round; the worker knows of those before, and they are forgotten.
+        """
+        mine = [one for one in self._left_out.pop(worker, ()) if one[0] >= since]
+        if mine:
+            self._left_out[worker] = mine
+        return mine
+
+    @property
+    def behind(self) -> bool:
+        """Whether a round is closed and not applied."""
+        return bool(self._closings)
+
+    def staleness(self) -> Staleness:
+        """Of what was applied since this was asked last."""
+        counts, dropped = dict(self._counts), self._dropped
+        self._counts, self._dropped = Counter(), 0
+        unit: Literal["steps", "updates"] = "steps" if self._waits else "updates"
+        return Staleness(counts=counts, unit=unit, dropped=dropped)
+
+    def _mark(self, worker: str, unit: Unit, at: int) -> None:
+        """Remember that a unit is applied; of complete rounds nothing need be remembered."""
+        self.version += 1
+        self._applied.setdefault(at, {})[unit.share] = worker
+        while len(self._applied.get(self._open, ())) == self._shares:
+            del self._applied[self._open]
+            self._open += 1

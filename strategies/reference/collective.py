@@ -1,0 +1,100 @@
+"""The collective engines: every rank steps together, and every rank holds the whole state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import ClassVar
+
+from trainwright.core.data import Feed, StepReport
+from trainwright.core.group import Capabilities, Group, Move, StateTag
+from trainwright.strategies.reference.base import Base, weightless
+from trainwright.strategies.reference.model import Array
+from trainwright.strategies.reference.star_transport import Star
+from trainwright.strategies.reference.state import from_bytes, to_bytes
+from trainwright.strategies.reference.user_functions import advance
+
+
+class Replicated(Base):
+    """Ranks in a star, the whole state on each of them."""
+
+    @property
+    def star(self) -> Star:
+        """The formed group's connections."""
+        assert isinstance(self._connections, Star), "form comes first"
+        return self._connections
+
+    def form(self, group: Group) -> StateTag:
+        """Meet the others within the group's deadline. Raises PeerLost."""
+        self._connections = star = Star(group, self._enter(group))
+        with self._acting():
+            star.open()
+        return self._tag()
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        """Each source's state goes to its targets, in the order of source ranks."""
+        targets: dict[int, list[int]] = {}
+        for move in moves:
+            targets.setdefault(move.source, []).append(move.target)
+        with self._acting():
+            self._settle(self.state)
+            held, rank = to_bytes(self.state), self.group.rank
+            for source in sorted(targets):
+                received = self.star.relay(source, targets[source], held, self.star.until())
+                if rank in targets[source] and rank != source:
+                    self._settle(from_bytes(received))
+        return self._tag()
+
+    def _shares(self, feed: Feed) -> Array:
+        """The vector of sums over this actor's data ranks, in their order."""
+        vectors = [
+            self.program.share(self.state.parameters, part, step=feed.step, data_rank=data_rank)
+            for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
+        ]
+        total = sum(vectors[1:], start=vectors[0])
+        total[-1] = float(feed.wish)
+        return total
+
+
+class Reference(Replicated):
+    """One data rank for each actor; a new generation forms in the surviving processes."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def warm(self, feed: Feed) -> None:
+        """One throwaway step of weight 0, its sum included. Nothing is applied."""
+        with self._acting():
+            self.star.sum(self._shares(weightless(feed)))
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """This rank's part of one global step.
+
+        Raises:
+            PeerLost: another rank went away; this rank stands where it stood.
+            NonFiniteLoss, JobError, UserCodeError: at this rank; nothing was applied on any.
+        """
+        with self._acting():
+            self._expect(feed)
+            times = [time.perf_counter()]
+            shares = self._shares(feed)
+            times.append(time.perf_counter())
+            total = self.star.sum(shares)
+            times.append(time.perf_counter())
+            self._state, report = advance(self.program, self.state, feed, total)
+            times.append(time.perf_counter())
+        spent = [after - before for before, after in pairwise(times)]
+        return replace(report, phases=dict(zip(("forward+backward", "wait", "optimizer"), spent, strict=True)))
+
+
+class NewProcess(Reference):
+    """Like an engine whose framework cannot leave a group: a new generation needs new processes."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(reform="new_process")
+
+
+class TwoDevices(Reference):
+    """Two virtual devices, and so two data ranks, for each actor."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(devices_per_worker=2)

@@ -1,0 +1,1 @@
+"""The search for plans: candidates, schedules, cuts, ranking."""

@@ -1,0 +1,281 @@
+"""What a plan is asked for, and what every strategy needs to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING
+
+from trainwright.core.cluster import Cluster
+from trainwright.core.errors import PlanError
+from trainwright.core.model_profile import ModelProfile
+from trainwright.core.plan import Infeasible, Mesh, Placement, Plan
+from trainwright.core.plan_spec import Pins
+from trainwright.core.staleness import choices_of
+
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
+
+RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
+ANY = Pins()
+CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
+BATCH_NORM = "batch_norm"  # among what differs from one device
+REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """This model on this cluster, and what of the answer is given already.
+
+    Attributes:
+        profile: of the model.
+        cluster: what there is.
+        batch_size: global, in samples.
+        precision: of the step.
+        pins: what is said of the plan itself.
+        own_step: the job's own function calls the model.
+        offload: only plans are asked for that keep the model's state in the memory of the host.
+        together: batch norms look at the whole batch.
+        seated: each data rank keeps state of its own.
+        workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    batch_size: int
+    precision: str
+    pins: Pins = ANY
+    own_step: bool = False
+    offload: bool = False
+    together: bool = False
+    seated: bool = False
+    workers: int | None = None
+    min_workers: int | None = None
+    max_workers: int | None = None
+    devices: int | None = None
+    accumulation: int | None = None
+    inexact: tuple[str, ...] = ()
+    run: str = "step"
+    compile: str = "auto"
+    tf_config: str = "own"
+    tpu: str | None = None
+
+    @classmethod
+    def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> Question:
+        """What a job asks. Raises PlanError where its `plan=` cannot be read."""
+        pins = Pins.parse(job.plan or "").beside(choices_of(job.consistency, job.wire, job.local_steps, job.outer))
+        pinned = max(1, pins.mesh.size // (job.devices or 1)) if pins.mesh else None
+        if pins.mesh and job.workers and job.workers * (job.devices or 1) != pins.mesh.size:
+            has = f"workers={job.workers}" + (f" of {job.devices} devices" if job.devices else "")
+            raise PlanError(
+                f"the degrees of plan={pins.text!r} multiply to {pins.mesh.size}, and the job has {has}",
+                where="plan",
+                remedy=f"change a degree, or set workers={pinned} or leave it out",
+            )
+        return cls(
+            profile=divided(profile, job.tensor_plan),
+            cluster=cluster,
+            batch_size=job.batch_size,
+            precision=job.precision,
+            pins=pins,
+            own_step=job.step is not None,
+            offload=bool(pins.choices.get("offload")),
+            together=job.batch_norm == "sync",
+            seated=bool(job.local_state),
+            workers=job.workers or pinned,
+            min_workers=job.min_workers,
+            max_workers=job.max_workers,
+            devices=job.devices,
+            accumulation=job.accumulation or pins.choices.get("accumulation") or _undivided(job),
+            inexact=job.inexact,
+            run=job.run,
+            compile=job.compile,
+            tf_config=job.tf_config,
+            tpu=job.tpu,
+        )
+
+    @property
+    def free(self) -> Question:
+        """The same without what is pinned of the layout."""
+        return Question(
+            profile=self.profile, cluster=self.cluster, batch_size=self.batch_size, precision=self.precision,
+            own_step=self.own_step, inexact=self.inexact, run=self.run, compile=self.compile,
+            together=self.together, seated=self.seated,
+            tf_config=self.tf_config, tpu=self.tpu,
+        )  # fmt: skip
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change while it runs."""
+        return self.min_workers is not None or self.max_workers is not None
+
+    @cached_property
+    def undeclared(self) -> tuple[str, ...]:
+        """What would differ from one device and is not accepted."""
+        return tuple(item for item in self.inexact_parts if item not in self.inexact)
+
+    @property
+    def inexact_parts(self) -> tuple[str, ...]:
+        """What of the model differs from one device, on several."""
+        return tuple(item for item in self.profile.inexact if not (self.together and item == BATCH_NORM))
+
+    @cached_property
+    def per_node(self) -> int:
+        """Ranks that lie on one node, where every device of the cluster has one."""
+        if self.cluster.accelerators:
+            return min(node.accelerators for node in self.cluster.nodes if node.accelerators)
+        return max(1, self.ranks // len(self.cluster.nodes))
+
+    @cached_property
+    def ranks(self) -> int:
+        """Of a plan with one device in each worker."""
+        return self.workers_of()
+
+    @property
+    def own_devices(self) -> int:
+        """Devices of a worker that drives all of its node's: accelerators, or logical devices of a CPU."""
+        return self.devices or min((node.accelerators for node in self.cluster.nodes if node.accelerators), default=1)
+
+    def workers_of(self, devices: int = 1) -> int:
+        """Workers to begin with: those pinned, or one for each slot; an elastic job begins with what there is.
+
+        Args:
+            devices: of each worker; on a CPU they share a slot.
+        """
+        shared = devices if self.cluster.accelerators else 1
+        slots, room = max(1, self.cluster.slots // shared), max(1, room_of(self.cluster) // shared)
+        if not self.elastic:
+            return self.workers or min(slots, self.batch_size)
+        wanted = self.workers or min(slots, self.max_workers or self.batch_size)
+        return max(min(wanted, room), self.min_workers or 1)
+
+    @cached_property
+    def place(self) -> Callable[..., Placement]:
+        """`place` on this cluster, remembered: a node is looked at once, not for each of thousands of plans."""
+        return cache(partial(place, self.cluster))
+
+    def plan(
+        self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
+    ) -> Plan:
+        """A plan with so many devices in each worker; what the strategy does not choose is as the job says."""
+        beside = servers + (choices.get("topology") == "coordinator")  # a chief
+        return Plan(
+            strategy=strategy,
+            engine=engine,
+            mesh=mesh,
+            batch_size=self.batch_size,
+            placement=self.place(mesh.size // devices + beside, devices),
+            servers=servers,
+            accumulation=self.accumulation or 1,
+            devices_per_worker=devices,
+            precision=self.precision,
+            keras_backend=self.profile.keras_backend,
+            sequence=mesh.tensor > 1 and bool(self.pins.choices.get("sequence")),
+            notes=self._inexact_notes if mesh.data_ranks > 1 else (),
+            **choices,  # type: ignore[arg-type]
+        )
+
+    @cached_property
+    def _inexact_notes(self) -> tuple[str, ...]:
+        """What is not equal to one device."""
+        found = self.inexact_parts
+        return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in found)
+
+    def unequal(self, strategy: str, data_ranks: int) -> Infeasible | None:
+        """Why so many data ranks cannot do what one device does; None where they can, or the job accepts that."""
+        if self.batch_size < data_ranks:
+            reason = f"batch_size={self.batch_size} is smaller than the {data_ranks} data ranks"
+            return Infeasible(strategy=strategy, reason=reason, hint=f"set batch_size={data_ranks} or more")
+        if self.undeclared and data_ranks > 1:
+            reason = f"{', '.join(self.undeclared)} would give another result than one device"
+            accepted = f"inexact={self.undeclared}"
+            synced = (
+                'set batch_norm="sync", ' if self.undeclared == (BATCH_NORM,) and strategy == REPLICATED[-1] else ""
+            )
+            hint = f"{synced}use a layer that looks at one sample (group or layer norm), or accept it: {accepted}"
+            return Infeasible(strategy=strategy, reason=reason, hint=hint)
+        return None
+
+    def needs_replicas(self, strategy: str) -> Infeasible | None:
+        """Why a strategy cannot do what the job asks of replicas; None where it can."""
+        own = strategy in REPLICATED and self.profile.framework in ("torch", "")
+        if own or not (self.together or self.seated):
+            return None
+        asked = "local_state=" if self.seated else 'batch_norm="sync"'
+        if self.profile.framework != "torch":
+            hint = "leave it out" if self.seated else "Keras has BatchNormalization(synchronized=True)"
+            return Infeasible(strategy=strategy, reason=f"{asked} is for torch models", hint=hint)
+        reason = f"{asked} needs all of the model on each worker"
+        return Infeasible(strategy=strategy, reason=reason, hint=f"use {REPLICATED[-1]}")
+
+    def without_engine(self, strategy: str) -> Infeasible | None:
+        """A framework or strategy that cannot be run on TPUs; only a job's own cluster is asked about that."""
+        if self.cluster.accelerator != "TPU" or not self.profile.framework:
+            return None
+        if self.profile.framework == "tensorflow":
+            return Infeasible(strategy=strategy, reason="TensorFlow's TPUs have their own strategy", hint="use tf_tpu")
+        reason = f"there is no engine for {self.profile.framework} on TPU yet"
+        return Infeasible(strategy=strategy, reason=reason, hint="use GPU or CPU")
+
+    def alone(self, strategy: str) -> Infeasible | None:
+        """Why there are not several ranks, and what would make it possible; None where there are."""
+        if self.ranks > 1 or self.elastic:
+            return None
+        why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
+        return Infeasible(strategy=strategy, reason=why, hint="give the job two workers or more")
+
+
+def _undivided(job: Job) -> int | None:
+    """One micro-batch of each worker, where batch norms look at all of them as at the whole batch."""
+    return 1 if job.batch_norm == "sync" and BATCH_NORM not in job.inexact else None
+
+
+def divided(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
+    """A model whose layers tensor parallelism divides as a job says, by name or pattern; without a plan as it is."""
+    if not plan:
+        return profile
+    roles = [
+        next((role for name, role in plan.items() if fnmatchcase(layer.name, name)), "") for layer in profile.layers
+    ]
+    layers = (
+        replace(layer, splits=bool(role), leads=role == "column", reductions=int(role in ("row", "vocabulary")))
+        for layer, role in zip(profile.layers, roles, strict=True)
+    )
+    return replace(profile, layers=tuple(layers), indivisible="")
+
+
+def room_of(cluster: Cluster) -> int:
+    """Workers that the cluster can hold: one for each accelerator, a few for each CPU where there is none."""
+    return cluster.accelerators or int(cluster.cpus * CPU_WORKERS_PER_CPU)
+
+
+def place(cluster: Cluster, workers: int, devices: int = 1) -> Placement:
+    """What each of `workers` actors with so many devices reserves, leaving CPU on every node for Ray Data.
+
+    Servers are counted as workers here, and reserve a worker's share or less.
+    """
+    nodes = len(cluster.nodes)
+    cpus = min(node.cpus for node in cluster.nodes)
+    reserved = RESERVED_CPUS if cpus >= 2 else cpus / 2
+    on_a_node = max(1, -(-workers // nodes))
+    share = int(100 * (cpus - reserved) / on_a_node) / 100
+    return Placement(
+        cpus=max(0.01, share),
+        server_cpus=min(Placement.server_cpus, max(0.01, share)),
+        accelerators=devices if cluster.accelerators else 0,
+        accelerator=cluster.accelerator,
+        threads=max(1, int(cpus // on_a_node)),
+        data_cpus=reserved * nodes,
+    )
+
+
+def divisors(number: int) -> Iterator[int]:
+    """All of them, from 1 up."""
+    yield from (each for each in range(1, number + 1) if number % each == 0)
+
+
+def engine_for(engines: Mapping[str, str], question: Question) -> str:
+    """The engine for a model's framework; empty where there is none yet."""
+    return engines.get(question.profile.framework, "")

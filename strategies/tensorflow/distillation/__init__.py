@@ -1,0 +1,1 @@
+"""Distillation in TensorFlow."""

@@ -1,0 +1,549 @@
+"""Keras' own training: the model's `train_step`, what it was compiled with, and its callbacks, as `Model.fit` has it.
+
+`fit` owns its loop and its data, and so could neither be fed, copied nor resumed between two steps. Hence its loop is
+walked here one step at a time: the compiled function of a step, the metrics, the epochs, the validation and the hooks
+of the callbacks are Keras' own and come in the order of `fit`. A run that is taken up within an epoch begins that epoch
+once more for the callbacks, at the batch that is next; metrics go on where they stood.
+
+An update is applied before its loss is known: after a loss that is not finite the state is not sound any more.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainwright.core.argument_order import takes_targets_first
+from trainwright.core.data import Batch, Feed, StepReport, Sums, Terms
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
+from trainwright.core.plan import Plan
+from trainwright.core.step_phases import COMPILED
+from trainwright.strategies.tensorflow.base import TensorFlowEngine
+from trainwright.strategies.tensorflow.distillation.teacher import digest
+from trainwright.strategies.tensorflow.mirrored import Mirrored
+from trainwright.strategies.tensorflow.one_device import OneDevice
+from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask
+from trainwright.strategies.tensorflow.training import batches
+from trainwright.strategies.tensorflow.training.checkpoint_files import OTHERS
+from trainwright.strategies.tensorflow.training.error_mapping import user_code
+from trainwright.strategies.tensorflow.training.loss_call import Masked
+from trainwright.strategies.tensorflow.training.objective import Caller
+from trainwright.strategies.tensorflow.training.train_state import Trained, built_model, generators
+
+_LOSS = "loss"
+
+
+class Compiled:
+    """A model with its loss, metrics and optimizer.
+
+    Args:
+        spec: the job's functions; a model that `model()` returns compiled brings its own.
+        strategy: that holds the variables.
+        plan: says the precision.
+        caller: how the job's functions are called.
+
+    Attributes:
+        model: the user's model.
+        step: completed steps; None before the first step or load.
+        sound: False after a failure in which the state may have been spoilt.
+        carried: what Keras carries from step to step and does not save: the metrics of this epoch, random seeds, and
+            what else a `train_step` of the user's uses that neither the model nor its optimizer holds.
+
+    Raises:
+        JobError: the job's functions do not return what they should, or the job compiles a model that is compiled.
+        UserCodeError: they raised.
+    """
+
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> None:
+        self.spec, self.strategy, self.caller = spec, strategy, caller
+        self.step: int | None = None
+        self.sound = True
+        self.model = built_model(spec, strategy, plan, caller)
+        given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
+        if not self.model.compiled:
+            self._compile()
+        elif given:
+            raise JobError([f"model() returns a compiled model: leave {given} out"], where=caller.where)
+        with strategy.scope():
+            self.optimizer.build(self.model.trainable_variables)
+        used: list[tf.Variable] = []
+        if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
+            given = keras.utils.unpack_x_y_sample_weight(self.data(spec.sample(), training=False))
+            self.model.test_on_batch(*given)  # gives the metrics their variables
+            self.model.reset_metrics()
+            self._check_mask(spec.sample())
+        elif spec.sample is not None:
+            used = self._traced(spec.sample())
+        self.carried: Mapping[str, list[tf.Variable]] = {
+            "metrics": [variable.value for variable in self.model.metrics_variables],
+            "seeds": [generator.state.value for generator in generators(self.model)],
+        }
+        held = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer, **self.carried)
+        known = {id(_plain(each)) for each in tf.train.TrackableView(held).descendants()}
+        self.carried = {**self.carried, OTHERS: [each for each in used if id(each) not in known]}
+
+    @property
+    def optimizer(self) -> Any:
+        """What the model was compiled with."""
+        return self.model.optimizer
+
+    def _check_mask(self, row: Batch) -> None:
+        """Raise JobError where several devices would each divide by their own number of unmasked steps."""
+        if self.strategy.num_replicas_in_sync == 1:
+            return
+        columns = batches.columns_of(self.spec.collation, row, self.spec.inputs)
+        with self.strategy.scope():
+            outputs = self.caller.outputs(self.model, columns, training=False)
+        if any(keras_mask(each) is not None for each in tf.nest.flatten(outputs)):
+            problem = (
+                "the outputs have a mask (mask_zero=True or Masking), and Keras' fit takes the mean over each device's "
+                "own unmasked steps: use devices=1, or leave run= out"
+            )
+            raise JobError([problem], where=self.caller.where)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """What the model was compiled with, and other optimizers that it holds."""
+        parts = tf.train.TrackableView(self.model).descendants()
+        own = [part for part in parts if isinstance(part, keras.optimizers.Optimizer) and part is not self.optimizer]
+        return [self.optimizer, *own]
+
+    def _traced(self, row: Batch) -> list[tf.Variable]:
+        """Trace a `train_step` of the user's without running it; the variables that it uses.
+
+        Optimizers, metrics and layers of a model's own make their variables in the first step. A checkpoint is loaded
+        before, and into variables that are there.
+
+        Raises:
+            JobError: it gives no values, or it cannot be traced and leaves variables to be made later.
+            UserCodeError: it raised.
+        """
+        rows = max(self.spec.batch_size // self.strategy.num_replicas_in_sync, 1)
+        data, where = self.data(_repeated(row, rows), training=True), self.caller.where
+        step = tf.function(lambda: self.strategy.run(self.model.train_step, args=(data,)), autograph=False)
+        try:
+            with self._building_once(), user_code("train_step()", where):
+                traced = step.get_concrete_function()
+        except UserCodeError:
+            if not self._eager:
+                raise
+            self._check_optimizers()
+            return []
+        logs = traced.structured_outputs
+        if not isinstance(logs, Mapping) or not logs:
+            raise JobError(['train_step() returns no dict of values: return one, such as {"loss": loss}'], where=where)
+        places = {id(handle): place for place, handle in enumerate(traced.captured_inputs)}
+        used = sorted(traced.graph.variables, key=lambda each: places.get(id(each.handle), len(places)))
+        return list({id(each): each for each in map(_whole_variable, used)}.values())
+
+    @contextmanager
+    def _building_once(self) -> Iterator[None]:
+        """Within it, optimizers of the model make their variables once for all replicas, and not in each of them."""
+        unbuilt = [optimizer for optimizer in self.optimizers if not optimizer.built]
+        for optimizer in unbuilt if self.strategy.num_replicas_in_sync > 1 else ():
+            object.__setattr__(optimizer, "build", partial(_merged, optimizer.build))
+        try:
+            yield
+        finally:
+            for optimizer in unbuilt:
+                optimizer.__dict__.pop("build", None)
+
+    @property
+    def _eager(self) -> bool:
+        return bool(self.model.run_eagerly) or self.spec.compile == "eager"
+
+    def _check_optimizers(self) -> None:
+        """Raise JobError for an optimizer that makes its variables only in the first step: nothing could restore it."""
+        if not all(optimizer.built for optimizer in self.optimizers):
+            problem = (
+                "train_step() runs eagerly, and an optimizer of the model has no variables yet, so that the run could "
+                "not be resumed: call its build(variables) in model(), with the variables that it trains"
+            )
+            raise JobError([problem], where=self.caller.where)
+
+    def _compile(self) -> None:
+        spec, where = self.spec, self.caller.where
+        if spec.optimizer is None or spec.loss is None:
+            problem = 'run="fit" needs a compiled model: call compile() in model(), or give optimizer= and loss='
+            raise JobError([problem], where=where)
+        with self.strategy.scope():
+            with user_code("optimizer()", where):
+                optimizer = spec.optimizer(self.model.trainable_variables)
+            self.model.compile(
+                optimizer=optimizer,
+                loss=spec.loss if takes_targets_first(spec.loss) else _Loss(self.caller),
+                metrics=[_metric(self.caller, name) for name in spec.metrics],
+                run_eagerly=spec.compile == "eager",
+                jit_compile=spec.compile == "xla",
+            )
+
+    def data(self, batch: Batch, *, training: bool) -> Any:
+        """Inputs, targets and samples' weights, as far as there are any, as `fit` gives them to `train_step`."""
+        spec = self.spec
+        columns = batches.columns_of(spec.collation, batch, self.caller.wanted)
+        given: Any = tuple(columns[name] for name in spec.inputs)
+        if spec.keywords:
+            given = dict(zip(spec.keywords, given, strict=True))
+        elif len(given) == 1:
+            given = given[0]
+        targets = self.caller.targets(columns) if spec.targets else None
+        return keras.utils.pack_x_y_sample_weight(given, targets, self.caller.factors(columns, training=training))
+
+    def dealt(self, feed: Feed, *, training: bool) -> list[Any]:
+        """A step's data, a share for each replica, as the compiled functions of a step take it."""
+        batch = _whole(feed)
+        replicas = self.strategy.num_replicas_in_sync
+        if batch.rows % replicas:
+            problem = f"Keras' fit would weigh the rows of a batch of {batch.rows} differently on {replicas} devices"
+            raise JobError(
+                [f"{problem}: use a batch_size that they divide and drop_last=True"], where=self.caller.where
+            )
+        data = self.data(batch, training=training)
+        size = batch.rows // replicas
+        shares = [
+            tf.nest.map_structure(lambda values, at=at: values[at * size : (at + 1) * size], data)
+            for at in range(replicas)
+        ]
+        return [batches.dealt(self.strategy, shares, 0)]
+
+
+class Fit:
+    """The loop of `fit`, walked one step at a time.
+
+    Args:
+        compiled: model and optimizer.
+        callbacks: of the user's; none for an evaluation alone.
+    """
+
+    def __init__(self, compiled: Compiled, callbacks: Sequence[Any] = ()) -> None:
+        spec = compiled.spec
+        self._compiled, self._model = compiled, compiled.model
+        self._epoch_steps, self._total_steps = spec.total_steps // spec.epochs, spec.total_steps
+        self._begun = False
+        self._tracker = next((item for item in self._model.metrics if item.name == _LOSS), None)
+        self._optimizers, self._stepping = compiled.optimizers, compiled.optimizer
+        self._counts = self._counted()
+        self._test_alone = self._tested_alone if self._model.run_eagerly else tf.function(self._tested_alone)
+        self._tested: dict[str, float] = {}
+        self._tested_rows = 0
+        self._validated: tuple[str, list[Sums]] = ("", [])  # of the model with this digest
+        self._user = user_code("a callback", compiled.caller.where)
+        self._callbacks = keras.callbacks.CallbackList(
+            list(callbacks), add_history=True, model=self._model, epochs=spec.epochs, steps=self._epoch_steps, verbose=0
+        )
+        self._model.stop_training = False
+        self._model.make_train_function()
+        self._model.make_test_function()
+
+    def train(self, feed: Feed) -> StepReport:
+        """One step, and what belongs to the ends of epochs and of the training. Raises NonFiniteLoss when applied."""
+        compiled, model = self._compiled, self._model
+        epoch, batch = divmod(feed.step, self._epoch_steps)
+        begun = time.perf_counter()
+        data = compiled.dealt(feed, training=True)
+        self._begin(epoch, batch)
+        before = self._seen()
+        with user_code("train_step()", compiled.caller.where):
+            logs = model.train_function(data)
+        loss = self._loss_of(logs, before)
+        phases = {COMPILED: time.perf_counter() - begun}
+        compiled.step = feed.step + 1
+        if not math.isfinite(loss):
+            compiled.sound = False
+            raise NonFiniteLoss(
+                f"the loss became {loss} in step {compiled.step}",
+                where=compiled.caller.where,
+                remedy="look at the data, lower the learning rate, or set global_clipnorm of the optimizer; Keras has "
+                "applied it already: the run goes on from its last checkpoint",
+            )
+        with self._user:
+            self._callbacks.on_train_batch_end(batch, logs)
+        if model.stop_training or batch + 1 == self._epoch_steps:
+            logs = self._end_epoch(epoch, logs)
+        finished = bool(model.stop_training) or compiled.step == self._total_steps
+        if finished:
+            compiled.optimizer.finalize_variable_values(model.trainable_variables)
+            with self._user:
+                self._callbacks.on_train_end(logs)
+        return StepReport(
+            step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=self._rate(), wish=feed.wish,
+            finished=finished, phases=phases,
+        )  # fmt: skip
+
+    def evaluate(self, feed: Feed) -> Sums:
+        """What a batch adds to the loss and metrics of the evaluation, whose first batch is that of step 0.
+
+        A metric need not be a mean: the sums are such that together they are what Keras has after the last batch. The
+        validation of this step counts again, unless the weights have changed since: callbacks may restore others
+        (`EarlyStopping(restore_best_weights=True)`), and `use_ema` takes their averages at the end.
+        """
+        if feed.step == 0 and self._validated[0] and self._validated[0] != digest(self._model):
+            self._validated = ("", [])
+        state, sums = self._validated
+        return sums[feed.step] if state else self._test(feed)
+
+    def _begin(self, epoch: int, batch: int) -> None:
+        """What comes before a step."""
+        with self._user:
+            if not self._begun:
+                self._callbacks.on_train_begin()
+            if batch == 0:
+                self._model.reset_metrics()
+            if batch == 0 or not self._begun:
+                self._callbacks.on_epoch_begin(epoch)
+            self._callbacks.on_train_batch_begin(batch)
+        self._begun = True
+
+    def _end_epoch(self, epoch: int, logs: Any) -> dict[str, float]:
+        """Validation, and the epoch's logs."""
+        found, spec = self._results(logs), self._compiled.spec
+        if spec.validation is not None and (epoch + 1) % spec.validation_epochs == 0:
+            found |= {f"val_{name}": value for name, value in self._validate().items()}
+        with self._user:
+            self._callbacks.on_epoch_end(epoch, found)
+        return found
+
+    def _results(self, logs: Any) -> dict[str, Any]:
+        """What a step's logs are of: the metrics so far, over all replicas; or values of the step's own."""
+        results = self._model.get_metrics_result()
+        return dict(results if set(results) == set(logs) else logs)
+
+    def _validate(self) -> dict[str, float]:
+        spec, sums = self._compiled.spec, list[Sums]()
+        assert spec.validation is not None and self._compiled.step is not None
+        with self._user:
+            self._callbacks.on_test_begin()
+        for feed in spec.validation():
+            with self._user:
+                self._callbacks.on_test_batch_begin(feed.step)
+            sums.append(self._test(feed))
+            with self._user:
+                self._callbacks.on_test_batch_end(feed.step, self._tested)
+        with self._user:
+            self._callbacks.on_test_end(self._tested)
+        self._validated = (digest(self._model), sums)
+        return dict(self._tested)
+
+    def _test(self, feed: Feed) -> Sums:
+        model, rows = self._model, _whole(feed).rows
+        if feed.step == 0:
+            model.reset_metrics()
+            self._tested, self._tested_rows = {}, 0
+        replicas = self._compiled.strategy.num_replicas_in_sync
+        with user_code("test_step()", self._compiled.caller.where):
+            if rows % replicas:
+                logs = self._test_alone(self._compiled.data(_whole(feed), training=False))
+            else:
+                logs = model.test_function(self._compiled.dealt(feed, training=False))
+        if replicas > 1:
+            logs = self._results(logs)
+        seen = self._tested_rows + rows
+        found = {name: float(value) for name, value in logs.items()}
+        before = {name: value * self._tested_rows for name, value in self._tested.items()}
+        self._tested, self._tested_rows = found, seen
+        return Sums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
+
+    def _tested_alone(self, data: Any) -> Any:
+        """The logs of a batch that replicas cannot divide: all are given all of it, and the first one counts it."""
+        model, strategy = self._model, self._compiled.strategy
+
+        def tested() -> Any:
+            first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+            before = {id(each): tf.identity(each.value) for each in model.metrics_variables}
+            logs = model.test_step(data)
+            for variable in model.metrics_variables:
+                new = tf.identity(variable.value)
+                variable.value.assign(tf.where(first, new, before.get(id(variable), tf.zeros_like(new))))
+            return logs
+
+        found = strategy.run(tested)
+        return tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], found)
+
+    def _counted(self) -> list[int]:
+        """Steps of each optimizer."""
+        return [int(_number(optimizer.iterations)) for optimizer in self._optimizers]
+
+    def _rate(self) -> float:
+        """Learning rate of the optimizer that was used last: that of `compile` may be a default that trains nothing."""
+        counts = self._counted()
+        used = [new > old for old, new in zip(self._counts, counts, strict=True)]
+        self._counts = counts
+        if any(used):
+            self._stepping = self._optimizers[used.index(True)]
+        return _number(self._stepping.learning_rate)
+
+    def _seen(self) -> tuple[float, float]:
+        """Sum and number of the losses that this epoch's mean is of, as Keras counts them."""
+        if not isinstance(self._tracker, keras.metrics.Mean):
+            return 0.0, 0.0
+        total, count = map(_number, self._tracker.variables)
+        return total, count
+
+    def _loss_of(self, logs: Any, before: tuple[float, float]) -> float:
+        """The loss of a step; its logs have the mean of the epoch so far, or what a train_step of the user's gives.
+
+        Of those it is `loss`, or the first value where none is called that.
+        """
+        total, count = self._seen()
+        if count > before[1]:
+            return (total - before[0]) / (count - before[1])
+        told = tf.nest.flatten(logs.get(_LOSS, next(iter(logs.values()))))[0]
+        return float(np.mean(tf.convert_to_tensor(told).numpy()))
+
+
+class Fitting(TensorFlowEngine):
+    """What the engines share that train as `fit` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fit: Fit | None = None
+
+    def warm(self, feed: Feed) -> None:
+        """Begin the loop anew at the state that is there. The step is compiled with the first one."""
+        self._fit = self._guarded(lambda: Fit(self._compiled, _callbacks(self._compiled)))
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """One step of `fit`, and what belongs to the ends of epochs and of the training.
+
+        Raises:
+            NonFiniteLoss: when it was applied.
+            UserCodeError, JobError: the user's code raised or is wrong.
+        """
+        fit = self._fit
+        assert fit is not None, "warm() comes before steps"
+        return self._guarded(lambda: fit.train(feed))
+
+    def evaluate_step(self, feed: Feed) -> Sums:
+        """Sums of the loss and the metrics that the model was compiled with. Raises UserCodeError, JobError."""
+        self._fit = self._fit or self._guarded(lambda: Fit(self._compiled))
+        fit = self._fit
+        return self._guarded(lambda: fit.evaluate(feed))
+
+    @property
+    def _compiled(self) -> Compiled:
+        compiled = self.replica
+        assert isinstance(compiled, Compiled)
+        return compiled
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> Trained:
+        return Compiled(spec, self._strategy, plan, Caller(spec=spec, where=self._where))
+
+
+class FitOneDevice(Fitting, OneDevice):
+    """`fit` on one device."""
+
+
+class FitMirrored(Fitting, Mirrored):
+    """`fit` on all devices of one node."""
+
+
+def _whole(feed: Feed) -> Batch:
+    """The rows that count, of all data ranks of this worker, as one batch."""
+    parts = [batch for part in feed.parts for batch in part]
+    weights = np.concatenate([batch.weights for batch in parts])
+    chosen = np.flatnonzero(weights)
+    return Batch(
+        columns={name: np.concatenate([batch.columns[name] for batch in parts])[chosen] for name in parts[0].columns},
+        weights=weights[chosen],
+        samples=np.concatenate([batch.samples for batch in parts])[chosen],
+    )
+
+
+def _repeated(row: Batch, rows: int) -> Batch:
+    """A batch of one row, so many times."""
+    return Batch(
+        columns={name: np.repeat(column, rows, axis=0) for name, column in row.columns.items()},
+        weights=np.repeat(row.weights, rows),
+        samples=np.repeat(row.samples, rows),
+    )
+
+
+def _merged(build: Callable[[Any], None], variables: Any) -> None:
+    """Call an optimizer's build outside all replicas and graphs, when all replicas have come to it."""
+
+    def merged(strategy: tf.distribute.Strategy) -> None:
+        with tf.init_scope(), strategy.scope():
+            build(variables)
+
+    tf.distribute.get_replica_context().merge_call(merged)
+
+
+def _number(value: Any) -> float:
+    """A tensor or variable as a number."""
+    return float(tf.convert_to_tensor(value))
+
+
+def _plain(item: Any) -> Any:
+    """The variable of TensorFlow's inside one of Keras'."""
+    return item.value if isinstance(item, keras.Variable) else item
+
+
+def _whole_variable(variable: tf.Variable) -> tf.Variable:
+    """The variable over all devices that one of a device is a part of."""
+    container = getattr(variable.handle, "_distributed_container", None)
+    return variable if container is None else container()
+
+
+class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
+    """The mean of the job's loss over the samples; Keras' wrapper of functions would turn the targets into floats.
+
+    As it does, it gives each replica its share of the mean, and leaves out what Keras' mask does.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        super().__init__()
+        self._caller = caller
+
+    def __call__(self, targets: Any, outputs: Any, sample_weight: Any = None) -> Any:
+        result = _single(self._caller.applied("loss=", self._caller.spec.loss, outputs, targets))
+        every = tf.ones(tf.shape(tf.nest.flatten(outputs)[0])[:1])
+        values, counted = self._caller.weighted(self._caller.terms("loss=", result, every), sample_weight)
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        return tf.math.divide_no_nan(tf.reduce_sum(values * counted), tf.reduce_sum(counted)) / replicas
+
+
+def _metric(caller: Caller, name: str) -> keras.metrics.Metric:
+    """One of Keras' metrics, made here so that the strategy has its variables; or the mean of a function's values."""
+    metric = caller.spec.metrics[name]
+    if isinstance(metric, keras.metrics.Metric):
+        return type(metric).from_config({**metric.get_config(), "name": name})
+    return keras.metrics.MeanMetricWrapper(partial(_values, caller, name), name=name)
+
+
+def _values(caller: Caller, name: str, targets: Any, outputs: Any) -> Any:
+    """Values of a metric; what Keras' mask leaves out, Keras leaves out itself."""
+    result = caller.applied(f"metric {name!r}", caller.spec.metrics[name], outputs, targets, metric=True)
+    return result.values if isinstance(_single(result), Terms) else result
+
+
+def _single(result: Any) -> Any:
+    """One value for each sample, or those of them that Keras' mask lets count. Raises JobError for Terms."""
+    if isinstance(result, Terms) and not isinstance(result, Masked):
+        raise JobError(['run="fit" takes one loss per sample, and no Terms: leave run out, or return the losses'])
+    return result
+
+
+def _callbacks(compiled: Compiled) -> list[Any]:
+    """The user's callbacks. Raises JobError, UserCodeError."""
+    spec, where = compiled.spec, compiled.caller.where
+    with user_code("callbacks()", where):
+        callbacks = list(spec.callbacks()) if spec.callbacks else []
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise JobError(
+                [f"callbacks() gives a {type(callback).__name__}: give keras.callbacks.Callback"], where=where
+            )
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise JobError(
+                ["callbacks() gives a BackupAndRestore: leave it out, every run backs up and restores"], where=where
+            )
+    return callbacks

@@ -1,0 +1,1 @@
+"""TensorFlow's parameter servers and their coordinator."""

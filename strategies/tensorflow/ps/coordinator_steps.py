@@ -1,0 +1,269 @@
+"""Steps of a coordinator: a data rank's share of a step is a function that any worker runs, and an update of its own.
+
+A worker pulls the variables from the servers, computes the mean gradient of the share and has the servers apply it, at
+once, whatever others have applied meanwhile. The chief schedules a step's shares and those of the steps that may begin
+before it ends, and waits for the step's own. TensorFlow runs a function again whose worker was lost: what that had
+pushed already is applied twice, in part or whole; its loss counts once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainwright.core.data import Batch, Feed, StepReport
+from trainwright.core.errors import NonFiniteLoss, PeerLost
+from trainwright.core.step_phases import COMPILED
+from trainwright.strategies.common.error_mapping import shown
+from trainwright.strategies.tensorflow.ps.ps_variables import Served
+from trainwright.strategies.tensorflow.training import batches
+from trainwright.strategies.tensorflow.training.objective import Caller
+from trainwright.strategies.tensorflow.training.train_function import Micro, seed_of, seeded
+from trainwright.strategies.tensorflow.training.train_state import Replica
+
+_LOOK_S = 0.1  # between two looks at who is gone
+_COPY_S = 1e-3  # between two looks whether a value that is computed is copied
+_SKIPPED = (
+    'look at these samples, lower the learning rate, set clip_norm, or pass such shares by with on_nonfinite="skip"'
+)
+
+
+class Told(NamedTuple):
+    """What a worker tells of a share.
+
+    Attributes:
+        sums: (3,) float64: of weights, of weighted losses, and the mean gradient's norm where it is wanted, else 0.
+        losses: of each micro-batch.
+    """
+
+    sums: Any
+    losses: list[Any]
+
+
+class Begun(NamedTuple):
+    """A step under way: its learning rate, and what its shares will tell."""
+
+    rate: float
+    told: list[Callable[[], Told]]
+
+
+class Shares:
+    """The steps of the chief.
+
+    Args:
+        replica: of the chief.
+        served: its variables on the servers.
+        coordinator: a `ClusterCoordinator`.
+        caller: how the job's functions are called.
+        check: raises PeerLost where a server is gone.
+        deadline_s: within which a worker must be at a share that is waited for.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        served: Served,
+        coordinator: Any,
+        caller: Caller,
+        check: Callable[[], None],
+        deadline_s: float,
+    ) -> None:
+        self._replica, self._served, self._coordinator, self._caller = replica, served, coordinator, caller
+        self._check_servers, self._deadline_s = check, deadline_s
+        self._begun: dict[int, Begun] = {}
+        self._seeds = [batches.array(seed.value) for seed in replica.seeds]
+        self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard
+        compiled = replica.spec.compile == "xla"
+        self._one = tf.function(self._micro, jit_compile=True, autograph=False) if compiled else self._micro
+        self._share = tf.function(self._shared, reduce_retracing=True, autograph=False)
+
+    def warm(self, feed: Feed) -> None:
+        """Compile the step, in one of weight 0 that applies nothing."""
+        for told in self._scheduled(feed, muted=True).told:
+            told()
+
+    def train(self, feed: Feed) -> StepReport:
+        """One step, and the beginning of those that `feed.following` names, unless a wish to stop is known.
+
+        The last step that was begun reports that wish. Raises NonFiniteLoss where the loss of a share is not finite:
+        that share is not applied, others of the step may be.
+        """
+        started = time.perf_counter()
+        self._check_servers()
+        for each in _chain(feed):
+            if each.step not in self._begun:
+                self._begun[each.step] = self._scheduled(each)
+        begun = self._begun.pop(feed.step)
+        told = [share() for share in begun.told]
+        self._check(feed, told)
+        replica = self._replica
+        replica.step = feed.step + 1
+        sums = np.array([each.sums for each in told])
+        weight, loss = (float(total) for total in sums[:, :2].sum(0))
+        norm = float(sums[:, 2] @ sums[:, 0]) / weight if self._wants_norm and weight else None
+        return StepReport(
+            step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=begun.rate,
+            gradient_norm=norm, wish=feed.wish and not self._begun,
+            phases={COMPILED: time.perf_counter() - started},
+        )  # fmt: skip
+
+    def drain(self) -> None:
+        """Wait for all that was begun: no variable changes from then on."""
+        for begun in self._begun.values():
+            for told in begun.told:
+                told()
+
+    def begin(self, function: Any, *arguments: Any) -> Callable[[], Any]:
+        """Have a worker run a compiled function; what waits for its result. Raises PeerLost."""
+        value = self._coordinator.schedule(function, args=arguments)
+        return lambda: self._landed(value)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """In which the model has the variables of the servers."""
+        trained, state = self._served.pull()
+        replica = self._replica
+        drawn = [(seed, tf.constant(value)) for seed, value in zip(replica.seeds, self._seeds, strict=True)]
+        named = zip(replica.model.trainable_variables, trained, strict=True)
+        scope: AbstractContextManager[Any] = keras.StatelessScope(
+            [*named, *zip(replica.state, state, strict=True), *drawn], collect_losses=True
+        )
+        return scope
+
+    def _scheduled(self, feed: Feed, *, muted: bool = False) -> Begun:
+        rate = self._rate(feed.step)
+        parts = zip(feed.parts, feed.data_ranks, strict=True)
+        given = tf.constant(rate, tf.float32)
+        shares = [self._micros(feed.step, part, rank, muted) for part, rank in parts]
+        return Begun(rate, [self.begin(self._share, share, given) for share in shares])
+
+    def _rate(self, step: int) -> float:
+        """Of a step, not of an update: of those there are as many as shares."""
+        if self._replica.own_schedule:
+            return float(self._replica.optimizer._learning_rate(step))
+        return self._replica.set_rate(step)
+
+    def _micros(self, step: int, part: Sequence[Batch], rank: int, muted: bool) -> tuple[Micro, ...]:
+        spec = self._replica.spec
+        return tuple(
+            Micro(
+                columns=batches.columns_of(spec.collation, batch, self._caller.wanted),
+                weights=tf.convert_to_tensor(batch.weights * (0.0 if muted else 1.0)),
+                seed=tf.constant(seed_of(spec.seed, step, micro, rank), tf.int64),
+            )
+            for micro, batch in enumerate(part)
+        )
+
+    def _landed(self, value: Any) -> Any:
+        """The value of a function that was scheduled.
+
+        It is on its worker first, from where a thread of the coordinator copies it: where that worker is lost before
+        the chief has it, the function runs again elsewhere. While a worker is at it that takes its time, and who does
+        not move at all is the driver's to find; to ask for the value then would hear of no server's end.
+        """
+        until = time.monotonic() + self._deadline_s
+        while time.monotonic() < until:
+            if value._status_available_event.wait(_LOOK_S):
+                if value._error is None and _under_way(value):
+                    until = time.monotonic() + self._deadline_s
+                elif value._error is not None or value._has_fetched_to_local:
+                    return self._got(value)
+                else:
+                    time.sleep(_COPY_S)
+            self._check_servers()
+        raise PeerLost(
+            f"no worker took a share within {self._deadline_s:g} s",
+            where=self._caller.where,
+            remedy="look at the rank that failed first",
+        )
+
+    def _got(self, value: Any) -> Any:
+        try:
+            return value.get()
+        except tf.errors.OpError:
+            self._check_servers()
+            raise
+
+    def _shared(self, micros: tuple[Micro, ...], rate: Any) -> Told:
+        """On a worker: the gradient of a share, and its application on the servers where all is well."""
+        trained, state = self._served.pull()
+        gradients, weight, loss, losses = [tf.zeros_like(each) for each in trained], 0.0, 0.0, []
+        for number, micro in enumerate(micros):
+            values, weights, own, state = self._one(micro, trained, state)
+            gradients = [one + other for one, other in zip(gradients, own, strict=True)] if number else own
+            weight += tf.cast(tf.reduce_sum(weights), tf.float64)
+            loss += tf.cast(tf.reduce_sum(values * weights), tf.float64)
+            losses.append(values)
+        gradients = [gradient * tf.cast(tf.math.divide_no_nan(1.0, weight), gradient.dtype) for gradient in gradients]
+        norm = tf.cast(tf.linalg.global_norm(gradients) if self._wants_norm else 0.0, tf.float64)
+        sums = tf.stack((weight, loss, norm))
+        fine = tf.logical_and(tf.reduce_all(tf.math.is_finite(sums)), weight != 0.0)
+        largest = self._replica.spec.clip_norm
+        if largest is not None:
+            factor = largest / tf.maximum(norm, tf.constant(largest, norm.dtype))
+            gradients = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+
+        def apply() -> Any:
+            self._served.push(gradients, state, rate)
+            return tf.constant(True)
+
+        tf.cond(fine, apply, lambda: tf.constant(False))
+        return Told(sums, losses)
+
+    def _micro(self, micro: Micro, trained: list[Any], state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+        """Forward and backward of one micro-batch: losses, weights, the sum's gradient, and the state after it."""
+        replica = self._replica
+        before = zip(replica.state, state, strict=True)
+        named = zip(replica.model.trainable_variables, trained, strict=True)
+        with tf.GradientTape() as tape:
+            tape.watch(trained)
+            scope = keras.StatelessScope([*seeded(replica.seeds, micro.seed), *before, *named], collect_losses=True)
+            with scope:
+                values, weights = self._caller.loss(replica.model, micro.columns, micro.weights, training=True)
+            objective = tf.reduce_sum(values * weights)
+        found = tape.gradient(objective, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        after = [scope.get_current_value(variable) for variable in replica.state]
+        after = [old if new is None else new for old, new in zip(state, after, strict=True)]
+        return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
+
+    def _check(self, feed: Feed, told: Sequence[Told]) -> None:
+        """Raise NonFiniteLoss with the samples of the shares whose loss or gradient is not finite."""
+        bad: list[int] = []
+        ranks = [rank for rank, each in zip(feed.data_ranks, told, strict=True) if not np.isfinite(each.sums).all()]
+        for rank, part, each in zip(feed.data_ranks, feed.parts, told, strict=True):
+            for batch, losses in zip(part, each.losses, strict=True):
+                rows = ~np.isfinite(np.asarray(losses).reshape(batch.rows, -1)).all(axis=1)
+                bad += batch.samples[rows].tolist() if rank in ranks else []
+        if ranks:
+            what = (
+                "the loss became" if any(not math.isfinite(float(each.sums[1])) for each in told) else "a gradient is"
+            )
+            error = NonFiniteLoss(
+                f"{what} not finite in step {feed.step + 1}" + (f", in samples {shown(bad)}" if bad else ""),
+                where=f"{self._caller.where}, data ranks {shown(ranks)}",
+                remedy=f"{_SKIPPED}; nothing of these shares was applied, other shares of the step may be",
+            )
+            error.samples = tuple(bad)
+            raise error
+
+
+def _under_way(value: Any) -> bool:
+    """Whether a worker computes it: the thread that waits for it there holds a lock meanwhile."""
+    free: bool = value._has_fetched_to_local_lock.acquire(timeout=_LOOK_S)
+    if free:
+        value._has_fetched_to_local_lock.release()
+    return not free
+
+
+def _chain(feed: Feed) -> Iterator[Feed]:
+    """The feed and those that may begin with it; none but itself once there is a wish to stop."""
+    following: Feed | None = feed
+    while following is not None:
+        yield following
+        following = None if feed.wish else following.following

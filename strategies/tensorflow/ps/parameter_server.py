@@ -1,0 +1,176 @@
+"""`tf.distribute.ParameterServerStrategy`: a chief leads workers, which update variables on servers as they come.
+
+The chief's `ClusterCoordinator` schedules the shares of its feeds on the workers. A worker may die and come back at its
+address while the others go on; where a server or the chief is gone, the group is over, and a new one begins in new
+processes from the last checkpoint. TensorFlow's servers have no end of their own: who started a process ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from trainwright.core.checkpoint import Reader
+from trainwright.core.data import Feed, StepReport
+from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.errors import JobError, PeerLost
+from trainwright.core.group import Address, Capabilities, Group, StateTag
+from trainwright.core.plan import Plan
+from trainwright.strategies.tensorflow.ps.coordinator_engine import Led
+from trainwright.strategies.tensorflow.ps.coordinator_steps import Shares
+from trainwright.strategies.tensorflow.ps.membership import free
+from trainwright.strategies.tensorflow.ps.ps_variables import Served
+from trainwright.strategies.tensorflow.training.evaluation import Evaluation
+from trainwright.strategies.tensorflow.training.objective import Caller
+from trainwright.strategies.tensorflow.training.train_state import Replica, Trained, rule_of
+
+_JOBS = {"server": "ps", "worker": "worker"}  # as TensorFlow calls them
+
+
+class ParameterServer(Led):
+    """Chief, server or worker, as the group says. The chief computes nothing: it schedules."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reform="new_process", topology="coordinator", tolerates=frozenset({"worker"}), xla=True
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._coordinator: Any = None
+        self._served: Served | None = None
+        self._shares: Shares | None = None
+
+    # --- the group ----------------------------------------------------------------------------------------
+
+    def lead(self, group: Group, servers: Mapping[int, Address]) -> Any:
+        """Connect to all servers."""
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(cluster_spec(group, servers)), task_type="chief", task_id=0, rpc_layer="grpc"
+        )
+        strategy = tf.distribute.ParameterServerStrategy(resolver)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        return strategy
+
+    def serve(self, group: Group, address: Address) -> Any:
+        """A server of TensorFlow's; who else there is it learns of the chief's."""
+        job, index = task_of(group, group.rank)
+        spec = tf.train.ClusterSpec({job: {index: f"{address.host}:{address.port}"}})
+        return tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc")
+
+    # --- the state ----------------------------------------------------------------------------------------
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """Make model and optimizer on the chief, and their variables on the servers. As in all engines otherwise."""
+        if spec.compile == "eager":
+            raise JobError(['compile="eager": parameter servers run compiled functions: leave it out'])
+        return super().build(spec, plan)
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> Trained:
+        assert self._group is not None, "form() comes first"
+        caller = Caller(spec=spec, where=self._where)
+        replica = Replica(spec, tf.distribute.get_strategy(), plan, caller)
+        if replica.loss_scale is not None:
+            problem = "parameter servers apply parts of a step, and cannot follow a loss scale"
+            remedy = "use mixed_bfloat16, or tf_multi_worker_mirrored"
+            raise JobError([f"{problem} (mixed_float16, loss_scale_factor): {remedy}"], where=self._where)
+        self._served = Served(replica, self._strategy, plan.servers)
+        self._shares = Shares(
+            replica, self._served, self._coordinator, caller, self._check_servers, self._group.deadline_s
+        )
+        return replica
+
+    def snapshot(self) -> StateCopy:
+        """Copy the state of the servers to the chief, when all that was begun is applied."""
+        if self._leads:
+            self._guarded(self._fetch)
+        return super().snapshot()
+
+    def restore(self, copy: StateCopy) -> StateTag:
+        """Take a state copied by `snapshot`, and give it to the servers."""
+        return self._filled(super().restore(copy))
+
+    def load(self, reader: Reader) -> StateTag:
+        """Take the state of a checkpoint of any engine of TensorFlow's, and give it to the servers."""
+        return self._filled(super().load(reader))
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def warm(self, feed: Feed) -> None:
+        """Compile the step, in a throwaway one that applies nothing."""
+        if self._leads:
+            self._guarded(lambda: self._leading.warm(feed))
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """One step of the whole group, at the chief; the steps of `feed.following` may begin.
+
+        Raises:
+            NonFiniteLoss: of a share, which was not applied; others of the step may be.
+            PeerLost: a server is gone, or no worker takes a share within the deadline.
+            UserCodeError, JobError: the user's code raised or is wrong.
+        """
+        report = self._guarded(lambda: self._leading.train(feed))
+        if report.step == self.replica.spec.total_steps:
+            self._guarded(self._finish)
+        return report
+
+    def _evaluating(self) -> Evaluation:
+        """On the workers, a micro-batch on each."""
+        if self._evaluation is None:
+            leading = self._leading
+            self._evaluation = Evaluation(self.replica.model, self._caller, leading.begin, leading.scope)
+        return self._evaluation
+
+    # --- the chief ----------------------------------------------------------------------------------------
+
+    @property
+    def _leading(self) -> Shares:
+        assert self._shares is not None, "build() comes first, and only the chief steps"
+        return self._shares
+
+    def _fetch(self) -> None:
+        assert self._served is not None, "build() comes first"
+        self._leading.drain()
+        self._served.fetch()
+
+    def _finish(self) -> None:
+        """Do what `Model.fit` does after its last step, with the state of the servers."""
+        replica = self.replica
+        assert isinstance(replica, Replica), "the chief has one"
+        if rule_of(replica.optimizer).use_ema:
+            self._fetch()
+            replica.finish()
+            self._filled(self._tag())
+
+    def _filled(self, tag: StateTag) -> StateTag:
+        if self._served is not None:
+            self._guarded(self._served.fill)
+        return tag
+
+    def _check_servers(self) -> None:
+        """Raise PeerLost where a server is gone: what lay there is lost."""
+        assert self._seats is not None and self._group is not None, "form() comes first"
+        servers = [rank for rank in self._seats.gone() if self._group.peers[rank].role == "server"]
+        if servers:
+            raise PeerLost(
+                f"the servers of ranks {servers} are gone, and with them a part of the variables",
+                where=self._where,
+                remedy="look at the rank that failed first",
+            )
+
+
+def task_of(group: Group, rank: int) -> tuple[str, int]:
+    """A member as TensorFlow calls it: its job, and its number there."""
+    role = group.peers[rank].role
+    return _JOBS[role], sum(peer.role == role for peer in group.peers[:rank])
+
+
+def cluster_spec(group: Group, servers: Mapping[int, Address]) -> dict[str, list[str]]:
+    """The cluster of a group, of the addresses of its members' servers by rank; the chief's is a free port."""
+    own = free(group.peers[0].address.host)
+    cluster: dict[str, list[str]] = {"chief": [f"{own.host}:{own.port}"], "ps": [], "worker": []}
+    for rank in range(1, group.size):
+        job, _ = task_of(group, rank)
+        cluster[job].append(f"{servers[rank].host}:{servers[rank].port}")
+    return cluster

@@ -1,0 +1,238 @@
+"""Copies of the state and the files of a checkpoint: TensorFlow's own format, by `tf.train.Checkpoint`.
+
+| file                        | holds                                                                   |
+|-----------------------------|-------------------------------------------------------------------------|
+| `state.index`, `state.data-*` | model and optimizer: `tf.train.Checkpoint(model=..., optimizer=...)`; of a run with |
+|                             | `fit` also `metrics`, `seeds` and `others`, which a `train_step` uses    |
+| `state.json`                | the step, and the names of the classes                                  |
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from tensorflow.core.protobuf import trackable_object_graph_pb2
+
+from trainwright.core.checkpoint import Reader
+from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
+from trainwright.strategies.common.error_mapping import first_line
+from trainwright.strategies.tensorflow.training.train_state import Trained
+
+STATE, PREFIX, OTHERS = "state.json", "state", "others"
+_FORMAT = 1
+_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_TRAINED = "optimizer/_trainable_variables/"
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_MEMORY = "ram://trainwright"  # TensorFlow's file system in its process's own memory: nothing is left when that dies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A state in host memory.
+
+    Attributes:
+        arrays: by their names in a checkpoint, in the order of the names.
+        graph: how TensorFlow finds objects by these names, serialized.
+        optimizer: name of its class.
+    """
+
+    step: int | None
+    arrays: Mapping[str, npt.NDArray[Any]]
+    graph: bytes
+    optimizer: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class Copier:
+    """Copies a replica's state without the detour over files.
+
+    How a checkpoint names each variable is TensorFlow's own business: it is read off one that is written once.
+    """
+
+    def __init__(self, replica: Trained) -> None:
+        self._replica = replica
+        checkpoint = _checkpoint(replica)
+        with _folder() as folder:
+            graph = _reader(checkpoint.write(f"{folder}/{PREFIX}")).get_tensor(_GRAPH)
+        self._graph = bytes(graph)
+        nodes = trackable_object_graph_pb2.TrackableObjectGraph.FromString(self._graph).nodes
+        objects = zip(nodes, tf.train.TrackableView(checkpoint).descendants(), strict=True)
+        named = [(item.checkpoint_key, held) for node, held in objects for item in node.attributes]
+        self._held = sorted(named, key=lambda pair: pair[0])
+
+    def copy(self) -> Copy:
+        """The state as it is now; TensorFlow writes no more into what was read from a variable."""
+        return Copy(
+            step=self._replica.step,
+            arrays={name: array for key, held in self._held for name, array in _arrays(key, held)},
+            graph=self._graph,
+            optimizer=type(self._replica.optimizer).__name__,
+        )
+
+
+def _arrays(key: str, held: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Values of a variable or of a lookup table by their names in a checkpoint."""
+    if hasattr(held, "export"):
+        keys, values = held.export()
+        yield f"{key}-keys", np.asarray(keys.numpy())
+        yield f"{key}-values", np.asarray(values.numpy())
+    else:
+        yield key, np.asarray(held.numpy())
+
+
+def written(copy: Copy) -> dict[str, bytes]:
+    """The files of a state, by name. Raises NonFiniteLoss for a state that nobody would want back."""
+    for name, array in copy.arrays.items():
+        if name.startswith(_TRAINED) and not np.isfinite(array.astype(np.float64)).all():
+            raise NonFiniteLoss(
+                f"a trained variable is not finite after step {copy.step}: a gradient was not, though the loss was",
+                where=name,
+                remedy='set clip_norm or on_nonfinite="skip", which look at the gradient of each step; what was '
+                "committed before is kept",
+            )
+    facts = {"format": _FORMAT, "step": copy.step, "optimizer": copy.optimizer}
+    tensors = {**copy.arrays, _GRAPH: np.array(copy.graph, dtype=object)}
+    names = sorted(tensors)
+    with _folder() as folder, tf.device("/cpu:0"):
+        values = [tf.convert_to_tensor(tensors[name]) for name in names]
+        tf.raw_ops.SaveV2(
+            prefix=f"{folder}/{PREFIX}", tensor_names=names, shape_and_slices=[""] * len(names), tensors=values
+        )
+        files = {name: _bytes(f"{folder}/{name}") for name in sorted(tf.io.gfile.listdir(folder))}
+    return {**files, STATE: json.dumps(facts, indent=1).encode()}
+
+
+def taken(replica: Trained, files: Mapping[str, bytes]) -> None:
+    """Give a replica the state of such files. Raises CheckpointError where it does not fit, with nothing changed."""
+    facts = json.loads(files[STATE])
+    if facts["format"] != _FORMAT or "optimizer" not in facts:
+        raise _misfit(f"{STATE} has format {facts['format']}, this version reads format {_FORMAT}")
+    optimizer = type(replica.optimizer).__name__
+    if facts["optimizer"] != optimizer:
+        raise _misfit(f"optimizer: {facts['optimizer']} in the checkpoint, {optimizer} in the job")
+    with _folder() as folder:
+        prefix = _put(files, folder)
+        wanted = _checkpoint(replica, _shapes(prefix))
+        _compare(prefix, wanted)
+        with replica.strategy.scope():
+            wanted.read(prefix).assert_existing_objects_matched()
+    replica.step, replica.sound = facts["step"], True
+
+
+def read(reader: Reader) -> dict[str, bytes]:
+    """All files of a checkpoint. Raises CheckpointError where one is missing."""
+    files = {name: bytes(reader.read(name)) for name in reader.names()}
+    if STATE not in files:
+        raise CheckpointError("it was not written by a TensorFlow engine", remedy="train under a new name")
+    return files
+
+
+def take_weights(model: keras.Model, reader: Reader) -> None:
+    """Give a model the weights of a checkpoint. Raises CheckpointError where they do not fit.
+
+    The state of optimizers that the model holds and that have no variables yet is left out.
+    """
+    if not model.variables:
+        raise CheckpointError(
+            "the model has no variables yet", remedy="give it a keras.Input, or call it once inside model()"
+        )
+    with _folder() as folder:
+        prefix = _put(read(reader), folder)
+        try:
+            tf.train.Checkpoint(model=model).read(prefix).expect_partial().assert_existing_objects_matched()
+        except (ValueError, AssertionError) as error:
+            raise _misfit(first_line(error)) from error
+    for part in tf.train.TrackableView(model).descendants():
+        part._deferred_dependencies.clear()  # the files are gone by the time that these would be read
+
+
+def export(model: keras.Model, path: str) -> None:
+    """Write `.keras`, `.weights.h5`, or, where the path has no ending, a SavedModel. Raises JobError for others."""
+    if path.endswith(".keras"):
+        model.save(path)
+    elif path.endswith(".weights.h5"):
+        model.save_weights(path)
+    elif not Path(path).suffix:
+        model.export(path, verbose=False)
+    else:
+        endings = "`.keras`, `.weights.h5`, or none for the folder of a SavedModel"
+        raise JobError([f"{path!r}: a Keras model is exported to {endings}"])
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    name = f"{_MEMORY}/{uuid.uuid4().hex}"
+    tf.io.gfile.makedirs(name)
+    try:
+        yield name
+    finally:
+        tf.io.gfile.rmtree(name)
+
+
+def _bytes(path: str) -> bytes:
+    with tf.io.gfile.GFile(path, "rb") as file:
+        return bytes(file.read())
+
+
+def _put(files: Mapping[str, bytes], folder: str) -> str:
+    for name, data in files.items():
+        with tf.io.gfile.GFile(f"{folder}/{name}", "wb") as file:
+            file.write(data)
+    return f"{folder}/{PREFIX}"
+
+
+def _reader(prefix: str) -> Any:
+    try:
+        return tf.compat.v1.train.NewCheckpointReader(prefix)
+    except (tf.errors.OpError, ValueError) as error:
+        raise CheckpointError(f"the files cannot be read: {first_line(error)}") from error
+
+
+def _shapes(prefix: str) -> dict[str, list[int]]:
+    """Shapes by name."""
+    return dict(_reader(prefix).get_variable_to_shape_map())
+
+
+def _checkpoint(replica: Trained, found: Mapping[str, list[int]] | None = None) -> Any:
+    """What is saved; or of metrics and seeds, which are carried beside it, what a checkpoint has in full."""
+    carried = {
+        name: variables
+        for name, variables in replica.carried.items()
+        if found is None or name == OTHERS or all(found.get(f"{name}/{number}{_VALUE}") == variable.shape.as_list()
+                                for number, variable in enumerate(variables))
+    }  # fmt: skip
+    return tf.train.Checkpoint(model=replica.model, optimizer=replica.optimizer, **carried)
+
+
+def _compare(prefix: str, wanted: Any) -> None:
+    """Raise CheckpointError for a variable that is missing or has another shape, before any is changed."""
+    found = _shapes(prefix)
+    with _folder() as folder:
+        for name, shape in _shapes(wanted.write(f"{folder}/{PREFIX}")).items():
+            if name.startswith(("_CHECKPOINTABLE", "save_counter")):
+                continue
+            if name not in found:
+                raise _misfit(f"{name}: missing in the checkpoint")
+            if found[name] != shape and name.endswith(_VALUE):  # a table may have grown
+                raise _misfit(f"{name}: shape {tuple(found[name])} in the checkpoint, {tuple(shape)} in the job")
+
+
+def _misfit(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint holds another model or optimizer: {what}",
+        remedy="use the model and optimizer that wrote it, or start a run under a new name",
+    )

@@ -1,0 +1,146 @@
+"""Evaluation and prediction: without gradients, in the model's evaluation mode.
+
+They run on the worker's first device, or wherever `Begin` has a function run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from trainwright.core.data import Batch, Columns, Feed, Sums
+from trainwright.core.errors import JobError, nearest
+from trainwright.strategies.tensorflow.training import batches
+from trainwright.strategies.tensorflow.training.objective import Caller
+
+LOSS = "loss"
+Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> what waits for the result
+
+
+def at_once(function: Any, *arguments: Any) -> Callable[[], Any]:
+    """Here and now."""
+    result = function(*arguments)
+    return lambda: result
+
+
+class Evaluation:
+    """The compiled functions of one model.
+
+    Args:
+        model: with its variables.
+        caller: how the job's functions are called.
+        begin: has a function run.
+        scope: in which the model's variables have their values.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        caller: Caller,
+        begin: Begin = at_once,
+        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model, self._caller, self._begin, self._scope = model, caller, begin, scope
+        self._sums = self._compiled(self._sums_of)
+        self._outputs = self._compiled(self._outputs_of)
+
+    def evaluate(self, feed: Feed) -> Sums:
+        """Weighted sums and weights of the loss and of each metric over the feed, in float64."""
+        begun = [
+            self._begin(
+                self._sums,
+                batches.columns_of(self._caller.spec.collation, batch, self._caller.wanted),
+                tf.convert_to_tensor(batch.weights),
+            )
+            for batch in _batches(feed)
+        ]
+        total = Sums()
+        for sums in begun:
+            total += Sums(totals={name: (float(value), float(weight)) for name, (value, weight) in sums().items()})
+        return total
+
+    def predict(self, feed: Feed) -> Columns:
+        """The model's outputs for the feed's rows: `output`, or by the model's own names where it returns several."""
+        spec = self._caller.spec
+        if not spec.inputs:
+            raise JobError(
+                ["inputs= is missing: name the columns given to the model to predict with it"], where=self._caller.where
+            )
+        found: dict[str, list[npt.NDArray[Any]]] = {}
+        begun = [
+            (batch, self._begin(self._outputs, batches.columns_of(spec.collation, batch, spec.inputs)))
+            for batch in _batches(feed)
+        ]
+        for batch, outputs in begun:
+            for name, value in self._chosen(dict(flat("", outputs()))).items():
+                found.setdefault(name, []).append(self._checked(name, value, batch))
+        return {name: np.concatenate(parts) for name, parts in found.items()}
+
+    def _compiled(self, function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        def scoped(*arguments: Any) -> Any:
+            with self._scope():
+                return function(*arguments)
+
+        return tf.function(scoped, reduce_retracing=True, autograph=False)
+
+    def _sums_of(self, columns: batches.Tensors, weights: Any) -> dict[str, tuple[Any, Any]]:
+        caller, spec = self._caller, self._caller.spec
+        terms = {}
+        if spec.step:
+            terms[LOSS] = caller.loss(self._model, columns, weights, training=False)
+        if not spec.step or spec.metrics:
+            outputs = caller.outputs(self._model, columns, training=False)
+            if not spec.step:
+                terms[LOSS] = caller.loss_of(self._model, outputs, columns, weights, training=False)
+            terms |= {name: caller.metric(name, outputs, columns, weights) for name in spec.metrics}
+        return {name: (_sum(values * counted), _sum(counted)) for name, (values, counted) in terms.items()}
+
+    def _outputs_of(self, columns: batches.Tensors) -> Any:
+        return self._caller.outputs(self._model, columns, training=False)
+
+    def _chosen(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        wanted = self._caller.spec.outputs
+        for name in wanted:
+            if name not in outputs:
+                raise JobError([f"the model has no output {name!r}: {nearest(name, outputs)}"])
+        return {name: outputs[name] for name in wanted} if wanted else outputs
+
+    def _checked(self, name: str, value: Any, batch: Batch) -> npt.NDArray[Any]:
+        if value.shape.rank == 0 or value.shape[0] != batch.rows:
+            raise JobError(
+                [
+                    f"the model's {name} has shape {tuple(value.shape)} for a batch of {batch.rows}: the first "
+                    "dimension must be the batch; or name the outputs wanted"
+                ],
+                where=self._caller.where,
+            )
+        return batches.array(value)
+
+
+def _sum(values: Any) -> Any:
+    return tf.reduce_sum(tf.cast(values, tf.float64))
+
+
+def _batches(feed: Feed) -> Iterator[Batch]:
+    for part in feed.parts:
+        yield from part
+
+
+def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every output by name, those inside others too."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from flat(f"{name}_{key}" if name else str(key), part)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from flat(f"{name or 'output'}_{number}", part)
+    elif value is not None:
+        yield name or "output", value

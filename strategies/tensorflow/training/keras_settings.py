@@ -1,0 +1,89 @@
+"""What Keras is told for a whole process: policy, type of floats, epsilon, image format, and custom objects.
+
+TensorFlow is not imported here: Keras may run on torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import cloudpickle
+import keras
+
+from trainwright.core.pickling import is_users
+
+_OWN = {"floatx": "float32", "epsilon": 1e-7, "image_data_format": "channels_last", "policy": "float32"}
+_FOREIGN = ("builtins", "keras", "tensorflow")
+_log = logging.getLogger(__name__)
+
+
+def captured() -> dict[str, Any]:
+    """The settings of this process and the user's registered functions and classes; without what is Keras' own."""
+    policy = keras.config.dtype_policy()
+    found = {
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "policy": policy.name,
+    }
+    settings: dict[str, Any] = {}
+    if found != _OWN:
+        settings = {**found, "policy": keras.saving.serialize_keras_object(policy)}
+    items = keras.saving.get_custom_objects().items()
+    registered = {name: item for name, item in items if _is_users(item) and _travels(name, item)}
+    return {**settings, "registered": registered} if registered else settings
+
+
+def apply(settings: dict[str, Any]) -> None:
+    """Give this process the settings of another."""
+    if "policy" in settings:
+        keras.config.set_floatx(settings["floatx"])
+        keras.config.set_epsilon(settings["epsilon"])
+        keras.config.set_image_data_format(settings["image_data_format"])
+        keras.config.set_dtype_policy(keras.saving.deserialize_keras_object(settings["policy"]))
+    for name, item in settings.get("registered", {}).items():
+        _register(name, item)
+
+
+def reduced(item: Any) -> tuple[Any, ...] | None:
+    """How an object of Keras' is pickled: with what its configuration knows by a name alone; None for others.
+
+    Keras pickles layers, models, metrics and the like by their configuration, in which functions and classes are names.
+    """
+    if getattr(type(item), "__reduce__", None) is not keras.layers.Layer.__reduce__ or "tensorflow" not in sys.modules:
+        return None
+    from trainwright.strategies.tensorflow.tensorflow_compat import serialized_names
+
+    with serialized_names() as names:
+        restore, arguments = item.__reduce__()
+    own = {name: part for name, part in names.items() if part.__module__.partition(".")[0] not in _FOREIGN}
+    return _restored, (own, restore, arguments)
+
+
+def _restored(own: dict[str, Any], restore: Any, arguments: tuple[Any, ...]) -> Any:
+    with keras.saving.custom_object_scope(own):
+        return restore(*arguments)
+
+
+def _register(name: str, item: Any) -> None:
+    package, separator, own = name.partition(">")
+    if separator:
+        keras.saving.register_keras_serializable(package, own)(item)
+    else:
+        keras.saving.get_custom_objects()[name] = item
+
+
+def _is_users(item: Any) -> bool:
+    return item.__module__ == "__main__" or is_users(sys.modules.get(item.__module__))
+
+
+def _travels(name: str, item: Any) -> bool:
+    """Whether other processes can have it; one that none asks for need not."""
+    try:
+        cloudpickle.dumps(item)
+    except Exception as error:
+        _log.info("the custom object %s stays here: pickling it raised %s: %s", name, type(error).__name__, error)
+        return False
+    return True

@@ -1,0 +1,217 @@
+"""How a job's functions are called, and the loss of a micro-batch as terms.
+
+A step's gradient is that of sum(values * weights) / W over the whole global batch, with W the sum of all weights. Each
+micro-batch contributes sum(values * weights) / rows; gradients are summed over the replicas, which is right where all
+weights are 1 (W = rows); otherwise they are scaled by rows / W before they are applied.
+
+AutoGraph rewrites the job's loss, step and metrics, as it does in a `tf.function` of the user's own, and nothing of
+ours, which would take seconds in each new process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainwright.core.data import Terms
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.strategies.tensorflow.tensorflow_compat import Functional
+from trainwright.strategies.tensorflow.training import batches
+from trainwright.strategies.tensorflow.training.error_mapping import user_code
+from trainwright.strategies.tensorflow.training.loss_call import applied, check_broadcast, rewritten
+
+BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that divides by the sum of the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """How a job's functions are called.
+
+    Attributes:
+        spec: the job's functions and columns.
+        where: the rank, for errors.
+    """
+
+    spec: ModelSpec
+    where: str
+
+    @property
+    def wanted(self) -> tuple[str, ...] | None:
+        """Columns that the job's functions want; None for all, which a step of the user's own takes."""
+        spec = self.spec
+        weights = (spec.sample_weight,) if spec.sample_weight else ()
+        return None if spec.step else tuple(dict.fromkeys((*spec.inputs, *spec.targets, *weights)))
+
+    def outputs(self, model: keras.Model, columns: batches.Tensors, *, training: bool) -> Any:
+        """The model's outputs for the input columns, whatever they are."""
+        given = [columns[name] for name in self.spec.inputs]
+        with user_code("the model", self.where):
+            if self.spec.keywords:
+                return call_model(model, dict(zip(self.spec.keywords, given, strict=True)), training=training)
+            return call_model(model, given, training=training)
+
+    def targets(self, columns: batches.Tensors) -> Any:
+        """The target column, or a tuple where there are several."""
+        chosen = tuple(columns[name] for name in self.spec.targets)
+        return chosen[0] if len(chosen) == 1 else chosen
+
+    def loss(self, model: keras.Model, columns: batches.Tensors, weights: tf.Tensor, *, training: bool) -> Terms:
+        """The loss terms of a micro-batch, sample weights included."""
+        if self.spec.step:
+            with user_code("step=", self.where):
+                result = rewritten(self.spec.step)(model, dict(columns))
+            return self.terms("step=", result, weights)
+        outputs = self.outputs(model, columns, training=training)
+        return self.loss_of(model, outputs, columns, weights, training=training)
+
+    def loss_of(
+        self, model: keras.Model, outputs: Any, columns: batches.Tensors, weights: tf.Tensor, *, training: bool
+    ) -> Terms:
+        """The loss terms of outputs that are there already; what the model's regularizers cost is part of each."""
+        assert self.spec.loss is not None, "a job has loss= or step="
+        result = self.applied("loss=", self.spec.loss, outputs, self.targets(columns))
+        values, counted = self.weighted(self.terms("loss=", result, weights), self.factors(columns, training=training))
+        for penalty in model.losses:
+            values += tf.cast(penalty, values.dtype)
+        return Terms(values, counted)
+
+    def factors(self, columns: batches.Tensors, *, training: bool) -> Any:
+        """What the losses of each sample are multiplied by: of the column, or of the classes; None for nothing."""
+        if self.spec.sample_weight:
+            return columns[self.spec.sample_weight]
+        if self.spec.class_weight and training:
+            return _of_classes(columns[self.spec.targets[0]], self.spec.class_weight)
+        return None
+
+    def weighted(self, terms: Terms, factors: Any) -> Terms:
+        """Losses times the samples' weights; of a loss that Keras divides by their sum, the weights count instead.
+
+        Args:
+            factors: (rows,), (rows, 1) or as many as losses; None for no weights.
+
+        Raises:
+            JobError: they do not fit the losses.
+        """
+        if factors is None:
+            return terms
+        values, counted = terms
+        factors = tf.stop_gradient(tf.cast(factors, values.dtype))
+        if factors.shape.rank == values.shape.rank + 1 and factors.shape[-1] == 1:
+            factors = factors[..., 0]
+        factors = self._fitted("sample_weight=", factors, values)
+        if getattr(self.spec.loss, "reduction", None) == BY_WEIGHT:
+            return Terms(values, counted * factors)
+        return Terms(values * factors, counted)
+
+    def metric(self, name: str, outputs: Any, columns: batches.Tensors, weights: tf.Tensor) -> Terms:
+        """The terms of a metric."""
+        what = f"metric {name!r}"
+        result = self.applied(what, self.spec.metrics[name], outputs, self.targets(columns), metric=True)
+        return self.terms(what, result, weights)
+
+    def applied(self, what: str, function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
+        """What a loss or metric returns: values, or Terms; see `loss_call.applied`. Raises JobError, UserCodeError."""
+        with user_code(what, self.where):
+            result = applied(function, outputs, targets, metric=metric)
+        check_broadcast(what, function, outputs, targets, result, self.where)
+        return result
+
+    def terms(self, what: str, result: Any, weights: tf.Tensor) -> Terms:
+        """What a loss or metric returned, checked, with the feed's sample weights multiplied in.
+
+        Values of weight 0 do not count, whatever they are: not even if they are not finite.
+
+        Args:
+            weights: (rows,), of the feed.
+
+        Raises:
+            JobError: it is no tensor, it was reduced, or its first dimension is not the batch.
+        """
+        values = tf.convert_to_tensor(result.values if isinstance(result, Terms) else result)
+        self._check(what, values, weights)
+        values = values if values.dtype in (tf.float32, tf.float64) else tf.cast(values, tf.float32)
+        fed = _rowwise(tf.cast(weights, values.dtype), values)
+        counted = tf.broadcast_to(fed, tf.shape(values))
+        if isinstance(result, Terms):
+            own = tf.stop_gradient(tf.cast(result.weights, values.dtype))
+            counted = counted * self._fitted(what, own, values)
+        return Terms(tf.where(counted == 0.0, tf.zeros_like(values), values), counted)
+
+    def _check(self, what: str, values: tf.Tensor, weights: tf.Tensor) -> None:
+        if values.shape.rank == 0:
+            loss = "one loss per sample: use reduction=None"
+            wanted = "one value per sample, without a mean" if what.startswith("metric") else loss
+            raise self._wrong(f"{what} returned a single number: return {wanted}, or Terms(values, weights)")
+        if not values.shape[:1].is_compatible_with(weights.shape[:1]):
+            raise self._wrong(
+                f"{what} returned shape {tuple(values.shape)} for a batch of {weights.shape[0]} rows: the first "
+                "dimension must be the batch, one loss per sample; for tokens or pixels return (samples, k) or "
+                "Terms(values, weights)"
+            )
+
+    def _fitted(self, what: str, weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+        """The user's weights in the shape of the values."""
+        leading = values.shape[: weights.shape.rank].is_compatible_with(weights.shape)
+        try:
+            return tf.broadcast_to(_rowwise(weights, values) if leading else weights, tf.shape(values))
+        except (ValueError, tf.errors.InvalidArgumentError):
+            raise self._wrong(
+                f"{what} has weights of shape {tuple(weights.shape)} for values of shape {tuple(values.shape)}: "
+                "give each value its weight"
+            ) from None
+
+    def _wrong(self, problem: str) -> JobError:
+        return JobError([problem], where=self.where)
+
+
+def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
+    """Call a model with its inputs.
+
+    Several inputs go to functional models as one structure. Others take them as arguments, or as one structure where
+    their `call` has no such arguments: Keras' own way, `call(self, inputs)`.
+
+    Args:
+        given: a list of inputs, or a dict of them by the names that the job gives them.
+    """
+    if isinstance(given, list) and len(given) == 1:
+        return model(given[0], training=training)
+    if isinstance(model, keras.Sequential | Functional) or not _takes(model.call, given):
+        return model(given, training=training)
+    if isinstance(given, dict):
+        return model(**given, training=training)
+    return model(*given, training=training)
+
+
+def _takes(call: Any, given: Any) -> bool:
+    """Whether a model's `call` has an argument for each input: of its name, or in its place."""
+    parameters = [each for each in inspect.signature(call).parameters.values() if each.name != "training"]
+    open_kind = inspect.Parameter.VAR_KEYWORD if isinstance(given, dict) else inspect.Parameter.VAR_POSITIONAL
+    if any(each.kind is open_kind for each in parameters):
+        return True
+    if isinstance(given, dict):
+        return set(given) <= {each.name for each in parameters}
+    placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(given) <= sum(each.kind in placed for each in parameters)
+
+
+def _of_classes(targets: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
+    """(rows,) weights of the samples' classes, which are numbers or one-hot, as Keras makes them of `class_weight`."""
+    if targets.shape.rank > 1:
+        targets = targets[..., 0] if targets.shape[-1] == 1 else tf.argmax(targets, -1)
+    classes = tf.cast(tf.round(tf.cast(targets, tf.float64)), tf.int64)
+    found = tf.ones_like(classes, tf.float64)
+    for number, weight in weights.items():
+        found = tf.where(classes == number, tf.constant(weight, tf.float64), found)
+    return found
+
+
+def _rowwise(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Weights of the leading dimensions, with dimensions of 1 appended until they broadcast against the values."""
+    extra = values.shape.rank - weights.shape.rank
+    return tf.reshape(weights, tf.concat((tf.shape(weights), tf.ones(extra, tf.int32)), 0))

@@ -1,0 +1,316 @@
+"""One training step as one compiled function: gradients summed over all replicas, then, if all is well, applied.
+
+Whether the loss is finite and by how much to scale travels with the gradients, so that all replicas decide alike.
+Randomness is counted: every seed generator of the model gets its state from (seed, step, micro-batch, data rank), by a
+`StatelessScope`, so that nothing is carried from step to step and a replica draws what its data rank draws anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from trainwright.core.data import Batch, Feed, StepReport, fold
+from trainwright.core.gradient_noise import Scatter, due
+from trainwright.core.step_phases import COMPILED
+from trainwright.strategies.common.error_mapping import non_finite, shown, spoiled
+from trainwright.strategies.tensorflow.training import batches
+from trainwright.strategies.tensorflow.training.objective import Caller
+from trainwright.strategies.tensorflow.training.train_state import Replica
+
+_WORD = 2**31 - 1
+
+
+class Micro(NamedTuple):
+    """A micro-batch on its way through the program.
+
+    Attributes:
+        columns: by name.
+        weights: (rows,) of the feed.
+        seed: (2,) int64, of its random numbers.
+    """
+
+    columns: Mapping[str, Any]
+    weights: Any
+    seed: Any
+
+
+class Share(NamedTuple):
+    """What one data rank brings to a step.
+
+    Attributes:
+        micros: its micro-batches.
+        rows: () real samples in the global batch.
+        wish: () 1 where this worker wishes to stop.
+        sampled: () whether the noise of this step's gradients is looked at.
+    """
+
+    micros: tuple[Micro, ...]
+    rows: Any
+    wish: Any
+    sampled: Any
+
+
+class Found(NamedTuple):
+    """What one replica has after the reduction.
+
+    Attributes:
+        gradients: summed over all replicas, in the order of the trained variables.
+        carry: (8,) sums of weights, of weighted losses and of wishes over all replicas; parts, samples and shares of
+            `core.noise.Scatter` where the step is sampled, else 0; the norm of the gradients where it is wanted, else
+            0; and the scatter's whole.
+        state: new values of the model's state that is not trained, averaged over all replicas; None where the step
+            leaves it as it is.
+        losses: of this replica's micro-batches.
+    """
+
+    gradients: list[Any]
+    carry: Any
+    state: list[Any]
+    losses: list[Any]
+
+
+class Outcome(NamedTuple):
+    """What the host reads of a step.
+
+    Attributes:
+        carry: of the first replica; see `Found`.
+        losses: of each micro-batch, a value for each replica.
+    """
+
+    carry: Any
+    losses: list[Any]
+
+
+class Program:
+    """The step of one replica group.
+
+    Args:
+        replica: model and optimizer.
+        caller: how the job's functions are called.
+    """
+
+    def __init__(self, replica: Replica, caller: Caller) -> None:
+        self._replica, self._caller, self._strategy = replica, caller, replica.strategy
+        self._kind = tf.float64 if any(v.dtype == tf.float64 for v in replica.trained) else tf.float32
+        self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard or replica.scales
+        compiled = replica.spec.compile == "xla"
+        self._one = tf.function(self._micro, jit_compile=True, autograph=False) if compiled else self._micro
+        self._step = tf.function(self._stepped, reduce_retracing=True, autograph=False)
+
+    def run(self, feed: Feed, *, muted: bool = False) -> Outcome:
+        """The compiled step. It applies nothing where the loss is not finite or, as where it is muted, has no weight.
+
+        An operation that fails may have failed amid the application.
+        """
+        shares = [self._share(feed, part, rank, muted) for part, rank in zip(feed.parts, feed.data_ranks, strict=True)]
+        dealt = batches.dealt(self._strategy, shares, feed.data_ranks.start)
+        try:
+            outcome: Outcome = self._step(dealt)
+        except tf.errors.OpError:
+            self._replica.sound = False
+            raise
+        return outcome
+
+    def train(self, feed: Feed) -> StepReport:
+        """One step. All ranks apply it, or none does. Raises NonFiniteLoss with nothing applied."""
+        replica = self._replica
+        rate = replica.set_rate(feed.step)
+        begun = time.perf_counter()
+        outcome = self.run(feed)
+        weight, loss, wish, parts, samples, shares, norm, whole = (float(value) for value in outcome.carry.numpy())
+        phases = {COMPILED: time.perf_counter() - begun}
+        self._check(feed, weight, loss, norm, outcome)
+        replica.step = feed.step + 1
+        if replica.step == replica.spec.total_steps:
+            replica.finish()
+        overflowed = replica.scales and not math.isfinite(norm)
+        wanted, sampled = self._wants_norm and weight and not overflowed, bool(samples and weight) and not overflowed
+        return StepReport(
+            step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=rate,
+            gradient_norm=norm * feed.rows / weight if wanted else None, wish=wish > 0.5, overflowed=overflowed,
+            phases=None if sampled else phases,
+            scatter=Scatter(samples=samples, shares=shares, parts=parts, whole=whole) if sampled else None,
+        )  # fmt: skip
+
+    def _share(self, feed: Feed, part: Sequence[Batch], rank: int, muted: bool) -> Share:
+        spec = self._replica.spec
+        micros = tuple(
+            Micro(
+                columns=batches.columns_of(spec.collation, batch, self._caller.wanted),
+                weights=tf.convert_to_tensor(batch.weights * (0.0 if muted else 1.0)),
+                seed=tf.constant(seed_of(spec.seed, feed.step, micro, rank), tf.int64),
+            )
+            for micro, batch in enumerate(part)
+        )
+        wish, sampled = feed.wish and rank == feed.data_ranks[0], due(feed.step, feed.total * len(part))
+        return Share(
+            micros, tf.constant(feed.rows, tf.float64), tf.constant(float(wish), self._kind), tf.constant(sampled)
+        )
+
+    def _stepped(self, share: Any) -> Outcome:
+        found: Found = self._strategy.run(self._found_here, args=(share,))
+        gradients = [tensor for each in found.gradients for tensor in self._own(each)]
+        with tf.control_dependencies(gradients):  # no variable changes before the last collective is over
+            carry = tf.identity(self._own(found.carry)[0])
+        weight, loss, _, _, _, _, norm, _ = tf.unstack(tf.cast(carry, tf.float64))
+        told = (weight, loss) if self._replica.scales else (weight, loss, norm)  # a LossScaleOptimizer looks itself
+        sums = tf.reduce_all(tf.math.is_finite(tf.stack(told)))
+
+        def apply() -> Any:
+            factor = self._scale(weight, tf.cast(self._own(share)[0].rows, tf.float64), norm)
+            self._applied(found.gradients, factor, found.state)
+            return tf.constant(True)
+
+        tf.cond(tf.logical_and(sums, weight != 0.0), apply, lambda: tf.constant(False))
+        return Outcome(carry, found.losses)
+
+    def _scale(self, weight: Any, rows: Any, norm: Any) -> Any:
+        """By how much to multiply the gradients: to the mean over the global weight, and clipped."""
+        factor = rows / weight
+        largest = self._replica.spec.clip_norm
+        return factor if largest is None else factor * tf.minimum(tf.ones_like(norm), largest / (norm * factor))
+
+    def _found_here(self, share: Share) -> Found:
+        """In one replica: forward and backward of its micro-batches, then the reduction."""
+        kind, replica = self._kind, self._replica
+        gradients: list[Any] = []
+        weight, loss, told = tf.zeros((), kind), tf.zeros((), kind), tf.zeros(3, kind)
+        before = state = [tf.convert_to_tensor(variable.value) for variable in replica.state]
+        losses = []
+        for micro in share.micros:
+            values, weights, own, state = self._one(micro, share.rows, state)
+            gradients = [one + other for one, other in zip(gradients, own, strict=True)] if gradients else own
+            weight += tf.cast(tf.reduce_sum(weights), kind)
+            loss += tf.cast(tf.reduce_sum(values * weights), kind)
+            losses.append(values)
+            told += self._where_sampled(share, partial(self._told, own, micro, share.rows), 3)
+        changed = [None if new is old else new for old, new in zip(before, state, strict=True)]
+        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), told), 0), changed, losses)
+        whole = self._where_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
+        return found._replace(carry=tf.concat((found.carry, whole), 0))
+
+    def _where_sampled(self, share: Share, told: Callable[[], Any], size: int) -> Any:
+        """What is told of the gradients' noise, or as many zeros. One share in all tells nothing."""
+        nothing = tf.zeros(size, self._kind)
+        if self._strategy.num_replicas_in_sync * len(share.micros) == 1:
+            return nothing
+        return tf.cond(share.sampled, told, lambda: nothing)
+
+    def _told(self, gradients: list[Any], micro: Micro, rows: Any) -> Any:
+        """(3,) a micro-batch's part of a scatter: parts, samples and shares."""
+        samples = tf.cast(tf.math.count_nonzero(micro.weights), self._kind)
+        parts = tf.math.divide_no_nan(self._square(gradients, rows), samples)
+        return tf.stack((parts, samples, tf.minimum(samples, 1)))
+
+    def _square(self, gradients: list[Any], rows: Any) -> Any:
+        """Squared norm of the sum of samples' gradients; each is divided by `rows` as it is."""
+        return tf.square(tf.cast(tf.linalg.global_norm(gradients), self._kind) * tf.cast(rows, self._kind))
+
+    def _micro(self, micro: Micro, rows: Any, state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+        """Forward and backward of one micro-batch: losses, their weights, gradients, and the model's state after it."""
+        replica = self._replica
+        before = zip(replica.state, state, strict=True)
+        with tf.GradientTape() as tape:
+            trained = [
+                (variable, tf.convert_to_tensor(variable.value)) for variable in replica.model.trainable_variables
+            ]
+            scope = keras.StatelessScope([*seeded(replica.seeds, micro.seed), *before, *trained], collect_losses=True)
+            with scope:
+                values, weights = self._caller.loss(replica.model, micro.columns, micro.weights, training=True)
+            objective = tf.reduce_sum(values * weights) / tf.cast(rows, values.dtype)
+            objective = self._times(objective, replica.loss_scale)
+        found = tape.gradient(objective, replica.trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        found = [self._times(gradient, replica.loss_scale, inverse=True) for gradient in found]
+        after = [scope.get_current_value(variable) for variable in replica.state]
+        after = [old if new is None else new for old, new in zip(state, after, strict=True)]
+        return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
+
+    def _reduced(self, gradients: list[Any], carry: Any, kept: list[Any], losses: list[Any]) -> Found:
+        context = tf.distribute.get_replica_context()
+        if context.num_replicas_in_sync > 1:
+            total = tf.distribute.ReduceOp.SUM
+            *gradients, carry = context.all_reduce(total, [*gradients, carry])
+            kept = _averaged(context, kept)
+        norm = tf.linalg.global_norm(gradients) if self._wants_norm else tf.zeros(())
+        carry = tf.concat((carry, [tf.cast(norm, self._kind)]), 0)
+        return Found(gradients=gradients, carry=carry, state=kept, losses=losses)
+
+    def _applied(self, gradients: list[Any], factor: Any, state: list[Any]) -> None:
+        self._strategy.run(self._applied_here, args=(gradients, factor))
+        for variable, value in zip(self._replica.state, state, strict=True):
+            if value is not None:
+                self._strategy.extended.update(variable.value, lambda own, new: own.assign(new), args=(value,))
+
+    def _applied_here(self, gradients: list[Any], factor: Any) -> None:
+        """In one replica: the gradients are those of the whole batch already."""
+        scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+        scaled = [self._times(gradient, self._replica.loss_scale) for gradient in scaled]
+        self._replica.optimizer.apply(scaled, self._replica.model.trainable_variables)
+
+    def _times(self, value: Any, scale: Any, *, inverse: bool = False) -> Any:
+        """A value with the loss scale, or without it; as it is where there is none."""
+        if scale is None:
+            return value
+        value = tf.convert_to_tensor(value)
+        scale = tf.cast(scale, value.dtype)
+        return value / scale if inverse else value * scale
+
+    def _check(self, feed: Feed, weight: float, loss: float, norm: float, outcome: Outcome) -> None:
+        """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
+        if math.isfinite(loss) and math.isfinite(weight):
+            if not weight or math.isfinite(norm) or self._replica.scales:
+                return
+            raise non_finite(f"the gradient's norm became {norm} in step {feed.step + 1}", self._caller.where)
+        for rank, batch, losses in self._own_losses(feed, outcome):
+            bad = ~np.isfinite(losses.reshape(len(losses), -1)).all(axis=1)
+            if bad.any():
+                samples = batch.samples[bad].tolist()
+                where = f"{self._caller.where}, data rank {rank}"
+                what = f"the loss became {loss} in step {feed.step + 1}, in samples {shown(samples)}"
+                raise non_finite(what, where, samples, cause=spoiled(batch, bad))
+        what = f"the loss became {loss} in step {feed.step + 1}, on another data rank"
+        raise non_finite(what, self._caller.where, elsewhere=True)
+
+    def _own_losses(self, feed: Feed, outcome: Outcome) -> Iterable[tuple[int, Batch, npt.NDArray[Any]]]:
+        """Losses of each micro-batch of this process, with its data rank."""
+        for micro, value in enumerate(outcome.losses):
+            for rank, part, losses in zip(feed.data_ranks, feed.parts, self._own(value), strict=True):
+                yield rank, part[micro], losses.numpy()
+
+    def _own(self, value: Any) -> tuple[Any, ...]:
+        """The values of this process's replicas, in order."""
+        return tuple(self._strategy.experimental_local_results(value))
+
+
+def _averaged(context: Any, values: list[Any]) -> list[Any]:
+    """Means over all replicas of the values that are there; collectives take values of one type at a time."""
+    found = list(values)
+    for kind in dict.fromkeys(value.dtype for value in values if value is not None):
+        places = [place for place, value in enumerate(values) if value is not None and value.dtype == kind]
+        wide = [values[place] if kind.is_floating else tf.cast(values[place], tf.float64) for place in places]
+        means = context.all_reduce(tf.distribute.ReduceOp.MEAN, wide)
+        for place, mean in zip(places, means, strict=True):
+            found[place] = mean if kind.is_floating else tf.cast(tf.round(mean), kind)
+    return found
+
+
+def seeded(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
+    """The state of each of a model's seed generators."""
+    for number, variable in enumerate(generators):
+        mixed = tf.stack(((seed[0] + number * 0x9E3779B1) % _WORD, seed[1]))
+        yield variable, tf.cast(mixed, variable.dtype)
+
+
+def seed_of(*numbers: int) -> tuple[int, int]:
+    """Two words of 31 bits."""
+    folded = fold(*numbers, 0)
+    return folded & _WORD, (folded >> 31) & _WORD

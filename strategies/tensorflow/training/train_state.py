@@ -1,0 +1,220 @@
+"""One worker's model and optimizer under its strategy, and where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from trainwright.core.data import Batch, fold
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.core.plan import Plan
+from trainwright.strategies.tensorflow.training import batches
+from trainwright.strategies.tensorflow.training.error_mapping import user_code
+from trainwright.strategies.tensorflow.training.objective import Caller
+
+_SEED_BITS = 32
+
+
+class Trained(Protocol):
+    """What is copied, saved and restored; see `Replica`."""
+
+    spec: ModelSpec
+    strategy: tf.distribute.Strategy
+    model: keras.Model
+    step: int | None
+    sound: bool
+    carried: Mapping[str, list[tf.Variable]]
+
+    @property
+    def optimizer(self) -> Any:
+        """The user's optimizer."""
+
+
+class Replica:
+    """Model and optimizer of one worker, made by the job's functions in the strategy's scope.
+
+    A model that knows no shapes yet learns them from a sample.
+
+    Args:
+        spec: the job's functions.
+        strategy: that holds the variables.
+        plan: says the precision (`bf16` computes in Keras' `mixed_bfloat16`), and into how many parts a batch goes.
+        caller: how the job's functions are called.
+
+    Attributes:
+        model: the user's model.
+        optimizer: the user's optimizer.
+        step: completed steps; None before the first step or load.
+        sound: False while, and after a failure in which, the optimizer changed only a part.
+        slots: variables of the optimizer for each that is trained, in the order in which they were made.
+        carried: variables that neither model nor optimizer saves, by name; none, because randomness is counted.
+
+    Raises:
+        JobError: the job's functions do not return what they should.
+        UserCodeError: they raised.
+    """
+
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> None:
+        self.spec, self.strategy, self.where = spec, strategy, caller.where
+        self.step: int | None = None
+        self.sound = True
+        self.carried: Mapping[str, list[tf.Variable]] = {}
+        self.model = built_model(spec, strategy, plan, caller)
+        with self.strategy.scope():
+            assert self.spec.optimizer is not None, "only a job with run='fit' may leave it out"
+            with user_code("optimizer()", self.where):
+                self.optimizer = self.spec.optimizer(self.model.trainable_variables)
+            if not isinstance(self.optimizer, keras.optimizers.Optimizer):
+                raise JobError(
+                    [f"optimizer() returned {type(self.optimizer).__name__}: return a keras.optimizers.Optimizer"]
+                )
+            self.optimizer = loss_scaled(self.optimizer, self.model)
+            self.slots = built(self.optimizer, self.model.trainable_variables)
+        rule = rule_of(self.optimizer)
+        rule._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
+        self.own_schedule = isinstance(rule._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+        if self.own_schedule and self.spec.schedule is not None:
+            raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
+        self.initial_rate = None if self.own_schedule else float(self._rate())
+        self.seeds = [generator.state for generator in generators(self.model)]
+        drawn = {id(seed) for seed in self.seeds}
+        self.state = [variable for variable in self.model.non_trainable_variables if id(variable) not in drawn]
+
+    @property
+    def trained(self) -> list[tf.Variable]:
+        """The variables that are trained, as TensorFlow has them."""
+        return [variable.value for variable in self.model.trainable_variables]
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss scale follows the gradients: a step where they overflow is not applied, and halves it."""
+        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
+
+    @property
+    def loss_scale(self) -> Any:
+        """What the loss is multiplied by before gradients are taken, and `apply` divides them by; None for nothing."""
+        return self.optimizer.dynamic_scale.value if self.scales else self.optimizer.loss_scale_factor
+
+    def finish(self) -> None:
+        """Do what `Model.fit` does after its last step: with `use_ema` the weights become their moving averages."""
+        self.optimizer.finalize_variable_values(self.model.trainable_variables)
+
+    def _rate(self) -> Any:
+        return self.optimizer.learning_rate.numpy()
+
+    def set_rate(self, step: int) -> float:
+        """Set the learning rate of a step, and return it."""
+        if self.own_schedule:
+            return float(self._rate())
+        rate = self.initial_rate
+        assert rate is not None, "an optimizer has a rate or a schedule"
+        if self.spec.schedule is not None:
+            with user_code("schedule=", self.where):
+                rate *= float(self.spec.schedule(step, self.spec.total_steps))
+            with self.strategy.scope():
+                self.optimizer.learning_rate = rate
+        return rate
+
+
+def loss_scaled(optimizer: Any, model: keras.Model) -> Any:
+    """The optimizer, in a LossScaleOptimizer where the model computes in float16, as `compile` does it."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scaled or model.dtype_policy.name != "mixed_float16":
+        return optimizer
+    return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+
+
+def rule_of(optimizer: Any) -> Any:
+    """The optimizer that updates the variables: of a LossScaleOptimizer the one inside."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def built(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Builds an optimizer; the variables that it made for each of those it trains."""
+    made: dict[int, list[keras.Variable]] = {}
+    rule = rule_of(optimizer)
+    add = rule.add_variable_from_reference
+
+    def recorded(reference_variable: Any, *args: Any, **kwargs: Any) -> keras.Variable:
+        slot = add(reference_variable, *args, **kwargs)
+        made.setdefault(id(reference_variable), []).append(slot)
+        return slot
+
+    object.__setattr__(rule, "add_variable_from_reference", recorded)
+    try:
+        optimizer.build(variables)
+    finally:
+        object.__delattr__(rule, "add_variable_from_reference")
+    return [made.get(id(variable), []) for variable in variables]
+
+
+def built_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> keras.Model:
+    """The job's model in the strategy's scope, with all its variables; see `Replica` for arguments and errors."""
+    keras.utils.set_random_seed(fold(spec.seed, -1) % 2**_SEED_BITS)
+    with strategy.scope(), _policy(plan):
+        with user_code("model()", caller.where):
+            model = spec.model()
+        if not isinstance(model, keras.Model):
+            kind = type(model)
+            raise JobError([f"model() returned {kind.__module__}.{kind.__qualname__}: return a keras.Model"])
+        _check_norms(model, spec, plan, caller.where)
+        if not (model.built and model.trainable_variables) and spec.sample is not None and has_call(model):
+            _try(model, spec.sample(), caller)
+    if not model.trainable_variables:
+        raise JobError(["model() has no variables that can be trained"], where=caller.where)
+    return model
+
+
+@contextmanager
+def _policy(plan: Plan) -> Iterator[None]:
+    """Keras' policy for a plan's precision; others that build models in this process keep theirs."""
+    before = keras.config.dtype_policy()
+    if plan.precision == "bf16":
+        keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        yield
+    finally:
+        if plan.precision == "bf16":
+            keras.config.set_dtype_policy(before)
+
+
+def has_call(model: keras.Model) -> bool:
+    """Whether a model can be called: one that has only a `train_step` of its own, as a GAN does, need not be."""
+    return type(model).call is not keras.Model.call
+
+
+def _try(model: keras.Model, sample: Batch, caller: Caller) -> None:
+    """Call the model once, which gives it its variables."""
+    columns = batches.columns_of(caller.spec.collation, sample, caller.spec.inputs or None)
+    if caller.spec.inputs:
+        caller.outputs(model, columns, training=False)
+    else:
+        caller.loss(model, columns, tf.convert_to_tensor(sample.weights), training=False)
+
+
+def batch_norms(model: keras.Model) -> list[str]:
+    """Names of the layers that normalize by statistics of the batch."""
+    kind = keras.layers.BatchNormalization
+    return [layer.path for layer in model._flatten_layers() if isinstance(layer, kind) and layer.trainable]
+
+
+def _check_norms(model: keras.Model, spec: ModelSpec, plan: Plan, where: str) -> None:
+    norms = batch_norms(model)
+    if norms and (plan.mesh.data_ranks > 1 or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
+        problem = (
+            f"layer {norms[0]!r} is a batch norm: {plan.mesh.data_ranks} data ranks and accumulation="
+            f"{plan.accumulation} normalize smaller batches than one device: use group or layer normalization, or "
+            'accept the difference with inexact=("batch_norm",)'
+        )
+        raise JobError([problem], where=where)
+
+
+def generators(model: keras.Model) -> Iterator[Any]:
+    """The seed generators of all layers."""
+    for layer in model._flatten_layers():
+        yield from layer._seed_generators

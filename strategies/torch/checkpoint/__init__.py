@@ -1,0 +1,1 @@
+"""State of a torch replica: files, layouts, comparison of replicas."""

@@ -1,0 +1,261 @@
+"""Digests of what a rank holds, by which replicas are compared.
+
+A digest is a sum of a tensor's memory, in words of 64 bits, each multiplied by an odd number of its own: any single
+change is seen for certain, any other but for one case in 2**63, also where the same values stand in other places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+
+from trainwright.core.data import fold
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.checkpoint import state
+from trainwright.strategies.torch.checkpoint.shard_layout import local
+from trainwright.strategies.torch.distributed.process_group import compared
+from trainwright.strategies.torch.training.train_state import Replica, settings
+
+UNCHECKED = "replicas"  # in a job's `inexact=`: replicas may drift apart
+ROW_WORDS = 1 << 15  # words that are multiplied by the same factors: these stay in a processor's cache
+_BLOCK = 128  # rows that are multiplied at once on an accelerator, which has no product of integer matrices
+_SHOWN = 8  # ranks in an error
+_GROUP, _BUFFER, _SLOT, _PARAMETER = "parameter group", "buffer", "optimizer state", "parameter"
+Key = tuple[str, str]  # a kind, and a name of that kind
+Entries = dict[Key, Tensor | str]
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return a tensor's digest, one int64 on its device."""
+    if tensor.layout is torch.sparse_coo:
+        found = tensor.detach().coalesce()
+        return digest(torch.cat((digest(found.indices()), digest(found.values()))))
+    words = _words(tensor)
+    factors = _factors(words.device)
+    while len(words) != 1:
+        whole = len(words) // ROW_WORDS
+        rows, rest = words[: whole * ROW_WORDS].view(whole, ROW_WORDS), words[whole * ROW_WORDS :]
+        words = torch.cat((_products(rows, factors), _products(rest.unsqueeze(0), factors[: len(rest)])))
+    return words
+
+
+def digest_of_parameters(model: nn.Module) -> int:
+    """Return a 63-bit number that depends on every bit of the parameters that are trained."""
+    return fold(*_numbers(parameter for parameter in model.parameters() if parameter.requires_grad))
+
+
+def compare(replica: Replica, kin: Sequence[tuple[Hashable, Hashable]], device: torch.device, where: str) -> None:
+    """Make sure that ranks hold the same. Every rank of the group calls it; one small all-gather where they do.
+
+    Args:
+        replica: this rank's.
+        kin: by rank, two keys: ranks of equal first keys must agree in what no rank divides (buffers, settings), those
+            of equal second keys in what is divided too.
+        device: where the process group communicates.
+        where: this rank, for errors.
+
+    Raises:
+        JobError: on every rank, where some differ; names the first thing that differs, and the ranks.
+    """
+    if UNCHECKED in replica.spec.inexact:
+        return
+    whole, divided = _held(replica)
+    sums = compared([_total(whole), _total(divided)], device)
+    if all(len(found) == 1 for found in (*_by_kin(kin, sums, 0), *_by_kin(kin, sums, 1))):
+        return
+    for which, entries in enumerate((whole, divided)):
+        everyone = _exchanged(entries, device)
+        ranks_of: dict[Hashable, list[int]] = {}
+        for rank, keys in enumerate(kin):
+            ranks_of.setdefault(keys[which], []).append(rank)
+        for ranks in ranks_of.values():
+            problem = _difference({rank: everyone[rank] for rank in ranks}, replica.step)
+            if problem:
+                raise JobError([problem], where=where)
+
+
+def _by_kin(kin: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[int]], which: int) -> list[set[int]]:
+    """The different sums of each set of ranks that must agree."""
+    found: dict[Hashable, set[int]] = {}
+    for keys, own in zip(kin, sums, strict=True):
+        found.setdefault(keys[which], set()).add(own[which])
+    return [*found.values()]
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def _held(replica: Replica) -> tuple[Entries, Entries]:
+    """All that ranks must agree in: what no rank divides, and what is divided.
+
+    Raises:
+        CheckpointError: the optimizer keeps something that cannot be saved.
+    """
+    held = state.held(replica)
+    plain = {(_GROUP, f"{number}: {key}"): text for number, key, text in _settings(replica)}
+    whole: Entries = {**plain, ("scale", "of the losses"): repr(held.scale)}
+    divided: Entries = {}
+    for name, buffer in replica.named_buffers():
+        if name not in replica.local:
+            whole[_BUFFER, name] = local(buffer)
+    for name, entries in held.slots.items():
+        for key, value in entries.items():
+            kind = divided if f"{name}/{key}" in held.boxes else whole
+            kind[_SLOT, f"{key} of {name}"] = value if isinstance(value, Tensor) else repr(value)
+    for name, parameter in replica.model.named_parameters():
+        (divided if name in held.boxes else whole)[_PARAMETER, name] = local(parameter)
+    return whole, divided
+
+
+def _settings(replica: Replica) -> Iterator[tuple[int, str, str]]:
+    """Learning rates and all other settings of the parameter groups that are plain values.
+
+    Not a rate that a schedule sets: before the next step a newcomer has another one.
+    """
+    scheduled = {"lr"} if replica.spec.schedule is not None else set()
+    for number, group in enumerate(replica.optimizer.param_groups):
+        for key, value in settings(group).items():
+            if _is_plain(value) and key not in scheduled:
+                yield number, key, repr(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | None)
+
+
+def _total(entries: Entries) -> int:
+    return fold(*chain.from_iterable(_folded(entries).values()))
+
+
+def _folded(entries: Entries) -> dict[Key, tuple[int, int]]:
+    """Digests of names, shapes and plain values, and of the numbers in tensors."""
+    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+    numbers = dict(zip(tensors, _numbers(tensors.values()), strict=True))
+    forms = {key: str((value.dtype, tuple(value.shape))) for key, value in tensors.items()}
+    return {key: (_hash(f"{key}{forms.get(key, value)}"), numbers.get(key, 0)) for key, value in entries.items()}
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+def _numbers(tensors: Iterable[Tensor]) -> list[int]:
+    """Digests of tensors; each device is waited for once."""
+    sums = [digest(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for number, one in enumerate(sums):
+        by_device.setdefault(one.device, []).append(number)
+    found = [0] * len(sums)
+    for places in by_device.values():
+        for place, value in zip(places, torch.cat([sums[place] for place in places]).tolist(), strict=True):
+            found[place] = value
+    return found
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """A tensor's memory in words of 64 bits; the last one is filled up. One zero for an empty tensor."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():
+        return torch.zeros(1, dtype=torch.int64, device=flat.device)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    if flat.nbytes % 8 == 0:
+        return flat.view(torch.int64)
+    memory = flat.view(torch.uint8)
+    size = len(memory) // 8 * 8
+    last = memory.new_zeros(8)
+    last[: len(memory) - size] = memory[size:]
+    return torch.cat((memory[:size].view(torch.int64), last.view(torch.int64)))
+
+
+def _products(rows: Tensor, factors: Tensor) -> Tensor:
+    """The sum of each row's words times the factors, modulo 2**64."""
+    if rows.device.type == "cpu":
+        return rows @ factors
+    return torch.cat([(block * factors).sum(1) for block in torch.split(rows, _BLOCK)])
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Odd numbers of 64 bits without a pattern: SplitMix64 (Steele et al., 2014)."""
+    with np.errstate(over="ignore"):
+        mixed = np.arange(1, ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy((mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)).to(device)
+
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+
+def _exchanged(entries: Entries, device: torch.device) -> list[Mapping[Key, tuple[int, int, str]]]:
+    """Every rank's digests, by rank, with plain values as text. All of them call it."""
+    shown = {key: value if isinstance(value, str) else "" for key, value in entries.items()}
+    own = [[*key, *numbers, shown[key]] for key, numbers in _folded(entries).items()]
+    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    sizes = [size for (size,) in compared([len(data)], device)]
+    filled = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    filled[: len(data)] = data.to(device)
+    gathered = [torch.empty_like(filled) for _ in sizes]
+    distributed.all_gather(gathered, filled)
+    told = [json.loads(each[:size].cpu().numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
+    return [{(kind, name): (form, number, text) for kind, name, form, number, text in rows} for rows in told]
+
+
+def _difference(held: Mapping[int, Mapping[Key, tuple[int, int, str]]], step: int | None) -> str:
+    """What the first thing is in which ranks differ, why that is wrong, and what to do; empty where nothing is."""
+    first = min(held)
+    for key in dict.fromkeys(chain.from_iterable(held.values())):
+        others = [rank for rank in held if held[rank].get(key) != held[first].get(key)]
+        if others:
+            return _told(key, first, others, [held[rank].get(key) for rank in (first, others[0])], step)
+    return ""
+
+
+def _told(
+    key: Key, first: int, others: list[int], values: Sequence[tuple[int, int, str] | None], step: int | None
+) -> str:
+    kind, name = key
+    who = f"ranks {first} and {', '.join(map(str, others[:_SHOWN]))}"
+    if not step and kind == _PARAMETER:
+        return (
+            f"{who} hold different parameters, {name!r} for one: model() must give the same on every rank; draw its "
+            "initial values from torch's own generator, which the job's seed sets"
+        )
+    texts = [value[2] if value else "missing" for value in values]
+    shown = f" ({texts[0]} and {texts[1]})" if any(texts) else ""
+    what = f"after step {step or 0} {who} differ in {kind} {name!r}{shown}, which replicas must have alike"
+    return f"{what}: {_way(kind, name)}"
+
+
+def _way(kind: str, name: str) -> str:
+    """What to do."""
+    if kind == _BUFFER:
+        return (
+            "a checkpoint holds that of rank 0 alone, and a worker that is replaced gets another rank's. Where each "
+            f"rank is to keep its own, declare local_state=({name!r},); else make it the same on all ranks, such as by "
+            "torch.distributed.all_reduce inside the model"
+        )
+    if kind == _GROUP:
+        return (
+            "what sets it is not part of optimizer.state_dict(), so that a worker which joins later has it from "
+            "elsewhere. Give the job schedule=, which follows the step"
+        )
+    return (
+        "what training changes must follow from model.state_dict(), optimizer.state_dict() and the step; other "
+        "attributes of model and optimizer are neither saved nor sent to a worker that is replaced. Where ranks run on "
+        f'unlike hardware and may drift apart, accept that with inexact=("{UNCHECKED}",)'
+    )

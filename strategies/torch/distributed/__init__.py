@@ -1,0 +1,1 @@
+"""Process groups, device meshes and FSDP of torch."""

@@ -1,0 +1,150 @@
+"""A model divided by torch's FSDP2: which modules are gathered by themselves, and what FSDP2 does not say of a step.
+
+FSDP2 pairs the ranks' collectives by their order alone. Ranks that run other blocks, or the same in another order,
+would be given each other's parameters without an error, so that `Calls` keeps the order for the ranks to compare. And
+a parameter without a gradient is given zeros, with which an optimizer decays moments and weights, while one device
+skips it: `Calls` keeps which parameters had a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.checkpoint.shard_layout import divided, unhooked
+from trainwright.strategies.torch.profiling.repeated_blocks import blocks
+from trainwright.strategies.torch.torch_compat import keep_requires_grad, reduce_unused_parameters
+
+_ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
+
+
+def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, where: str) -> None:
+    """Divide a model's parameters over a mesh: each of its blocks by itself, then the rest.
+
+    Args:
+        model: on the CPU, the same on every rank; afterwards where the mesh is.
+        mesh: of one dimension, or of replicas and shards.
+        zero: 3 gathers a block's parameters for forward and again for backward, 2 keeps them in between.
+        offload: parts, gradients and the optimizer's state stay in the memory of the host.
+        where: the rank, for errors.
+
+    Raises:
+        JobError: the model cannot be divided.
+    """
+    chosen = blocks(model)
+    problems = [*_problems(model, chosen)]
+    if problems:
+        raise JobError(problems, where=where)
+    fields = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    try:
+        for module in (*chosen, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, offload_policy=policy)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise JobError([f'the model cannot be divided: {error}: use strategy="data_parallel"'], where=where) from error
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(fields[name])  # what an optimizer may ask for
+    for each in gathered(model):
+        reduce_unused_parameters(each)
+
+
+def gathered(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters are gathered together, the model itself first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def released(model: nn.Module) -> None:
+    """Hold only this rank's parts, also after a forward without backward."""
+    for module in gathered(model):
+        module.reshard()
+
+
+def freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
+    """A step of the job's own, which may freeze parameters for a while: whether they are gathered then or not."""
+    try:
+        return step(model, batch)
+    finally:
+        for module in gathered(model):
+            keep_requires_grad(module)
+
+
+class Calls:
+    """Which blocks a step ran, in which order, and which parameters it gave a gradient.
+
+    Args:
+        model: divided.
+        names: of the parameters that are trained.
+
+    Attributes:
+        names: in their order.
+    """
+
+    def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+        self.names = tuple(names.values())
+        self.order = 0
+        self.used: set[str] = set()
+        self._watched: set[str] = set()
+        for number, module in enumerate(gathered(model), 1):
+            assert isinstance(module, nn.Module)
+            own = [place for place in _own(module) if place[0]._parameters[place[1]] in names]
+            named = [(*place, names[place[0]._parameters[place[1]]]) for place in own]  # type: ignore[index]
+            module.register_forward_pre_hook(partial(self._entered, number, named))
+
+    def take(self) -> tuple[int, set[str]]:
+        """What was kept so far; forgets it."""
+        kept = self.order, self.used
+        self.order, self.used = 0, set()
+        return kept
+
+    def _entered(self, number: int, named: list[tuple[nn.Module, str, str]], module: nn.Module, _inputs: Any) -> None:
+        """A block begins, and its parameters are gathered: FSDP2's own hook ran before this one."""
+        if not torch.is_grad_enabled():
+            return
+        self.order = (self.order * 31 + number) % _ORDERS
+        for owner, key, name in named:
+            whole = owner._parameters[key]
+            assert whole is not None, "a parameter of the model"
+            if name not in self._watched and whole.requires_grad:  # a step may have frozen it for a while
+                self._watched.add(name)
+                # FSDP2 gathers into this tensor every time.
+                whole.register_hook(partial(self._given, name))  # type: ignore[no-untyped-call]
+
+    def _given(self, name: str, _gradient: Tensor) -> None:
+        self.used.add(name)
+
+
+def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the parameters are held that are gathered with a module and not with one inside it."""
+    found = [(module, key) for key, parameter in module._parameters.items() if parameter is not None]
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            found += _own(child)
+    return found
+
+
+def _problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[str]:
+    """What FSDP2 cannot divide, in words."""
+    for name, parameter in model.named_parameters():
+        if divided(parameter):
+            yield f"parameter {name!r} is divided already: return a model of plain parameters"
+        elif parameter.dim() == 0:
+            yield f"parameter {name!r} is a single number, which cannot be divided: give it the shape (1,)"
+        elif not parameter.is_contiguous():
+            yield f"parameter {name!r} is not contiguous: call contiguous() on it in model()"
+        elif problem := unhooked(name, parameter):
+            yield problem
+    inside: set[nn.Parameter] = set()
+    for module in (*chosen, model):
+        trained = {each for each in module.parameters() if each.requires_grad} - inside
+        inside |= trained
+        kinds = sorted({str(each.dtype).removeprefix("torch.") for each in trained})
+        if len(kinds) > 1:
+            what = f"the parameters of {type(module).__name__} are gathered together, but of the types"
+            yield f"{what} {' and '.join(kinds)}: use one type, or freeze those of the other"

@@ -1,0 +1,312 @@
+"""A process group's life: reserve a port, join, leave. One group at a time in a process, as torch has it."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from trainwright.core.errors import JobError, PeerLost
+from trainwright.core.group import Address, Group
+from trainwright.strategies.common.host_address import LOOPBACK, bound_twice, own_host
+from trainwright.strategies.torch.distributed import gloo_sockets
+from trainwright.strategies.torch.torch_compat import process_groups, reset_group_count
+from trainwright.strategies.torch.training.error_mapping import let_go
+
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
+Result = TypeVar("Result")
+_ENDING_S = 1.0  # a group of which nothing is under way has ended in hundredths
+
+
+class Membership:
+    """This process's place in a process group.
+
+    Rank 0's reserved socket becomes the listening socket of the group's TCPStore, so that its port cannot be lost
+    in between; the other ranks' are closed. The ports of gloo and NCCL come from the system. The store lets in whoever
+    reaches it: it listens on loopback where all ranks are on one host, else on this node's address alone.
+
+    An interrupt counts from `reserve` on, whatever `join` does or is yet to do.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: tuple[socket.socket, ...] = ()  # at this node's address, and at loopback
+        self._store: TCPStore | None = None
+        self._lock = threading.Lock()  # guards what `interrupt` reads
+        self._port: int | None = None  # of the store, while this process is in a group or joins one
+        self._by_gloo = True
+        self._interrupted: Future[None] = Future()
+
+    def reserve(self) -> Address:
+        """Bind a port that the system chooses, and listen; the host is this node's address."""
+        self._close_sockets()
+        self._interrupted = Future()
+        self._sockets = bound_twice(own_host())
+        for each in self._sockets:
+            each.listen(1024)
+        return Address(host=own_host(), port=self._sockets[0].getsockname()[1])
+
+    def join(self, group: Group, device: torch.device) -> None:
+        """Form the process group; every member calls it.
+
+        Raises PeerLost where it does not form by the deadline, or before it is interrupted.
+        """
+        self._end()
+        failure: PeerLost | None = None
+        try:
+            with interface(group):
+                self._join(group, device)
+        except (RuntimeError, OSError) as error:
+            until = "before it was interrupted" if self._interrupted.done() else f"within {group.deadline_s:g} s"
+            failure = PeerLost(
+                f"the group of {group.size} did not form {until}: {str(error).splitlines()[0]}",
+                where=f"rank {group.rank}",
+                remedy="look at the rank that failed first",
+            )
+            let_go(error)
+        if failure is not None:
+            self.leave()
+            raise failure
+
+    def leave(self) -> None:
+        """End the group and close its sockets, so that peers who wait notice at once. May be called at any time.
+
+        Nothing may hold the DDP object any more.
+        """
+        self._close_sockets()
+        self._end()
+
+    def interrupt(self) -> bool:
+        """Shut the group's connections, from any thread: whoever waits in a collective raises, here and at the peers.
+
+        So does who waits for the group's store. False where there was nothing to shut, or what blocks is not to be
+        found there (NCCL, not Linux).
+        """
+        with self._lock:
+            if not self._interrupted.done():
+                self._interrupted.set_result(None)
+        return self._shut()
+
+    def _shut(self) -> bool:
+        with self._lock:
+            if self._port is None:
+                return False
+            shut = gloo_sockets.shut(gloo_sockets.loops() - _foreign()) + gloo_sockets.shut_port(self._port)
+            return self._by_gloo and shut > 0
+
+    def _end(self) -> None:
+        """A collective still under way, as of a bucket behind the one that broke, would keep the sockets open.
+
+        The last holder of a group over gloo waits for them, and gloo may forget one for the whole deadline, as `gloo`
+        says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either.
+        """
+        self._shut()
+        with self._lock:
+            self._port = None
+        if self._store is None:
+            return
+        gc.collect()
+        if distributed.is_initialized():
+            groups = [*process_groups()] if self._by_gloo else []
+            distributed.destroy_process_group()
+            ending = threading.Thread(target=groups.clear, name="ending", daemon=True)
+            ending.start()
+            ending.join(_ENDING_S)
+        self._store = None
+
+    def _join(self, group: Group, device: torch.device) -> None:
+        deadline = timedelta(seconds=group.deadline_s)
+        with self._lock:
+            _foreign()
+            self._port = group.peers[0].address.port
+            self._by_gloo = device.type != "cuda"
+        self._store = self._meet(group, deadline)
+        self._await_all(self._store, group, deadline)
+        # The group's keys in the store carry this count, which torch sets back only with a group that had formed: after
+        # one that had not, this process and a new one would wait for each other under different names.
+        reset_group_count()
+        with self._connecting():
+            distributed.init_process_group(
+                backend="gloo" if self._by_gloo else "nccl",
+                store=self._store,
+                rank=group.rank,
+                world_size=group.size,
+                timeout=deadline,
+                device_id=device if device.type == "cuda" else None,
+            )
+
+    @contextmanager
+    def _connecting(self) -> Iterator[None]:
+        """Within it gloo's connections are made by a thread that is left behind where the group is interrupted.
+
+        gloo waits until the deadline for a rank that has told its address and died before it connected
+        (gloo/transport/tcp/pair.cc, `waitUntilConnected`), with nothing to shut. Torch knows of nothing that was made
+        until the constructor returns.
+        """
+        torchs: Any = distributed.distributed_c10d
+        make = torchs.ProcessGroupGloo
+
+        def connect(*arguments: Any, **options: Any) -> Any:
+            torchs.ProcessGroupGloo = make  # torch looks at what was made
+            return self._reached(lambda: make(*arguments, **options), "the ranks had not connected to each other")
+
+        torchs.ProcessGroupGloo = connect
+        try:
+            yield
+        finally:
+            torchs.ProcessGroupGloo = make
+
+    def _reached(self, make: Callable[[], Result], otherwise: str) -> Result:
+        """What a thread makes that waits for other ranks. Raises ConnectionAbortedError once it is interrupted."""
+        if self._interrupted.done():
+            raise ConnectionAbortedError(otherwise)
+        made = _begun(make)
+        either: tuple[Future[Any], ...] = (made, self._interrupted)
+        wait(either, return_when=FIRST_COMPLETED)
+        if self._interrupted.done():  # maybe before there was a connection to shut
+            raise ConnectionAbortedError(otherwise)
+        return made.result()
+
+    def _meet(self, group: Group, deadline: timedelta) -> TCPStore:
+        """Connect to the store at rank 0's reserved port, or open it there.
+
+        torch tries again and again until the deadline where rank 0 has died, or does so before it opens the store, and
+        nothing stops it. So a thread does that, which is left behind where the group is interrupted.
+        """
+        leader = group.peers[0].address
+        one_host = _one_host(group)
+        host = LOOPBACK if one_host else leader.host
+        listening = self._sockets[-1 if one_host else 0].detach() if self._sockets and group.rank == 0 else None
+        self._close_sockets()
+        return self._reached(
+            lambda: TCPStore(
+                host,
+                leader.port,
+                world_size=group.size,
+                is_master=group.rank == 0,
+                timeout=deadline,
+                wait_for_workers=False,
+                master_listen_fd=listening,
+            ),
+            "rank 0 had not opened the group's store",
+        )
+
+    @staticmethod
+    def _await_all(store: TCPStore, group: Group, deadline: timedelta) -> None:
+        """Wait at the store until every rank is there, where `interrupt` has connections to shut."""
+        if store.add("arrived", 1) == group.size:
+            store.set("complete", "")
+        store.wait(["complete"], deadline)
+
+    def _close_sockets(self) -> None:
+        for each in self._sockets:
+            each.close()
+        self._sockets = ()
+
+
+def _begun(make: Callable[[], Result]) -> Future[Result]:
+    """What a thread of its own makes."""
+    made: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="connecting", daemon=True).start()
+    return made
+
+
+@cache
+def _foreign() -> frozenset[int]:
+    """Epoll instances that were there before this process's first group: nobody's but its groups' come after that.
+
+    One that is asked for again at each group would hold what is left of the one before, whose number the next may get.
+    """
+    return gloo_sockets.loops()
+
+
+def everybody() -> distributed.ProcessGroup:
+    """The group of all ranks."""
+    group = distributed.group.WORLD
+    assert group is not None, "this process has joined a group"
+    return group
+
+
+def compared(own: list[int], device: torch.device) -> list[list[int]]:
+    """Whole numbers of every rank, in the order of the ranks. All of them call it."""
+    numbers = torch.tensor(own, device=device)
+    gathered = [torch.empty_like(numbers) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, numbers)
+    answers: list[list[int]] = torch.stack(gathered).tolist()
+    return answers
+
+
+def same_start(checksums: list[int], where: str) -> None:
+    """Raise JobError, on every rank, where the ranks' first parameters differ."""
+    differing = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+    if differing:
+        raise JobError(
+            [
+                f"ranks 0 and {differing[0]} hold different parameters: model() must give the same on every rank; "
+                "draw its initial values from torch's own generator, which the job's seed sets"
+            ],
+            where=where,
+        )
+
+
+def _one_host(group: Group) -> bool:
+    return len({peer.address.host for peer in group.peers}) == 1
+
+
+@contextmanager
+def interface(group: Group) -> Iterator[None]:
+    """Make gloo and NCCL use the address at which the peers expect this rank, unless the user chose otherwise.
+
+    By itself gloo takes what the host's name resolves to, which may be loopback (Debian's 127.0.1.1), and NCCL the
+    first interface that is neither loopback nor Docker's. NCCL looks once in a process, at a `=` for the exact name.
+    """
+    host = group.peers[group.rank].address.host
+    wanted = {
+        _GLOO_INTERFACE: interface_of(LOOPBACK if _one_host(group) else host),
+        _NCCL_INTERFACE: f"={name}" if (name := interface_of(host)) else None,
+    }
+    ours = {variable: name for variable, name in wanted.items() if name and variable not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for variable in ours:
+            del os.environ[variable]
+
+
+def interface_of(host: str) -> str | None:
+    """Name of the network interface with IPv4 address `host`; None where it is not known."""
+    if sys.platform != "linux":
+        return None
+    wanted = socket.gethostbyname(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == wanted:
+                return name
+    return None

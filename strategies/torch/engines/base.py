@@ -1,0 +1,259 @@
+"""What the torch engines share: everything but the process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import ClassVar, TypeVar
+
+import torch
+
+from trainwright.core import random_state
+from trainwright.core.checkpoint import Reader, Writer
+from trainwright.core.data import Columns, Feed, StepReport, Sums
+from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
+from trainwright.core.plan import Plan
+from trainwright.strategies.common.error_mapping import peer_lost
+from trainwright.strategies.torch.checkpoint import files, state
+from trainwright.strategies.torch.checkpoint.local_state import Seat
+from trainwright.strategies.torch.training import evaluation, lazy_dynamo, step
+from trainwright.strategies.torch.training.batch_losses import Groups
+from trainwright.strategies.torch.training.error_mapping import let_go, user_code
+from trainwright.strategies.torch.training.noise_probe import Probe
+from trainwright.strategies.torch.training.objective import Caller, Objective
+from trainwright.strategies.torch.training.step import Runner
+from trainwright.strategies.torch.training.tensors import copied
+from trainwright.strategies.torch.training.train_state import Replica, random_kept
+
+Result = TypeVar("Result")
+lazy_dynamo.postpone()
+
+
+class TorchEngine:
+    """A replica that steps by itself; `trainwright.core.engine.Engine` says who calls what, and when."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reform="in_place", topology="collective", devices_per_worker=1, inductor=True
+    )
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._replica: Replica | None = None
+        self._runner: Runner | None = None
+        self._device = torch.device("cpu")
+        self._copies = state.Copies()
+
+    # --- the group ----------------------------------------------------------------------------------------
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Nobody has to reach this rank: no port is bound."""
+        return Address(host="127.0.0.1", port=0)
+
+    def form(self, group: Group) -> StateTag:
+        """Take threads and device; says what state this rank holds. Raises PeerLost."""
+        self._runner = None
+        self._group = group
+        self._device = torch.device(group.devices[0])
+        if group.threads:
+            torch.set_num_threads(group.threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        if self._replica is not None:
+            self._replica.move(self._device)
+        return self._tag()
+
+    def leave(self) -> None:
+        """The group ends, the process lives on with its state. Safe to call at any time, twice too."""
+        self._runner = None
+
+    def interrupt(self, deadline_s: float) -> bool:
+        """False: nothing that one rank does by itself can be made to raise from another thread."""
+        return False
+
+    # --- the state ----------------------------------------------------------------------------------------
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """Make model and optimizer, the same on every rank for one seed.
+
+        Raises:
+            JobError: the model cannot be trained, or not with this plan.
+            UserCodeError: the user's code raised.
+        """
+        spec.check(self.capabilities)
+        self._replica = self._guarded(lambda: self._made(spec, plan))
+        self._runner = None
+        return self._tag()
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
+        self._stand(self.replica)
+        return self._tag()
+
+    def snapshot(self) -> StateCopy:
+        """Copy the state to host memory. Training may go on at once.
+
+        Of data ranks with local state only the first copies what all have, the others what they keep as their own.
+        """
+        held = state.held(self.replica)
+        if held.local is not None and held.local.seat.rank:
+            held = replace(held, model={}, slots={}, boxes={}, trained=())
+        copy = self._copies.of(held)
+        return StateCopy(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
+
+    def restore(self, copy: StateCopy) -> StateTag:
+        """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
+        state.restore(self.replica, copy.state)
+        return self._tag()
+
+    @staticmethod
+    def save(copy: StateCopy, writer: Writer) -> None:
+        """Write a snapshot's files; may run in another thread, after the engine is gone. Raises StorageError."""
+        files.write(copy.state, writer)
+
+    def load(self, reader: Reader) -> StateTag:
+        """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
+        replica, seat = self.replica, self._seat
+        own = files.read_local(reader, seat) if replica.local else None
+        state.restore(replica, replace(files.read(reader, replica.wanted, replica.part), local=own))
+        replica.seat = seat
+        return self._tag()
+
+    def verify(self) -> None:
+        """Nothing: no other rank holds what this one does."""
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def warm(self, feed: Feed) -> None:
+        """One throwaway forward and backward of full shape; parameters, buffers and random numbers are kept.
+
+        Raises:
+            JobError, UserCodeError, PeerLost: as `train_step`.
+        """
+        self._runner = self._guarded(lambda: self._warmed(feed))
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """One step of this rank, its part of one global step.
+
+        Raises:
+            NonFiniteLoss: on every rank, before anything is applied.
+            PeerLost: another rank went away.
+            UserCodeError, JobError: the user's code raised or is wrong.
+        """
+        if self._runner is None:
+            self.warm(feed)
+        return self._guarded(lambda: step.train(self.replica, self._ready, feed))
+
+    def evaluate_step(self, feed: Feed) -> Sums:
+        """Local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
+        return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed))
+
+    def predict_step(self, feed: Feed) -> Columns:
+        """The model's outputs for the feed's rows. Raises UserCodeError, JobError."""
+        return self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed))
+
+    # --- for the engines ----------------------------------------------------------------------------------
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+        """Model and optimizer, fresh."""
+        return Replica(spec, plan, self._device, self._where)
+
+    @property
+    def replica(self) -> Replica:
+        """Model, optimizer and step of this rank; `build` comes first."""
+        assert self._replica is not None, "build() comes first"
+        return self._replica
+
+    @property
+    def _ready(self) -> Runner:
+        assert self._runner is not None, "warm() comes before a step"
+        return self._runner
+
+    @property
+    def _rank(self) -> int:
+        return self._group.rank if self._group else 0
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self._rank}"
+
+    @property
+    def _seat(self) -> Seat:
+        """This rank, as a data rank."""
+        return Seat(rank=self._rank, ranks=self._group.size if self._group else 1)
+
+    def _stand(self, replica: Replica) -> None:
+        """A fresh build stands at step 0 from now on."""
+        if replica.step is None:
+            replica.step, replica.seat = 0, self._seat
+
+    def _tag(self) -> StateTag:
+        """What this rank holds; with local state only in its own seat, since no other rank can take that over."""
+        replica, seat = self._replica, self._seat
+        if replica is None:
+            return StateTag(step=None)
+        if not replica.local:
+            return StateTag(step=replica.step, sound=replica.sound)
+        return StateTag(
+            step=replica.step,
+            pieces=frozenset({"state", seat.piece}),
+            total=seat.ranks + 1,
+            sound=replica.sound and (replica.step is None or replica.seat == seat),
+        )
+
+    def _caller(self) -> Caller:
+        replica = self.replica
+        return Caller(
+            spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
+            rescoring=replica.rescoring, group=self._batch_group,
+        )  # fmt: skip
+
+    @property
+    def _batch_group(self) -> Groups | None:
+        """Makes a process group of the ranks that share a global batch, which all of them call; None without one."""
+        return None
+
+    def _warmed(self, feed: Feed) -> Runner:
+        """A runner that has run once."""
+        runner = self._alone(world=1)
+        self._throwaway(runner, feed)
+        return runner
+
+    def _alone(self, world: int) -> Runner:
+        """A runner that reduces nothing."""
+        objective = Objective(self.replica.model, self._caller(), world=world)
+        return Runner(objective=objective, reduced=objective, probe=Probe(objective, self.replica.trainable))
+
+    def _throwaway(self, runner: Runner, feed: Feed) -> bool:
+        """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
+        replica = self.replica
+        _, share = step.shares(feed, muted=True)[0]
+        share = replace(share, batch=copied(share.batch), wish=False)
+        with replica.attempt(), random_kept(self._device), runner.objective.checking():
+            replica.reseed(0)
+            with replica.finding_last() if runner.tells_own else nullcontext():
+                step.run(runner, share)
+            replica.uncut = share.layout.whole
+            every_used = all(parameter.grad is not None for parameter in replica.trainable)
+        runner.objective.begin()
+        return every_used
+
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """Do work; errors leave without the frames that would keep a process group's sockets open.
+
+        Meanwhile no other thread draws from the global generators of random numbers.
+        """
+        try:
+            with random_state.LOCK:
+                return work()
+        except TrainwrightError as error:
+            failure = error
+        except RuntimeError as error:
+            if not user_code.lost_peer(error):
+                raise
+            failure = peer_lost(error, self._where)
+            let_go(error)
+        let_go(failure)
+        raise failure

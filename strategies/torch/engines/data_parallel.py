@@ -1,0 +1,66 @@
+"""The engine of synchronous data parallelism: torch's DistributedDataParallel, over gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from trainwright.core.data import Feed
+from trainwright.core.group import Capabilities, Move, StateTag
+from trainwright.strategies.torch.checkpoint import replica_digests, state
+from trainwright.strategies.torch.distributed.process_group import compared, everybody
+from trainwright.strategies.torch.engines.process_group_engine import Member
+from trainwright.strategies.torch.torch_compat import ddp_without_buffer_sync
+from trainwright.strategies.torch.training.step import Runner, layout_of
+
+
+class DataParallel(Member):
+    """A replica on each worker; gradients are averaged by all-reduce while they are computed.
+
+    DDP chooses its buckets by the order in which gradients came in the first backward, which changes the order of
+    sums. `warm` makes that backward a throwaway after each formation, so that equal steps give equal bits; not so with
+    two ranks, since a sum of two has one order.
+    """
+
+    capabilities: ClassVar[Capabilities] = replace(Member.capabilities, local_state=True, synchronized_batch_norm=True)
+
+    def transfer(self, moves: Sequence[Move]) -> StateTag:
+        """Make every rank equal to the first move's source, bit by bit. Raises PeerLost."""
+        if moves:
+            source = moves[0].source
+            self._guarded(lambda: state.broadcast(self.replica, source, self._rank, self._device))
+        return super().transfer(moves)
+
+    def verify(self) -> None:
+        """Make sure that all ranks hold the same; every rank calls it, between two steps.
+
+        Raises:
+            JobError: on every rank, where some differ.
+            PeerLost: a rank is gone.
+        """
+        assert self._group is not None, "form() comes first"
+        kin = [("whole", "whole")] * self._group.size
+        self._guarded(lambda: replica_digests.compare(self.replica, kin, self._device, self._where))
+
+    def _warmed(self, feed: Feed) -> Runner:
+        """DDP around the objective, with its buckets fixed."""
+        assert self._group is not None, "form() comes first"
+        self.verify()
+        alone, replica = self._alone(world=self._group.size), self.replica
+        if replica.synchronized is not None:
+            replica.synchronized.on = False
+        untried = replica.every_used is None or (replica.uncut and not layout_of(feed).whole)
+        if any(flag for (flag,) in compared([int(untried)], self._device)):  # all of them: a loss may gather
+            replica.every_used = self._throwaway(alone, feed)
+        assert replica.every_used is not None, "it was tried, here or where the state comes from"
+        every_used = all(flag for (flag,) in compared([int(replica.every_used)], self._device))
+        parallel = ddp_without_buffer_sync(
+            alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
+        )
+        runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used, others=(everybody(),))
+        if self._group.size != 2:
+            self._throwaway(runner, feed)
+        if replica.synchronized is not None:
+            replica.synchronized.on = True
+        return runner

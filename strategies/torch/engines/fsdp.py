@@ -1,0 +1,172 @@
+"""The engine of sharded data parallelism: torch's FSDP2 (ZeRO-2 and 3, and hybrid shard), over gloo or NCCL.
+
+Each rank holds a part of every parameter, of its gradient and of the optimizer's state. After a failure the process
+group is another one, which neither FSDP2's modules nor DTensors can change to: the model is made anew by the job's
+function and divided again, and takes the tensors that this rank held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import distributed, nn
+
+from trainwright.core.data import Columns, Feed, Sums
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.core.plan import Plan
+from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE, Box
+from trainwright.strategies.torch.distributed.fsdp_wrap import Calls, divide, freezing, gathered, released
+from trainwright.strategies.torch.engines.sharded_model_engine import Divided
+from trainwright.strategies.torch.engines.tensor_parallel import MeshRunner
+from trainwright.strategies.torch.torch_compat import queue_backward_callback
+from trainwright.strategies.torch.training.compile import compile_blocks
+from trainwright.strategies.torch.training.noise_probe import Probe
+from trainwright.strategies.torch.training.objective import Objective
+from trainwright.strategies.torch.training.step import Runner
+from trainwright.strategies.torch.training.train_state import Replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedRunner(MeshRunner):
+    """Runs micro-batches of a divided model.
+
+    FSDP2 reduces the model's gradients alone. The sums that travel in DDP's reduction and what `calls` kept go through
+    one more, small all-reduce: it begins with the last gradients' reduction, and costs no wait of its own.
+
+    Attributes:
+        calls: what each step ran.
+    """
+
+    calls: Calls
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """The last backward of a step ends by telling, before FSDP2 waits for the gradients of the first layers."""
+        carry = self.objective.carry  # its gradient comes before FSDP2 queues what it does at the end
+        hook = carry.register_post_accumulate_grad_hook(lambda _: queue_backward_callback(self.tell))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def tell(self) -> None:
+        """Begin to add up what travels, of all ranks."""
+        order, used = self.calls.take()
+        carried = self.objective.carry.grad
+        assert carried is not None, "carry is part of every objective"
+        facts = torch.tensor([order, order**2, *(name in used for name in self.calls.names)], dtype=torch.float64)
+        sums = torch.cat((self.place.told(carried) / self.objective.world, facts.to(carried.device)))
+        self.telling.append((sums, distributed.all_reduce(sums, async_op=True)))
+
+    def reduce(self, replica: Replica) -> None:
+        """FSDP2 has reduced every gradient.
+
+        Raises:
+            JobError: on every rank, where they did not run the same blocks.
+        """
+        sums, work = self.telling.pop()
+        assert work is not None, "this rank is in the group"
+        work.wait()
+        told = len(sums) - len(self.calls.names)
+        orders, squared = sums[told - 2 : told].tolist()
+        if int(orders) ** 2 != int(squared) * self.place.mesh.size:  # equal for equal orders alone
+            raise JobError(
+                [
+                    "the ranks ran different blocks of the model, or in another order: every rank must run the same "
+                    'ones for every batch; a model that chooses by its data needs strategy="data_parallel"'
+                ],
+                where=self.where,
+            )
+        for parameter, count in zip(replica.trainable, sums[told:].tolist(), strict=True):
+            if not count:
+                parameter.grad = None  # as on one device: the optimizer passes it by
+        self.telling.append((sums[: told - 2], work))
+
+
+class Sharded(Divided):
+    """A part of the model on each worker: `mesh.shard` of them make a whole, or of what tensor parallelism leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: Calls | None = None
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def evaluate_step(self, feed: Feed) -> Sums:
+        """Local sums of `loss` and the metrics; parameters are gathered, so that every rank calls it alike."""
+        with self._gathering():
+            return super().evaluate_step(feed)
+
+    def predict_step(self, feed: Feed) -> Columns:
+        """The model's outputs for the feed's rows; parameters are gathered, so that every rank calls it alike."""
+        with self._gathering():
+            return super().predict_step(feed)
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    @property
+    def _bound(self) -> bool:
+        return True
+
+    def _let_go(self) -> None:
+        self._calls = None
+        super()._let_go()
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+        step = None if spec.step is None else partial(freezing, spec.step)
+        replica = super()._made(replace(spec, step=step), plan)
+        self._calls = Calls(replica.model, replica.names)
+        return replica
+
+    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
+        boxes = self._divide(model, self._split(spec, plan, model))
+        if spec.compile == "inductor":
+            compile_blocks(model, self._device)
+        mesh = self._placed.device_mesh(self._device)
+        divide(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
+        return boxes
+
+    def _warmed(self, feed: Feed) -> Runner:
+        """A runner that has run once on all ranks."""
+        if self._part == WHOLE:
+            return super()._warmed(feed)
+        assert self._calls is not None, "build() comes first"
+        self._check_start()
+        self.verify()
+        place = self._placed
+        objective = Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks)
+        runner = ShardedRunner(
+            objective=objective,
+            reduced=objective,
+            probe=Probe(objective, ()),  # no rank sees a gradient of its own
+            local=self._unreplicated,
+            calls=self._calls,
+            place=place,
+            others=place.others,
+        )
+        self._throwaway(runner, feed)
+        self._calls.take()
+        return runner
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Afterwards only this rank's parts are held: without a backward FSDP2 keeps what it gathered last."""
+        try:
+            yield
+        finally:
+            released(self.replica.model)
+
+    @contextmanager
+    def _unreplicated(self) -> Iterator[None]:
+        """Every backward scatters gradients, or each rank would hold all of them; replicas add theirs in the last."""
+        root = gathered(self.replica.model)[0]
+        root.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            root.set_requires_all_reduce(True)

@@ -1,0 +1,59 @@
+"""What the torch engines share whose ranks are a process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from trainwright.core.group import Address, Generation, Group, Role, StateTag
+from trainwright.strategies.torch.distributed.process_group import Membership
+from trainwright.strategies.torch.engines.base import TorchEngine
+from trainwright.strategies.torch.training.batch_losses import Groups
+
+
+class Member(TorchEngine):
+    """A rank of a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._membership = Membership()
+        self._sharers: ProcessGroup | None = None
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Bind a port that the system chooses and keep it until `form`."""
+        return self._membership.reserve()
+
+    def form(self, group: Group) -> StateTag:
+        """Join the process group. Raises PeerLost where it does not form by the group's deadline."""
+        self._sharers = None
+        super().form(group)
+        self._membership.join(group, self._device)
+        return self._tag()
+
+    def leave(self) -> None:
+        """Drop what holds the process group, end it and close its sockets; the state stays."""
+        self._sharers = None
+        super().leave()
+        self._membership.leave()
+
+    def interrupt(self, deadline_s: float) -> bool:
+        """Shut the group's connections: a blocked collective raises PeerLost at once. False over NCCL."""
+        return self._membership.interrupt()
+
+    @property
+    def _batch_group(self) -> Groups | None:
+        """One apart from all others: within a backward DDP reduces gradients at moments that differ by rank."""
+        return self._shared_batch
+
+    def _shared_batch(self) -> ProcessGroup:
+        """The group, made by the first call on all ranks."""
+        if self._sharers is None:
+            self._sharers = self._made_group()
+        return self._sharers
+
+    def _made_group(self) -> ProcessGroup:
+        assert self._group is not None, "form() comes first"
+        made: ProcessGroup = distributed.new_group(timeout=timedelta(seconds=self._group.deadline_s))
+        return made

@@ -1,0 +1,1 @@
+"""Pipeline stages: the split of a model, schedules, messages."""

@@ -1,0 +1,186 @@
+"""Who a pipeline's rank exchanges tensors with: the stages before and after it.
+
+Over gloo a rank waits for receives of nothing alone. When a connection ends, gloo tells those whose messages have not
+begun, and nobody else (gloo/transport/tcp/pair.cc, `signalException`): a send of which something was left to write, or
+whose write failed before the end was seen, would wait for the group's whole deadline, and so would a receive of which a
+part had come. A receive of no bytes has never begun without being over. So an empty message follows all tensors: once
+it has come, so have they. And the receiver answers with another: once that has come, they have been sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup, Work
+
+from trainwright.core.pipeline_layout import place_of
+from trainwright.core.plan import Plan
+from trainwright.strategies.search.pipeline_schedules import Operation
+
+Way = Literal["forward", "backward"]
+TAGS: Mapping[Way, int] = {"forward": 0, "backward": 1}  # over gloo, in one group
+ANSWERS: Mapping[Way, int] = {"forward": 2, "backward": 3}
+_TYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Tensors on their way; they must stay as they are, and their works be held, until it is over.
+
+    Attributes:
+        works: of the tensors; over gloo the last one's end is that of all.
+        stage: the other one's.
+    """
+
+    tensors: list[Tensor]
+    works: list[Work]
+    stage: int
+    way: Way
+
+    def wait(self) -> None:
+        """Until it is over. Raises RuntimeError where the other rank went away."""
+        for work in reversed(self.works):
+            work.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """A rank's place in a pipeline.
+
+    Attributes:
+        columns: the ranks of each pipeline, by stage.
+        place: of this one among them.
+        stage: of this rank.
+        ways: over NCCL a group for activations, and one for gradients, from each stage to each neighbour: in one group
+            messages would wait for each other.
+        device: where tensors are received.
+        deadline: of every message.
+        coming: what was begun to be received, by the operation that needs it.
+        sent: what was begun to be sent for this step.
+        ahead: what was begun to be sent for the next, which may be taken only then.
+        answers: begun to be sent in the newest steps. Nobody waits for one to be sent: who takes part in a step has had
+            those of the one before, and those to what was sent ahead one step later.
+
+    An error may leave some of all, and it must outlive the group: at a message whose buffer is gone gloo stops to read
+    a connection for good (gloo/transport/tcp/pair.cc, `prepareRead`; `write` likewise), with no word to those who wait
+    for what comes behind it, and it is not told of the connection's end.
+    """
+
+    columns: tuple[tuple[int, ...], ...]
+    place: int
+    stage: int
+    ways: Mapping[tuple[Way, int, int], ProcessGroup]
+    device: torch.device
+    deadline: timedelta
+    coming: dict[Operation, Message] = field(default_factory=dict)
+    sent: list[Message] = field(default_factory=list)
+    ahead: list[Message] = field(default_factory=list)
+    answers: deque[list[Work]] = field(default_factory=lambda: deque([[]], maxlen=4))
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, device: torch.device, deadline_s: float) -> Links:
+        """Of a rank; every rank of the world calls it, since it makes groups."""
+        deadline, mesh = timedelta(seconds=deadline_s), plan.mesh
+        width = mesh.size // mesh.pipeline
+        rows = [list(range(stage * width, (stage + 1) * width)) for stage in range(mesh.pipeline)]
+        stage, place = divmod(rank, width)
+        columns = tuple(zip(*rows, strict=True))
+        ways = {}
+        for column in columns if device.type == "cuda" else ():
+            for way, source, target in dict.fromkeys(_pairs(plan)):
+                group = distributed.new_group([column[source], column[target]], timeout=deadline)
+                if column == columns[place]:
+                    ways[way, source, target] = group
+        return cls(
+            columns=columns,
+            stage=stage,
+            place=place,
+            ways=ways,
+            device=device,
+            deadline=deadline,
+        )
+
+    def group(self, ranks: Sequence[int]) -> ProcessGroup:
+        """A group of some ranks; every rank of the world calls it."""
+        made: ProcessGroup = distributed.new_group(list(ranks), timeout=self.deadline)
+        return made
+
+    @property
+    def column(self) -> tuple[int, ...]:
+        """The ranks of this pipeline, by stage."""
+        return self.columns[self.place]
+
+    def send(self, tensors: Sequence[Tensor], stage: int, way: Way, *, ahead: bool = False) -> None:
+        """Begin to send; the tensors must stay as they are until they are settled, in this step or the next."""
+        group = self.ways.get((way, self.stage, stage))
+        there, tag = self.column[stage], TAGS[way]
+        given = [*tensors, *self._mark(tensors)]
+        works = [self._begun(distributed.isend(each, there, group=group, tag=tag)) for each in given]
+        works += [self._begun(distributed.irecv(each, there, tag=ANSWERS[way])) for each in self._mark(tensors)]
+        message = Message(tensors=list(tensors), works=works, stage=stage, way=way)
+        (self.ahead if ahead else self.sent).append(message)
+
+    def receive(self, tensors: Sequence[Tensor], stage: int, way: Way) -> Message:
+        """Begin to receive into tensors."""
+        group = self.ways.get((way, stage, self.stage))
+        there, tag = self.column[stage], TAGS[way]
+        given = [*tensors, *self._mark(tensors)]
+        works = [self._begun(distributed.irecv(each, there, group=group, tag=tag)) for each in given]
+        return Message(tensors=list(tensors), works=works, stage=stage, way=way)
+
+    def take(self, message: Message) -> list[Tensor]:
+        """What was received, once it is there; the sender is told."""
+        message.wait()
+        there, tag = self.column[message.stage], ANSWERS[message.way]
+        marks = self._mark(message.tensors)
+        self.answers[-1].extend(self._begun(distributed.isend(each, there, tag=tag)) for each in marks)
+        return message.tensors
+
+    def settle(self) -> None:
+        """Wait until all has been sent that was for this step, which ends."""
+        for message in self.sent:
+            message.wait()
+        self.sent[:] = self.ahead
+        self.ahead.clear()
+        self.answers.append([])
+
+    def forget(self) -> None:
+        """What an error may have left."""
+        self.coming.clear()
+        self.sent.clear()
+        self.ahead.clear()
+
+    def tell(self, types: Sequence[torch.dtype], stage: int) -> None:
+        """Send types to the stage of the next section, which calls `hear`."""
+        self.send([torch.tensor([_TYPES.index(each) for each in types], device=self.device)], stage, "forward")
+
+    def hear(self, count: int, stage: int) -> list[torch.dtype]:
+        """The types that the stage of the section before tells."""
+        room = torch.zeros(count, dtype=torch.int64, device=self.device)
+        (numbers,) = self.take(self.receive([room], stage, "forward"))
+        return [_TYPES[number] for number in numbers.tolist()]
+
+    def _mark(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The empty message that goes with tensors over gloo."""
+        return [torch.empty(0)] if tensors and not self.ways else []
+
+    @staticmethod
+    def _begun(work: Work | None) -> Work:
+        assert work is not None, "this rank is in the group"
+        return work
+
+
+def _pairs(plan: Plan) -> Iterator[tuple[Way, int, int]]:
+    """Who sends what to whom: activations to the stage of the next section, gradients to that of the one before."""
+    stages = [place_of(plan.schedule, section=each, stages=plan.mesh.pipeline)[0] for each in range(plan.sections)]
+    for before, after in pairwise(stages):
+        if before != after:
+            yield "forward", before, after
+            yield "backward", after, before

@@ -1,0 +1,360 @@
+"""A model in sections that run apart, without a change to the model.
+
+Each rank runs the model's own forward. It passes over what lies before its section: modules there give tensors without
+data (on the meta device), and what the forward does between modules it does to these. Where the section begins, the
+values that are needed from then on take the place of those without data; where the next one begins, the forward is
+left. A value that was overlooked has no data, which torch refuses to compute with, so that nothing is silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.pipeline.call_survey import Surveyor, bare, skeleton
+from trainwright.strategies.torch.pipeline.call_trace import Follower, Forward, Key, Route, Watched
+from trainwright.strategies.torch.profiling.meta_values import Following
+from trainwright.strategies.torch.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from trainwright.strategies.torch.training.objective import evaluating
+
+Held = tuple[nn.Module, str, int]  # a number, and where a module holds it
+
+
+def as_it_is(model: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
+    """What modules run is left alone."""
+
+
+class Cut:
+    """A model of which this rank runs some sections.
+
+    Args:
+        model: whole, in host memory; afterwards it holds the parameters and buffers of this rank's sections alone.
+        entries: names of the modules with whose first calls the sections from the second on begin.
+        own: numbers of this rank's sections.
+        inputs: as the model is called with, of a few rows; their later dimensions are those of every call.
+        forward: calls a model with its inputs.
+        where: the rank, for errors.
+        prepare: changes what modules run and divides what is left of them, and not what the model is made of; it is
+            told the sections that use each parameter. Numbers that a module holds, such as its heads, may be others
+            afterwards.
+
+    Attributes:
+        sections: of the whole model.
+        shared: names of the parameters that several sections use, with their numbers.
+
+    Raises:
+        JobError: the model cannot be cut there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Sequence[str],
+        own: Collection[int],
+        inputs: Sequence[Tensor],
+        forward: Forward,
+        where: str,
+        prepare: Callable[[nn.Module, Mapping[str, frozenset[int]]], None] = as_it_is,
+    ) -> None:
+        self._model, self._forward, self._where = model, forward, where
+        self._inputs = [bare(each) for each in inputs]
+        self._bones = _copied(model, where)
+        self._surveyor = Surveyor(self._bones, entries, forward, where)
+        self._routes: dict[tuple[bool, ...], dict[int, Route]] = {}
+        self._modules = [*model.modules()]
+        self.look()
+        self.sections = len(entries) + 1
+        rows = max(len(inputs[0]), 2)  # a norm of batches takes no less
+        users = self._users(rows)
+        counting = self._route(rows).counting
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
+        _strip(model, users, frozenset(own))
+        self._counters = [(module, key) for name, module, key in _places(model) if name in counting]
+        before = _numbers(model, entries)
+        prepare(model, users)
+        now = _numbers(model, entries)
+        self._shares = [(*place, each) for place, each in now.items() if 0 < each < before.get(place, 0)]
+        self._wholes = [(module, key, before[module, key]) for module, key, _ in self._shares]
+        self._watched = Watched(model, sorted(self._surveyor.names))
+
+    def look(self) -> None:
+        """See which modules train and which evaluate: their forward may differ."""
+        self._modes = tuple(module.training for module in self._modules)
+        self._here = self._routes.setdefault(self._modes, {})
+
+    def taken(self, section: int, rows: int) -> list[Tensor]:
+        """What a section is given, on the meta device: shapes, types, and whether a gradient goes back."""
+        return [*self._route(rows).given[section]]
+
+    def run(self, section: int, given: Sequence[Tensor], *, rows: int, inputs: Sequence[Tensor] | None = None) -> Any:
+        """One section's forward.
+
+        Args:
+            given: as `taken` says; nothing for section 0.
+            rows: of the batch.
+            inputs: of section 0.
+
+        Returns:
+            What the next section takes, or the model's outputs.
+
+        Raises:
+            JobError: the inputs have other shapes than the first ones, or the forward went another way.
+        """
+        if inputs is not None:
+            self._check(inputs)
+        route = self._route(rows)
+        wanted = route.taken[section + 1] if section + 1 < self.sections else ()
+        counters = [(module, key, module._buffers[key]) for module, key in self._counters]
+        passage = _Passage(route, section, given, wanted, self._where, counters, self._shares)
+        entered = [route.values[Key("input", number)].detach() for number in range(len(self._inputs))]
+        _set(self._wholes if section else self._shares)
+        passage.enter(inputs if inputs is not None else entered)
+        try:
+            with self._watched.followed(passage):
+                outputs = self._forward(self._model, inputs if inputs is not None else entered)
+        except _Reached:
+            return [passage.kept[key] for key in wanted]
+        if section + 1 < self.sections:
+            raise passage.strayed("its end")
+        return tree_map_only(Tensor, passage.real, outputs)
+
+    def _users(self, rows: int) -> dict[str, frozenset[int]]:
+        """The sections that use each parameter and buffer, in training or in evaluation."""
+        found = dict(self._route(rows).users)
+        with evaluating(self._model), suppress(JobError):  # whose reason is told where something is evaluated
+            self.look()
+            for name, sections in self._route(rows).users.items():
+                found[name] = found.get(name, frozenset()) | sections
+        self.look()
+        return found
+
+    def _route(self, rows: int) -> Route:
+        """The forward on so many rows, in the modes that were seen last."""
+        if rows not in self._here:
+            for module, training in zip(self._bones.modules(), self._modes, strict=True):
+                module.training = training
+            inputs = [torch.empty((rows, *each.shape[1:]), dtype=each.dtype, device="meta") for each in self._inputs]
+            self._here[rows] = self._surveyor.route(inputs)
+        return self._here[rows]
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        for number, (first, given) in enumerate(zip(self._inputs, inputs, strict=True)):
+            if (first.shape[1:], first.dtype) != (given.shape[1:], given.dtype):
+                raise JobError(
+                    [
+                        f"input {number} is {tuple(given.shape[1:])} of {given.dtype} for each sample, but was "
+                        f"{tuple(first.shape[1:])} of {first.dtype} in the first one: a model in sections needs inputs "
+                        "of one shape: pad or cut them to a fixed length"
+                    ],
+                    where=self._where,
+                )
+
+
+class _Reached(BaseException):
+    """The next section begins: not an error, and nothing of the user's catches it."""
+
+
+class _Passage(Follower):
+    """One section's way through a forward.
+
+    Attributes:
+        kept: what the next section takes.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        section: int,
+        given: Sequence[Tensor],
+        wanted: Sequence[Key],
+        where: str,
+        counters: Sequence[tuple[nn.Module, str, Tensor | None]],
+        shares: Sequence[Held],
+    ) -> None:
+        super().__init__()
+        self._route, self._section, self._where, self._counters = route, section, where, counters
+        self._shares = shares
+        self._given = dict(zip(route.taken[section], given, strict=True))
+        self._wanted = frozenset(wanted)
+        self._number, self._glued = 0, 0
+        self._constants = Following()
+        self._begun = section == 0
+        self._passed: dict[Key, Tensor] = {}  # without data
+        self._stands_for: dict[int, Tensor] = {}  # what has data, by the id of what has none
+        self.kept: dict[Key, Tensor] = {}
+
+    def enter(self, inputs: Sequence[Tensor]) -> None:
+        """What the forward is called with."""
+        for number, tensor in enumerate(inputs):
+            self._note(tensor, Key("input", number))
+
+    def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = self._number
+        self._number += 1
+        if number >= len(self._route.calls) or self._route.calls[number].name != name:
+            raise self.strayed(f"module {name!r}")
+        call = self._route.calls[number]
+        if call.begins and call.section == self._section + 1:
+            raise _Reached
+        if call.begins and call.section == self._section:
+            with self.deaf():
+                self._begin()
+        if not self._begun and call.whole:
+            with self.deaf():
+                return self._stand_in(number)
+        if not self._begun:
+            return forward(*args, **kwargs)
+        args, kwargs = self._real((args, kwargs))
+        if not call.whole:
+            return forward(*args, **kwargs)
+        output = self.whole(forward, args, kwargs)
+        self._notes(output, "call", number)
+        return output
+
+    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = self._glued
+        self._glued += 1
+        if number >= len(self._route.glue) or self._route.glue[number] != func:
+            raise self.strayed(getattr(func, "__name__", str(func)))
+        output = self._computed(func, args, kwargs)
+        self._notes(output, "glue", number)
+        return output
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function gives; before the section, without data, but for what is made of constants alone."""
+        if self._begun:
+            args, kwargs = self._real((args, kwargs))
+            return func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+            args, kwargs = _bare((args, kwargs))
+        with self._constants:
+            return func(*args, **kwargs)
+
+    def real(self, tensor: Tensor) -> Tensor:
+        """What has data, in the place of what has none."""
+        return self._stands_for.get(id(tensor), tensor)
+
+    def strayed(self, what: str) -> JobError:
+        """The forward did what it did not when it was followed."""
+        return JobError(
+            [
+                f"the model's forward went another way than when it was cut: it came to {what}: a model in sections "
+                'must run the same modules for every batch; use strategy="data_parallel" for one that does not'
+            ],
+            where=self._where,
+        )
+
+    def _begin(self) -> None:
+        """From here on values have data, and what was done before to this rank's own buffers was another section's."""
+        self._begun = True
+        _set(self._shares)
+        for module, name, buffer in self._counters:
+            module._buffers[name] = buffer
+        for key, tensor in self._given.items():
+            if key not in self._passed:
+                raise self.strayed("the section without a value that it needs")
+            own = tensor.clone() if key in self._route.changed[self._section] else tensor  # a leaf cannot be changed
+            self._stands_for[id(self._passed[key])] = own
+            if key in self._wanted:
+                self.kept[key] = own
+
+    def _stand_in(self, number: int) -> Any:
+        """What a call before the section would give, without data."""
+        result = self._route.results[number]
+        leaves = [self._without_data(leaf) if isinstance(leaf, Key) else leaf for leaf in result.leaves]
+        return tree_unflatten(leaves, result.spec)
+
+    def _without_data(self, key: Key) -> Tensor:
+        if key not in self._passed:
+            self._passed[key] = self._route.values[key].detach()  # anew: the forward may change it in place
+        return self._passed[key]
+
+    def _real(self, given: Any) -> Any:
+        if not self._stands_for:
+            return given
+        args, kwargs = given
+        if not kwargs and all(type(each) is Tensor for each in args):
+            return tuple(self._stands_for.get(id(each), each) for each in args), kwargs
+        leaves, spec = tree_flatten(given)
+        return tree_unflatten([self._placed(leaf) for leaf in leaves], spec)
+
+    def _placed(self, leaf: Any) -> Any:
+        """A value with data, and the device where those are for the one where there are none."""
+        if isinstance(leaf, torch.device) and leaf.type == "meta":
+            return next(iter(self._given.values())).device
+        return self._stands_for.get(id(leaf), leaf)
+
+    def _notes(self, output: Any, source: Any, number: int) -> None:
+        if self._begun and not self._wanted:
+            return
+        if isinstance(output, Tensor):
+            self._note(output, Key(source, number))
+            return
+        for place, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, Key(source, number, place))
+
+    def _note(self, tensor: Tensor, key: Key) -> None:
+        key = self._route.same.get(key, key)
+        if not self._begun:
+            if key in self._route.values:
+                self._passed[key] = tensor
+        elif key in self._wanted:
+            self.kept[key] = tensor
+
+
+def _bare(given: Any) -> Any:
+    """All tensors without data."""
+    return tree_map_only(Tensor, lambda leaf: leaf if leaf.is_meta else bare(leaf), given)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Each buffer's name, and where it is held."""
+    for path, module in model.named_modules():
+        yield from ((f"{path}.{key}" if path else key, module, key) for key in module._buffers)
+
+
+def _numbers(model: nn.Module, entries: Sequence[str]) -> dict[tuple[nn.Module, str], int]:
+    """What modules hold that a cut lies inside of; before their section begins nothing in them is divided."""
+    inside = {".".join(path[:depth]) for path in (name.split(".") for name in entries) for depth in range(len(path))}
+    return {
+        (module, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if name in inside and type(value) is int
+    }
+
+
+def _set(numbers: Sequence[Held]) -> None:
+    for module, key, value in numbers:
+        setattr(module, key, value)
+
+
+def _copied(model: nn.Module, where: str) -> nn.Module:
+    try:
+        return skeleton(model)
+    except Exception as error:
+        raise JobError(
+            [f"the model cannot be cut: a copy of it without its tensors raised {type(error).__name__}: {error}"],
+            where=where,
+        ) from error
+
+
+def _strip(model: nn.Module, users: Mapping[str, frozenset[int]], own: frozenset[int]) -> None:
+    """Leave the parameters and buffers of some sections; the others stay as plain attributes without data.
+
+    What no section uses is the first one's.
+    """
+    names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for key, tensor in [*held.items()]:
+                if tensor is not None and not users.get(names[tensor], frozenset({0})) & own:
+                    del held[key]
+                    module.__dict__[key] = bare(tensor)

@@ -1,0 +1,374 @@
+"""A step of one pipeline stage: its operations in the order of the schedule, each as soon as what it needs has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.core.data import fold
+from trainwright.core.errors import JobError
+from trainwright.core.pipeline_layout import loss_stage, place_of, section_of
+from trainwright.strategies.search.pipeline_schedules import Operation, order
+from trainwright.strategies.torch.pipeline.p2p import Links, Way
+from trainwright.strategies.torch.pipeline.split import Cut
+from trainwright.strategies.torch.pipeline.split_backward import Groups, halves, of_inputs, of_parameters
+from trainwright.strategies.torch.tensor_parallel.vocab_logits import plain
+from trainwright.strategies.torch.training.error_mapping import user_code
+from trainwright.strategies.torch.training.objective import Objective, Share, run_backward
+from trainwright.strategies.torch.training.train_state import Replica
+
+AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """A micro-batch in a section, between its forward and the end of its backward.
+
+    Attributes:
+        given: what the section was given, of the graph.
+        roots: what backward starts from.
+        slopes: their gradients; known from the beginning in the last section alone.
+        groups: what gradients of parameters start from, once those of inputs are there.
+    """
+
+    given: list[Tensor]
+    roots: list[Tensor]
+    slopes: list[Tensor] | None = None
+    groups: Groups | None = None
+
+
+@dataclass(kw_only=True)
+class Pipe:
+    """One rank's stage.
+
+    Attributes:
+        cut: the model.
+        links: to the other stages.
+        stage, stages: this rank's place.
+        chunks: sections of the stage.
+        schedule: names the order.
+        objective: the loss, on the stage that ends the model.
+        replica: holds the parameters.
+    """
+
+    cut: Cut
+    links: Links
+    stage: int
+    stages: int
+    chunks: int
+    schedule: str
+    objective: Objective
+    replica: Replica
+    _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    _handed: dict[Operation, list[Tensor]] = field(default_factory=dict)  # from section to section on this stage
+    _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
+    _halved: dict[int, bool] = field(default_factory=dict)
+    _begun: int | None = None  # the step whose first forwards were done in the one before
+
+    @property
+    def last(self) -> bool:
+        """Whether this stage ends the model."""
+        return self.stage == loss_stage(self.schedule, stages=self.stages, chunks=self.chunks)
+
+    def step(
+        self,
+        shares: Sequence[tuple[int, Share]],
+        step: int,
+        losses_done: Callable[[], None],
+        following: Sequence[tuple[int, Share]] = (),
+    ) -> None:
+        """Forward and backward of all micro-batches: gradients are added to, losses told to the objective.
+
+        Args:
+            following: micro-batches of the next step, where that is to follow without a drain: the first ones go
+                forward, and stay until then.
+            losses_done: called when the objective has been told all of them, before the last backwards.
+
+        Raises:
+            UserCodeError, JobError: the user's code raised or is wrong.
+            RuntimeError: another rank went away.
+        """
+        assert self._begun in (None, step), "the step that was told to follow comes first"
+        if self._begun == step:
+            self.cut.look()
+        else:
+            self._forget()
+        own = len(shares)
+        todo = order(
+            self.schedule,
+            stage=self.stage,
+            stages=self.stages,
+            micro_batches=own,
+            chunks=self.chunks,
+            begun=self._begun == step,
+            followed=bool(following),
+        )
+        try:
+            self._work(todo, [*shares, *following], own, step, losses_done)
+            self._settle()
+        finally:
+            self._use(before=False)
+        self._count_from(own)
+        self._begun = step + 1 if following else None
+
+    def recall(self) -> None:
+        """Drop what was done of the next step; what was sent for it is taken first, so that nothing is on its way."""
+        for message in self.links.coming.values():
+            self.links.take(message)
+        self.links.settle()
+        self._forget()
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of the next step is done."""
+        return self._begun is not None
+
+    def outputs(self, share: Share) -> Any:
+        """The model's outputs for a micro-batch, on the stage that ends it; None elsewhere. Computes no gradients."""
+        types = dict(self._types)
+        outputs = self._passed(share)
+        self._types = types  # of training
+        return outputs if self.last else None
+
+    def rehearse(self, share: Share) -> None:
+        """Learn in which types values come: under autocast they are not those of a forward without data."""
+        with torch.no_grad():
+            self._passed(share)
+
+    def _passed(self, share: Share) -> Any:
+        """One micro-batch through all stages."""
+        self._forget()
+        outputs: Any = None
+        for chunk in range(self.chunks):
+            operation = Operation("forward", 0, chunk)
+            section = self._section(operation)
+            if section and self.objective.caller.autocast and (before := self._at(section - 1)) != self.stage:
+                self._types[section] = self.links.hear(len(self.cut.taken(section, share.batch.rows)), before)
+            self._expect(operation, [(0, share)])
+            outputs = self._run(operation, share, self._received(operation))
+            if not self._ends(operation):
+                if self.objective.caller.autocast:
+                    self._types[section + 1] = [each.dtype for each in outputs]
+                    if (after := self._at(section + 1)) != self.stage:
+                        self.links.tell(self._types[section + 1], after)
+                self._send(outputs, operation)
+        self._settle()
+        return outputs
+
+    # --- operations ---------------------------------------------------------------------------------------
+
+    def _work(
+        self,
+        todo: Sequence[Operation],
+        shares: Sequence[tuple[int, Share]],
+        own: int,
+        step: int,
+        losses_done: Callable[[], None],
+    ) -> None:
+        """Operations in turn.
+
+        Args:
+            shares: of the step, `own` of them, and of the next where that follows; each is run at its step's weights.
+        """
+        last = max(number for number, each in enumerate(todo) if each.kind == "forward" and each.micro_batch < own)
+        coming = [*todo]
+        if len(shares) > own:  # of what the stage before sends in this step one is for the next
+            coming.append(Operation("forward", own + self.stages - 1 - self.stage))
+        for each in coming[: AHEAD - 1]:
+            self._expect(each, shares)
+        for number, operation in enumerate(todo):
+            for each in coming[number + AHEAD - 1 : number + AHEAD]:
+                self._expect(each, shares)
+            micro, share = shares[operation.micro_batch]
+            later = operation.micro_batch // own
+            self._use(before=not later)
+            if operation.kind == "forward":
+                if later and self.replica.begun is None:
+                    self.replica.begin_next()
+                seed = fold(self.replica.spec.seed, step + later, micro, share.data_rank, self._section(operation))
+                self.replica.reseed(seed)
+                self._forward(operation, share, ahead=bool(later))
+                self.replica.laps.forward()
+                if number == last:
+                    losses_done()
+            else:
+                self._backward(operation)
+                self.replica.laps.backward(reduced=False)
+
+    def _use(self, *, before: bool) -> None:
+        """Take the weights before the last step, where they are kept, or the newest."""
+        if self.replica.versions is not None:
+            self.replica.versions.use(before=before)
+
+    def _count_from(self, number: int) -> None:
+        """Micro-batches of the next step count from 0 in it."""
+        self._flights = {(micro - number, chunk): flight for (micro, chunk), flight in self._flights.items()}
+        coming = [(each._replace(micro_batch=each.micro_batch - number), it) for each, it in self.links.coming.items()]
+        self.links.coming.clear()
+        self.links.coming.update(coming)
+
+    def _forward(self, operation: Operation, share: Share, *, ahead: bool) -> None:
+        metas = self._taken(operation, share)
+        received = self._received(operation)
+        given = [each.requires_grad_(meta.requires_grad) for each, meta in zip(received, metas, strict=True)]
+        made = self._run(operation, share, given)
+        if self._ends(operation):
+            pull = self.objective.pulled(share, made)
+            self.objective.tell(pull)
+            flight = _Flight(given=given, roots=[pull.values], slopes=[pull.slopes])
+        else:
+            self._check(operation, share, made)
+            self._send(made, operation, ahead=ahead)
+            flight = _Flight(given=given, roots=[each for each in made if each.requires_grad])
+        self._flights[operation.micro_batch, operation.chunk] = flight
+
+    def _backward(self, operation: Operation) -> None:
+        flight = self._flights[operation.micro_batch, operation.chunk]
+        if operation.kind != "weights" and flight.slopes is None:
+            flight.slopes = self._received(operation)
+        with user_code("the backward pass", self.objective.caller.where):
+            self._differentiate(operation, flight)
+        if operation.kind != "weights":
+            wanted = [each for each in flight.given if each.requires_grad]
+            back = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
+            self._send(back, operation)
+        if operation.kind != "inputs":
+            del self._flights[operation.micro_batch, operation.chunk]
+
+    def _differentiate(self, operation: Operation, flight: _Flight) -> None:
+        """Gradients of parameters and of what was given, or of one of the two."""
+        assert flight.slopes is not None, "what a stage needs has come"
+        wanted = [each for each in flight.given if each.requires_grad]
+        if operation.kind == "inputs" and wanted:
+            if operation.chunk not in self._halved:
+                self._halved[operation.chunk] = halves(flight.roots, wanted, self.replica.trainable)
+            if self._halved[operation.chunk]:
+                flight.groups = of_inputs(flight.roots, flight.slopes, wanted, self.replica.trainable)
+            else:
+                run_backward(tuple(flight.roots), tuple(flight.slopes))
+                flight.groups = []
+        elif operation.kind == "weights" and flight.groups is not None:
+            of_parameters(flight.groups, self.replica.trainable)
+        elif operation.kind != "inputs" and flight.roots:
+            run_backward(tuple(flight.roots), tuple(flight.slopes))
+
+    def _check(self, operation: Operation, share: Share, made: Sequence[Tensor]) -> None:
+        """Raise JobError where a section gives on other values than when it was cut, which the next could not take."""
+        metas = self._given_on(operation, share)
+        for each, meta in zip(made, metas, strict=True):
+            if (each.shape, each.dtype, each.layout) != (meta.shape, meta.dtype, meta.layout):
+                raise self._changed(
+                    f"gives {tuple(each.shape)} of {each.dtype} to the next stage where it gave {tuple(meta.shape)} of "
+                    f"{meta.dtype} when it was cut: pad or cut values to a fixed shape, or cut the model elsewhere"
+                )
+        if [each.requires_grad for each in made] != [meta.requires_grad for meta in metas]:
+            raise self._changed(
+                "gives gradients to other values than when it was cut: use torch.no_grad() and detach() alike for "
+                "every batch"
+            )
+
+    def _changed(self, how: str) -> JobError:
+        return JobError([f"the model's forward {how}"], where=self.objective.caller.where)
+
+    def _run(self, operation: Operation, share: Share, given: list[Tensor]) -> Any:
+        """The section's forward."""
+        section, caller = self._section(operation), self.objective.caller
+        columns = caller.inputs(share.batch) if section == 0 else None
+        inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
+        with user_code("the model", caller.where), caller.keeping():
+            return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
+
+    # --- messages -----------------------------------------------------------------------------------------
+
+    def _expect(self, operation: Operation, shares: Sequence[tuple[int, Share]]) -> None:
+        """Begin to receive what an operation needs, once."""
+        if operation.kind == "weights" or operation in self.links.coming:
+            return
+        forward = operation.kind == "forward"
+        share = shares[operation.micro_batch][1]
+        source = self._section(operation) + (-1 if forward else 1)
+        if not 0 <= source < self.cut.sections or self._at(source) == self.stage:
+            return
+        metas = self._taken(operation, share) if forward else self._sloped(operation, share)
+        buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
+        way: Way = "forward" if forward else "backward"
+        self.links.coming[operation] = self.links.receive(buffers, self._at(source), way)
+
+    def _received(self, operation: Operation) -> list[Tensor]:
+        """What an operation needs, once it is there."""
+        if operation not in self.links.coming:
+            return self._handed.pop(operation, [])  # nothing is given to the first section
+        buffers = self.links.take(self.links.coming[operation])
+        del self.links.coming[operation]  # only now: an error may leave it on its way
+        self.replica.laps.wait()
+        return buffers
+
+    def _taken(self, operation: Operation, share: Share) -> list[Tensor]:
+        """What a section is given, without data."""
+        section = self._section(operation)
+        metas = self.cut.taken(section, share.batch.rows) if section else []
+        types = self._types.get(section)
+        return metas if types is None else _typed(metas, types)
+
+    def _sloped(self, operation: Operation, share: Share) -> list[Tensor]:
+        """What comes back of that which a section gives on, without data."""
+        return [meta for meta in self._given_on(operation, share) if meta.requires_grad]
+
+    def _given_on(self, operation: Operation, share: Share) -> list[Tensor]:
+        """What a section gives on, without data."""
+        section = self._section(operation) + 1
+        metas, types = self.cut.taken(section, share.batch.rows), self._types.get(section)
+        return metas if types is None else _typed(metas, types)
+
+    def _send(self, tensors: Sequence[Tensor], operation: Operation, *, ahead: bool = False) -> None:
+        """Give what an operation made to the section that needs it; none does what the first makes of gradients.
+
+        What is sent ahead of its step may be on its way while parameters change, of which it may be a view.
+        """
+        way: Way = "forward" if operation.kind == "forward" else "backward"
+        target = self._section(operation) + (1 if way == "forward" else -1)
+        if target < 0:
+            return
+        stage, chunk = place_of(self.schedule, section=target, stages=self.stages)
+        sent = [plain(each.detach()).resolve_conj().resolve_neg().contiguous() for each in tensors]
+        if stage == self.stage:
+            self._handed[Operation(operation.kind, operation.micro_batch, chunk)] = sent
+        else:
+            self.links.send([each.clone() for each in sent] if ahead else sent, stage, way, ahead=ahead)
+
+    def _settle(self) -> None:
+        """Wait until all has been sent."""
+        self.links.settle()
+        self.replica.laps.wait()
+
+    def _forget(self) -> None:
+        """What an error may have left."""
+        self._flights.clear()
+        self._handed.clear()
+        self.links.forget()
+        self._begun = None
+        self.cut.look()
+
+    # --- places -------------------------------------------------------------------------------------------
+
+    def _section(self, operation: Operation) -> int:
+        return section_of(self.schedule, stage=self.stage, stages=self.stages, chunk=operation.chunk)
+
+    def _at(self, section: int) -> int:
+        """The stage that holds a section."""
+        return place_of(self.schedule, section=section, stages=self.stages)[0]
+
+    def _ends(self, operation: Operation) -> bool:
+        return self._section(operation) == self.cut.sections - 1
+
+
+def _typed(metas: Sequence[Tensor], types: Sequence[torch.dtype]) -> list[Tensor]:
+    """The same of other types."""
+    return [
+        torch.empty_like(meta, dtype=dtype, requires_grad=meta.requires_grad)
+        for meta, dtype in zip(metas, types, strict=True)
+    ]

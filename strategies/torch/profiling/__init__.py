@@ -1,0 +1,1 @@
+"""What a torch model costs, and recomputation of activations."""

@@ -1,0 +1,289 @@
+"""What a torch model costs, layer by layer: traced on the meta device, where tensors have shapes but no memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.errors import JobError
+from trainwright.core.model_profile import LayerCost, ModelProfile, folded, with_loss
+from trainwright.strategies.torch.checkpoint.files import export, take_weights
+from trainwright.strategies.torch.pipeline.call_survey import Surveyor, skeleton
+from trainwright.strategies.torch.profiling.activation_checkpoint import recomputed_buffers
+from trainwright.strategies.torch.profiling.meta_values import Following, Values
+from trainwright.strategies.torch.profiling.op_trace import Call, Trace, Tracer, storage
+from trainwright.strategies.torch.tensor_parallel.layers import Split
+from trainwright.strategies.torch.tensor_parallel.plan_search import Splitter
+from trainwright.strategies.torch.training import lazy_dynamo
+from trainwright.strategies.torch.training import tensors as batches
+from trainwright.strategies.torch.training.batch_norm import batch_norms
+from trainwright.strategies.torch.training.error_mapping import user_code
+from trainwright.strategies.torch.training.train_state import sparse_state
+
+__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
+
+_log = logging.getLogger(__name__)
+lazy_dynamo.postpone()
+REASON = 300  # letters of an error that is shown
+Sample = Mapping[str, npt.NDArray[Any]]
+Names = tuple[tuple[str, ...], tuple[str, ...]]  # inputs, and the model's arguments that they are given as
+Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, how many bytes
+
+
+def profile_model(
+    model: nn.Module | Callable[[], Any],
+    sample: Sample,
+    inputs: tuple[str, ...],
+    *,
+    keywords: tuple[str, ...] = (),
+    step: Any = None,
+) -> ModelProfile:
+    """Cost of each module with parameters or operations of its own, in the order in which they run.
+
+    Where the model cannot be traced without data (its flow depends on values, or it loads weights as it is built),
+    operations are estimated as two for each parameter and sample, activations are not known, and `untraced` says why.
+
+    Args:
+        model: () -> torch.nn.Module, called once or twice; or a module, which is moved to the meta device.
+        sample: columns of one or a few rows, collated.
+        inputs: columns given to the model, as positional arguments where there are no keywords; none where `step` is
+            given.
+        keywords: the model's argument that each of `inputs` is given as.
+        step: (model, batch) -> losses, traced instead of the model's call where there are no inputs.
+
+    Raises:
+        UserCodeError: `model()` raised.
+        JobError: it returned no module, one with sparse tensors, or `inputs` names no column.
+    """
+    built = model if isinstance(model, nn.Module) else _built(model)
+    if problems := sparse_state(built):
+        raise JobError(problems)
+    norms = ("batch_norm",) if batch_norms(built) else ()
+    columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
+    tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
+    held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
+    known = ModelProfile(
+        framework="torch", layers=(), inexact=norms, keras_backend=_backend(built), trained=_trained(built)
+    )
+    known = replace(known, recounted=next(iter(recomputed_buffers(built)), ""))
+    call = inputs, keywords
+    trace, least = _first_traced(built.to("meta"), tensors, call, step), 1
+    if isinstance(trace, str):  # a norm of batches takes no less than two rows
+        least = 2
+        tensors = {name: torch.cat((value, value)) for name, value in tensors.items()}
+        trace = _first_traced(built, tensors, call, step)
+    if isinstance(trace, str):
+        _log.info("operations are estimated from parameters: tracing raised %s", trace)
+        return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
+    rows = max((len(value) for value in tensors.values()), default=1)
+    split, indivisible = Split(), ""
+    if trace.division.blocks(trace.heads):
+        split, indivisible = _proved(built, tensors, call, step, least)
+        whole = trace.division.weights(trace.heads) - _divided(built, split)
+        again = _first_traced(built, tensors, call, step, whole) if whole and split.roles else trace
+        trace = trace if isinstance(again, str) else again
+    layers = folded(_leading(_costs(built, held, trace, rows), split))
+    if inputs:
+        layers = with_loss(layers, trace.calls[built].output / rows)
+    uncut = _uncut(built, tensors, call) if trace.asks and inputs else ""
+    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible, uncut=uncut)
+
+
+def _uncut(model: nn.Module, tensors: batches.Tensors, call: Names) -> str:
+    """Why a pipeline's stages cannot follow a forward: it asks for values of its inputs. Empty where they can."""
+    inputs, _ = call
+
+    def forward(bones: nn.Module, given: Sequence[Tensor]) -> Any:
+        return called(bones, dict(zip(inputs, given, strict=True)), call, None)
+
+    try:
+        Surveyor(skeleton(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
+    except JobError as error:
+        return error.problems[0]
+    return ""
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Size of a model's parameters and buffers, as they would be in memory."""
+    held = (*model.parameters(), *model.buffers())
+    return sum(each.numel() * each.element_size() for each in held if not nn.parameter.is_lazy(each))
+
+
+def _backend(model: nn.Module) -> str:
+    """Keras' backend where a module is Keras', or one inside it; empty otherwise."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return "torch" if any(kind.__module__.startswith("keras.") for kind in kinds) else ""
+
+
+def _trained(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Rows and bytes of each parameter that is trained."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return tuple((len(each) if each.dim() else 1, each.numel() * each.element_size()) for each in trained)
+
+
+def _built(build: Callable[[], Any]) -> nn.Module:
+    """The module, without memory where the user's code can do that."""
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        _log.info("model() is built with memory: without, it raised %s: %s", type(error).__name__, error)
+        with user_code("model()", "profile"):
+            model = build()
+    if not isinstance(model, nn.Module):
+        raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"])
+    return model
+
+
+def _first_traced(
+    model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, whole: frozenset[int] = frozenset()
+) -> Trace | str:
+    """A trace in the model's own types, or in bfloat16 where a kernel takes nothing else; or what stopped the first."""
+    stopped = []
+    for dtype in (None, torch.bfloat16):
+        given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
+        try:
+            return traced(model.to(dtype), given, call, step, whole)
+        except Exception as error:
+            stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
+    return stopped[0]
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _tokens(tensors: batches.Tensors) -> int:
+    """Numbers of a sample that are no measurements but names: each meets all parameters once."""
+    named = [value for value in tensors.values() if len(value) and not value.is_floating_point()]
+    return max((value[0].numel() for value in named), default=1)
+
+
+def traced(
+    model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, whole: frozenset[int] = frozenset()
+) -> Trace:
+    """One forward pass of a model on the meta device. Raises whatever that raises.
+
+    Args:
+        call: inputs and keywords.
+        whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
+    """
+    on = {name: value.to("meta") for name, value in tensors.items()}
+    rows = max((len(value) for value in tensors.values()), default=1)
+    held = {storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
+    parameters = {storage(each) for each in model.parameters()}
+    values = Values([(on[name], value) for name, value in tensors.items()])
+    tracer = Tracer(held, parameters, values, rows, whole)
+    with tracer.watching(model):
+        called(model, on, call, step)
+    return tracer.found()
+
+
+def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any:
+    """What a model, or a step of the job's own, makes of columns that are where it is."""
+    inputs, keywords = call
+    if keywords:
+        return model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
+    if inputs or step is None:
+        return model(*[on[name] for name in inputs])
+    return step(model, on)
+
+
+def plainly(columns: batches.Tensors, call: Names, step: Any, least: int = 1) -> Callable[..., Any]:
+    """Calls a model on the meta device with `rows` rows of columns, by default as few as it takes.
+
+    What it asks of values that follow from the inputs is answered by the columns'.
+    """
+
+    def run(bones: nn.Module, rows: int = least) -> Any:
+        real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
+        given = {name: value.to("meta") for name, value in real.items()}
+        with Following((given[name], value) for name, value in real.items()), torch.device("meta"):
+            return called(bones, given, call, step)
+
+    return run
+
+
+def _proved(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, least: int) -> tuple[Split, str]:
+    """What tensor parallelism divides of a model as it is written; why nothing, where that is so."""
+    splitter = Splitter(model, plainly(tensors, call, step, least), None, "profile")
+    try:
+        return splitter.found(lambda bones: traced(bones, tensors, call, step)), ""
+    except JobError as error:
+        return Split(), error.problems[0]
+
+
+def _divided(model: nn.Module, split: Split) -> set[int]:
+    """Storages of the weights that are divided."""
+    weights = (model.get_submodule(name)._parameters["weight"] for name in split.roles)
+    return {storage(weight) for weight in weights if weight is not None}
+
+
+def _leading(layers: Sequence[LayerCost], split: Split) -> list[LayerCost]:
+    """The same with what leads from one layer to another where they are divided."""
+    places = {layer.name: number for number, layer in enumerate(layers)}
+    leading: set[int] = set()
+    for group in split.groups:
+        found = sorted(places[name] for name in group if name in places)
+        leading |= {*range(found[0], found[-1])}
+    return [replace(layer, leads=number in leading) for number, layer in enumerate(layers)]
+
+
+def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[LayerCost]:
+    """Of each module, in the order in which they ran; those that did not come last."""
+    names = {module: name for name, module in model.named_modules()}
+    modules = [*trace.calls, *(module for module in model.modules() if module not in trace.calls)]
+    costs = []
+    for module in modules:
+        call, (count, size) = trace.calls.get(module, Call()), _own(module, names[module], held)
+        costs.append(
+            LayerCost(
+                name=names[module] or type(model).__name__,
+                parameters=count,
+                parameter_bytes=size,
+                flops=call.flops / rows,
+                output_numbers=call.output / rows,
+                cut_numbers=call.cut / rows,
+                kept_numbers=call.kept / rows,
+                traffic_numbers=call.traffic / rows,
+                scores_numbers=call.scores / rows,
+                matmuls=call.matmuls,
+                launches=call.launches,
+                splits=call.splits,
+                shared_kept=1.0 - call.split_kept / call.kept if call.splits and call.kept else 0.0,
+                shared_traffic=1.0 - call.split_traffic / call.traffic if call.splits and call.traffic else 0.0,
+                reductions=call.reductions,
+                trained=any(each.requires_grad for each in module.parameters(recurse=False)),
+            )
+        )
+    return costs
+
+
+def _counted(model: nn.Module, held: Sizes, tokens: int) -> tuple[LayerCost, ...]:
+    """Costs from parameters alone: two operations with each for each token, none with what is looked up."""
+    layers = []
+    for name, module in model.named_modules():
+        count, size = _own(module, name, held)
+        flops = 0.0 if isinstance(module, nn.Embedding) else 2.0 * count * tokens
+        if count:
+            layers.append(
+                LayerCost(name=name or type(model).__name__, parameters=count, parameter_bytes=size, flops=flops)
+            )
+    return tuple(layers)
+
+
+def _own(module: nn.Module, name: str, held: Sizes) -> tuple[int, int]:
+    """Number and bytes of the parameters of a module itself; one that several share is the first one's.
+
+    Args:
+        held: by full name: on the meta device those that were shared are no longer the same.
+    """
+    path = f"{name}." if name else ""
+    own = [held[path + key] for key, _ in module.named_parameters(recurse=False) if path + key in held]
+    return sum(count for count, _ in own), sum(size for _, size in own)

@@ -1,0 +1,1 @@
+"""Workers and servers of parameters in torch."""

@@ -1,0 +1,1 @@
+"""The training step in torch: objective, batches, precision, evaluation."""

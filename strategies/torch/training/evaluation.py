@@ -1,0 +1,154 @@
+"""Evaluation and prediction: local, without gradients, in the model's evaluation mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.data import Batch, Columns, Feed, Sums, Terms
+from trainwright.core.errors import JobError, nearest
+from trainwright.strategies.torch.training import tensors as batches
+from trainwright.strategies.torch.training.batch_losses import BatchLayout
+from trainwright.strategies.torch.training.objective import Caller, evaluating
+
+LOSS = "loss"
+
+
+Through = Callable[[Batch], Any]  # gives a model's outputs for a batch; None where they are another rank's
+
+
+def evaluate(model: nn.Module, caller: Caller, feed: Feed, through: Through | None = None) -> Sums:
+    """Weighted sums and weights of the loss and of each metric over the feed, in float64.
+
+    Args:
+        through: runs a model that is on several ranks; by default it is called.
+
+    Raises:
+        UserCodeError, JobError: the user's code raised or returned the wrong shape.
+    """
+    names: list[str] = []
+    sums: list[Tensor] = []
+    with evaluating(model), torch.no_grad():
+        for batch, layout in _batches(feed):
+            for name, (values, weights) in _terms(model, caller, batch, layout, through):
+                names.append(name)
+                doubled = weights.double()
+                sums.append(torch.stack(((values.double() * doubled).sum(), doubled.sum())))
+        rows = torch.stack(sums).tolist() if sums else []
+    total = Sums()
+    for name, (value, weight) in zip(names, rows, strict=True):
+        total += Sums(totals={name: (value, weight)})
+    return total
+
+
+def predict(model: nn.Module, caller: Caller, feed: Feed, through: Through | None = None) -> Columns:
+    """The model's outputs for the feed's rows: `output`, or by the model's own names where it returns several.
+
+    Names come from a mapping, a dataclass, a named tuple or an object with `items()`; several outputs without names are
+    `output_0`, `output_1` and so on (with `to_tuple()` too), parts of an output `name_0` or `name_key`. None is left
+    out. Where `spec.outputs` names some, only these are given and looked at.
+
+    Raises:
+        UserCodeError, JobError: the model raised, or returned something other than one output per sample.
+    """
+    if not caller.spec.inputs:
+        raise JobError(
+            ["inputs= is missing: name the columns given to the model to predict with it"], where=caller.where
+        )
+    found: dict[str, list[npt.NDArray[Any]]] = {}
+    with evaluating(model), torch.no_grad():
+        for batch, _ in _batches(feed):
+            with caller.precision():
+                outputs = through(batch) if through else caller.outputs(model, caller.inputs(batch))
+            chosen = {} if outputs is None else _chosen(dict(flat("", outputs)), caller)
+            for name, value in _checked(chosen, batch, caller).items():
+                found.setdefault(name, []).append(value)
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def _terms(
+    model: nn.Module, caller: Caller, batch: Batch, layout: BatchLayout, through: Through | None
+) -> Iterator[tuple[str, Terms]]:
+    """Loss and metrics of a micro-batch; outputs are computed once."""
+    columns = caller.wanted(batch) if through else caller.tensors(batch)
+    if caller.spec.step:
+        yield LOSS, caller.loss(model, columns, batch, layout)
+        if not caller.spec.metrics:
+            return
+    with caller.precision():
+        outputs = through(batch) if through else caller.outputs(model, columns)
+        if through and outputs is None:
+            return
+        if not caller.spec.step:
+            yield LOSS, caller.loss_of(outputs, columns, batch, layout)
+        for name in caller.spec.metrics:
+            yield name, caller.metric(name, outputs, columns, batch, layout)
+
+
+def _batches(feed: Feed) -> Iterator[tuple[Batch, BatchLayout]]:
+    for part in feed.parts:
+        layout = BatchLayout(ranks=feed.total, micro_batches=len(part))
+        yield from ((batch, layout) for batch in part)
+
+
+def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every output by name, those inside others too."""
+    parts = _parts(value)
+    if parts is None:
+        if value is not None:
+            yield name or "output", value
+        return
+    outer = name if isinstance(parts, Mapping) else name or "output"
+    for key, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
+        yield from flat(f"{outer}_{key}" if outer else str(key), part)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:
+    """What an output is made of; None for one that is whole."""
+    if isinstance(value, (Tensor, type)):
+        return None
+    if isinstance(value, Mapping):
+        return value
+    if hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if isinstance(value, tuple | list):
+        return tuple(value)
+    if dataclasses.is_dataclass(value):
+        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    if callable(getattr(value, "items", None)):
+        return dict(value.items())
+    return tuple(value.to_tuple()) if callable(getattr(value, "to_tuple", None)) else None
+
+
+def _chosen(outputs: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
+    """The outputs that are wanted."""
+    for name in caller.spec.outputs:
+        if name not in outputs:
+            raise JobError([f"the model has no output {name!r}: {nearest(name, outputs)}"], where=caller.where)
+    return {name: outputs[name] for name in caller.spec.outputs} if caller.spec.outputs else outputs
+
+
+def _checked(outputs: Mapping[str, Any], batch: Batch, caller: Caller) -> dict[str, npt.NDArray[Any]]:
+    """All of them as arrays. Raises JobError where one is no row for each sample; says which can be asked for."""
+    problems = {name: why for name, value in outputs.items() if (why := _misfit(name, value, batch.rows))}
+    if problems:
+        good = tuple(name for name in outputs if name not in problems)
+        others = f", or ask for others alone: columns={good}" if good else ""
+        why = f"{next(iter(problems.values()))}: return tensors with a row for each sample{others}"
+        raise JobError([why], where=caller.where)
+    return {name: batches.array(value) for name, value in outputs.items()}
+
+
+def _misfit(name: str, value: Any, rows: int) -> str:
+    """Why an output cannot be written row by row; empty where it can."""
+    if not isinstance(value, Tensor):
+        return f"the model's {name} is {type(value).__name__}"
+    if value.dim() == 0 or value.shape[0] != rows:
+        return f"the model's {name} has shape {tuple(value.shape)} for a batch of {rows}"
+    return ""

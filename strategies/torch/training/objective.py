@@ -1,0 +1,385 @@
+"""The loss of a micro-batch as terms, and what travels with the gradients.
+
+A step's gradient is that of sum(values * weights) / W over the whole global batch, with W the sum of all weights. Each
+rank's micro-batches contribute sum(values * weights) * world / rows, so that DDP's average over `world` ranks is
+already right where all weights are 1 (W = rows); otherwise one pass scales the gradients by rows / W.
+
+W, the sum of losses and the wish to stop must be summed over the ranks too, before anything is applied. They travel in
+DDP's own reduction: `carry` is one more parameter, and backward is told that its gradient is those sums. DDP averages,
+so they are multiplied by the world size first: W comes out as a plain sum. Beside them travels what a step before has
+told of its gradient's noise (see `noise`), or zeros, so that the reduction is the same in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.argument_order import in_order
+from trainwright.core.batch_gather import gathering
+from trainwright.core.data import Batch, Terms
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.strategies.common.loss_shapes import broadcast_problem
+from trainwright.strategies.torch import torch_compat
+from trainwright.strategies.torch.profiling.selective_recompute import Rescoring
+from trainwright.strategies.torch.tensor_parallel.vocab_logits import plain
+from trainwright.strategies.torch.training import tensors as batches
+from trainwright.strategies.torch.training.batch_losses import (
+    DECLARED,
+    UNCUT,
+    BatchLayout,
+    BatchRows,
+    Groups,
+    check_samples_apart,
+)
+from trainwright.strategies.torch.training.error_mapping import user_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One micro-batch on its way through the objective.
+
+    Attributes:
+        batch: the micro-batch.
+        data_rank: whose it is.
+        rows: real samples in the global batch.
+        wish: the rank's wish to stop, in one of its micro-batches.
+        muted: all weights count as 0.
+        layout: of the global batch.
+    """
+
+    batch: Batch
+    data_rank: int
+    rows: int
+    wish: bool = False
+    muted: bool = False
+    layout: BatchLayout = UNCUT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """How a job's functions are called.
+
+    Attributes:
+        spec: the job's functions and columns.
+        device: where the tensors are.
+        autocast: the type to compute in where that is safe (`torch.autocast`); None for the model's own.
+        where: the rank, for errors.
+        rescoring: whether backward computes attention's scores again.
+        group: makes the process group of a batch's data ranks; None where there is none.
+        checking: look whether a sample's loss follows from what else is in its micro-batch, and refuse that.
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    autocast: torch.dtype | None
+    where: str
+    rescoring: bool = False
+    group: Groups | None = None
+    checking: bool = False
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The context of forward and loss."""
+        return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
+
+    def keeping(self) -> AbstractContextManager[Any]:
+        """The context in which activations are kept for backward."""
+        return Rescoring() if self.rescoring else nullcontext()
+
+    def tensors(self, batch: Batch) -> batches.Tensors:
+        """The columns that the job's functions want: all of them for a step of the user's own."""
+        wanted = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
+        return batches.collated(self.spec.collation, batch, wanted, self.device)
+
+    def inputs(self, batch: Batch) -> batches.Tensors:
+        """The columns that the model wants."""
+        return batches.collated(self.spec.collation, batch, self.spec.inputs, self.device)
+
+    def wanted(self, batch: Batch) -> batches.Tensors:
+        """The columns that loss and metrics want."""
+        return batches.collated(self.spec.collation, batch, dict.fromkeys(self.spec.targets), self.device)
+
+    def called(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
+        """The model's outputs for the input columns, which are given in their order."""
+        if self.spec.keywords:
+            return model(**dict(zip(self.spec.keywords, given, strict=True)))
+        return model(*given)
+
+    def precisely(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
+        """The same in the context of forward and loss."""
+        with self.precision():
+            return self.called(model, given)
+
+    def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
+        """The model's outputs for the input columns, whatever they are."""
+        with user_code("the model", self.where):
+            return self.called(model, [columns[name] for name in self.spec.inputs])
+
+    def targets(self, columns: batches.Tensors) -> Any:
+        """The target column, or a tuple where there are several."""
+        chosen = tuple(columns[name] for name in self.spec.targets)
+        return chosen[0] if len(chosen) == 1 else chosen
+
+    def loss(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT) -> Terms:
+        """The loss terms of a micro-batch, sample weights included; weights never require a gradient."""
+        with self.precision(), self.keeping():
+            if self.spec.step:
+                return self.terms("step=", self._stepped(model, columns, batch, layout), batch)
+            outputs = self.outputs(model, columns)
+            return self.loss_of(outputs, columns, batch, layout)
+
+    def metric(
+        self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT
+    ) -> Terms:
+        """The terms of a metric."""
+        what = f"metric {name!r}"
+        return self.terms(what, self._judged(what, outputs, columns, batch, layout), batch)
+
+    def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT) -> Terms:
+        """The loss terms of outputs that are there already."""
+        return self.terms("loss=", self._judged("loss=", outputs, columns, batch, layout), batch)
+
+    @cached_property
+    def _functions(self) -> dict[str, Callable[[Any, Any], Any]]:
+        """The job's loss and metrics as functions of (outputs, targets), by their names in errors."""
+        given = {"loss=": self.spec.loss, **{f"metric {name!r}": each for name, each in self.spec.metrics.items()}}
+        return {what: in_order(function) for what, function in given.items() if function is not None}
+
+    def _judged(
+        self,
+        what: str,
+        outputs: Any,
+        columns: batches.Tensors,
+        batch: Batch,
+        layout: BatchLayout,
+    ) -> Any:
+        """What a loss or metric says of outputs; where it gathers all rows, of this rank's."""
+        targets, ordered = self.targets(columns), self._functions[what]
+        if self._compares(layout):
+            check_samples_apart(what, ordered, outputs, targets, batch, layout, self.where)
+        rows = BatchRows(batch, layout, self.group, self.where)
+        with user_code(what, self.where), gathering(rows.gather):
+            result = ordered(outputs, targets)
+        self._check_broadcast(what, outputs, targets, result)
+        return rows.own(result)
+
+    def _stepped(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> Any:
+        """What the job's own step says; where it gathers all rows, of this rank's."""
+        step = self.spec.step
+        assert step is not None, "asked for only where there is one"
+        if self._compares(layout):
+            with evaluating(model):
+                check_samples_apart(
+                    "step=", lambda given, _: step(model, dict(given)), dict(columns), (), batch, layout, self.where,
+                    model.parameters(),
+                )  # fmt: skip
+        rows = BatchRows(batch, layout, self.group, self.where)
+        with user_code("step=", self.where), gathering(rows.gather):
+            result = step(model, dict(columns))
+        return rows.own(result)
+
+    def _compares(self, layout: BatchLayout) -> bool:
+        return self.checking and not layout.whole and DECLARED not in self.spec.inexact
+
+    def _check_broadcast(self, what: str, outputs: Any, targets: Any, result: Any) -> None:
+        """Raise JobError where one output and one target were broadcast to all pairs of samples."""
+        given = (outputs, targets, result.values if isinstance(result, Terms) else result)
+        if all(isinstance(each, Tensor) for each in given):
+            problem = broadcast_problem(what, *(each.shape for each in given))
+            if problem:
+                raise self._wrong(problem)
+
+    def terms(self, what: str, result: Any, batch: Batch) -> Terms:
+        """What a loss or metric returned, checked, with the feed's sample weights multiplied in.
+
+        Values of weight 0 do not count, whatever they are: not even if they are not finite.
+
+        Raises:
+            JobError: it is no tensor, it was reduced, or its first dimension is not the batch.
+        """
+        values = result.values if isinstance(result, Terms) else result
+        self._check(what, values, batch.rows)
+        values = plain(values)
+        values = values if values.dtype in (torch.float32, torch.float64) else values.float()
+        weights = batches.tensor("weights", batch.weights, values.device).to(values.dtype)
+        if values.dim() > 1:
+            weights = _rowwise(weights, values).expand_as(values)
+        if isinstance(result, Terms):
+            own = plain(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
+            weights = weights * self._fitted(what, own, values)
+        if isinstance(result, Terms) or not batch.weights.all():
+            values = values.masked_fill(weights == 0.0, 0.0)
+        return Terms(values, weights)
+
+    def _check(self, what: str, values: Any, rows: int) -> None:
+        if not isinstance(values, Tensor):
+            raise self._wrong(f"{what} returned {type(values).__name__}: return a tensor with one value per sample")
+        if values.dim() == 0:
+            loss = 'one loss per sample: use reduction="none"'
+            wanted = "one value per sample, without mean()" if what.startswith("metric") else loss
+            raise self._wrong(f"{what} returned a single number: return {wanted}, or Terms(values, weights)")
+        if values.shape[0] != rows:
+            raise self._wrong(
+                f"{what} returned shape {tuple(values.shape)} for a batch of {rows} rows: the first dimension must be "
+                "the batch, one loss per sample; for tokens or pixels return (samples, k) or Terms(values, weights)"
+            )
+
+    def _fitted(self, what: str, weights: Tensor, values: Tensor) -> Tensor:
+        """The user's weights in the shape of the values."""
+        leading = weights.shape == values.shape[: weights.dim()]
+        try:
+            return (_rowwise(weights, values) if leading else weights).expand_as(values)
+        except RuntimeError:
+            raise self._wrong(
+                f"{what} returned weights of shape {tuple(weights.shape)} for values of shape {tuple(values.shape)}: "
+                "give each value its weight"
+            ) from None
+
+    def _wrong(self, problem: str) -> JobError:
+        return JobError([problem], where=self.where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """What a micro-batch's backward starts from.
+
+    Attributes:
+        values: losses, of the graph.
+        slopes: derivative of the objective by each value.
+        carry: the parameter `carry` as it is seen from the graph.
+        sums: its gradient.
+    """
+
+    values: Tensor
+    slopes: Tensor
+    carry: Tensor
+    sums: Tensor
+
+    def backward(self) -> None:
+        """Add to the gradients of all parameters; in DDP, outside no_sync(), reduce them."""
+        run_backward((self.values, self.carry), (self.slopes, self.sums))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def run_backward(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> None:
+    """Add to the gradients of all that roots come from, given theirs; what they come from is forgotten."""
+    torch_compat.run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class Objective(nn.Module):
+    """Model, loss and `carry` as one module, so that DDP sees every use of every parameter.
+
+    Args:
+        model: the user's.
+        caller: how the job's functions are called.
+        world: ranks over which the gradients are averaged.
+
+    Attributes:
+        carry: always zero; its gradient is (sum of weights, sum of weighted losses, wish to stop, news).
+        tallies: the step's micro-batches so far with their losses.
+        news: three numbers that the next micro-batch adds to the sums, once.
+        scale: by which the gradients are multiplied.
+    """
+
+    def __init__(self, model: nn.Module, caller: Caller, world: int) -> None:
+        super().__init__()
+        self.model = model
+        self.caller = caller
+        self.world = world
+        kind = _carried_type(model)
+        self.carry = nn.Parameter(torch.zeros(6, dtype=kind, device=caller.device))
+        self.scale = 1.0
+        self.tallies: list[tuple[Share, Tensor]] = []
+        self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
+        self.news: tuple[Tensor, ...] = self._no_news
+        self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Within, a loss whose samples see each other is refused where its batch is cut."""
+        caller = self.caller
+        self.caller = replace(caller, checking=True)
+        try:
+            yield
+        finally:
+            self.caller = caller
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.carry.grad = None
+        self.tallies.clear()
+
+    def forward(self, share: Share) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses and weights, both (samples,) or (samples, k), and `carry`.
+
+        Raises:
+            JobError: the loss is of the wrong shape or has no gradient.
+            UserCodeError: the user's code raised.
+        """
+        columns = self.caller.tensors(share.batch)
+        values, weights = self.caller.loss(self.model, columns, share.batch, share.layout)
+        self._check(values)
+        return values, weights, self.carry.view(-1)
+
+    def pulled(self, share: Share, outputs: Any) -> Pull:
+        """What backward starts from, given a micro-batch's outputs. Raises as `forward`."""
+        columns = self.caller.wanted(share.batch)
+        with self.caller.precision():
+            values, weights = self.caller.loss_of(outputs, columns, share.batch, share.layout)
+        self._check(values)
+        return self.pull(share, values, weights, self.carry)
+
+    def tell(self, pull: Pull) -> None:
+        """Add a micro-batch's sums to what travels, where no backward does."""
+        self.carry.grad = pull.sums if self.carry.grad is None else self.carry.grad + pull.sums
+
+    def tell_wish(self, wish: bool) -> None:
+        """All that a rank without losses has to tell."""
+        self.carry.grad = torch.stack((*self._no_news[:2], self._wishes[wish], *self._no_news)) * self.world
+
+    def _check(self, values: Tensor) -> None:
+        if not values.requires_grad:
+            raise JobError(
+                ["the loss has no gradient: compute it from the model's outputs without detach(), item() or no_grad()"],
+                where=self.caller.where,
+            )
+
+    def pull(self, share: Share, values: Tensor, weights: Tensor, carry: Tensor) -> Pull:
+        """What backward starts from, given what `forward` returned; remembers the losses."""
+        losses = values.detach()
+        self.tallies.append((share, losses))
+        kind = self.carry.dtype
+        weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
+        news, self.news = self.news, self._no_news
+        sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news)).mul_(self.world)
+        factor = 0.0 if share.muted else self.scale * self.world / max(share.rows, 1)
+        return Pull(values=values, slopes=weights * factor, carry=carry, sums=sums)
+
+
+def _rowwise(weights: Tensor, values: Tensor) -> Tensor:
+    """Weights of the leading dimensions, with dimensions of 1 appended until they broadcast against the values."""
+    return weights.reshape(*weights.shape, *(1 for _ in range(values.dim() - weights.dim())))
+
+
+def _carried_type(model: nn.Module) -> torch.dtype:
+    """float64 where parameters in float64 are trained, else float32: carry then shares their buckets, mostly."""
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    return torch.float64 if torch.float64 in trained else torch.float32

@@ -1,0 +1,395 @@
+"""One rank's model and optimizer, and where they stand."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.core.data import fold
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.core.plan import Plan
+from trainwright.strategies.search.compatibility import compiled
+from trainwright.strategies.torch.checkpoint.local_state import Seat, local_buffers
+from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE, Box, Part, box_of
+from trainwright.strategies.torch.pipeline.weight_stash import Versions
+from trainwright.strategies.torch.profiling.activation_checkpoint import recompute, recomputed_buffers
+from trainwright.strategies.torch.training.batch_norm import Synchronized, batch_norms, running
+from trainwright.strategies.torch.training.compile import compile_whole
+from trainwright.strategies.torch.training.error_mapping import user_code
+from trainwright.strategies.torch.training.loss_scaler import Scale
+from trainwright.strategies.torch.training.phase_timer import Laps
+
+Kept = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
+
+
+class Attempt:
+    """A step under way; `applied` once the optimizer has run."""
+
+    applied = False
+
+
+class Replica:
+    """Model and optimizer of one rank, made by the job's functions.
+
+    Args:
+        spec: the job's functions.
+        plan: says the precision, and into how many parts a batch goes.
+        device: where the model lives.
+        where: the rank, for errors.
+        part: of the model, that this rank holds.
+        place: brings the model to where it lives, and divides it; tells what it left of each tensor that it cut, by all
+            of its names. By default the model is moved to `device`.
+
+    Attributes:
+        model: the user's module.
+        optimizer: the user's optimizer.
+        scale: of the losses; None where they are not scaled.
+        rescoring: backward computes attention's scores again.
+        trainable: the parameters that require a gradient, each once.
+        names: full name of each parameter that requires a gradient.
+        initial: each parameter group's settings as the job made them.
+        step: completed steps; None before the first step or load.
+        sound: False while, and after a failure in which, the optimizer changed only a part.
+        laps: what the phases of its steps take.
+        versions: of the weights; None where steps are taken at the newest.
+        begun: buffers as they were when what was done of the next step began; None where nothing was.
+        every_used: each of `trainable` gets a gradient in a step; None until that was tried.
+        uncut: that was tried with a batch of one data rank in one micro-batch.
+        outer: it takes what several local steps of others came to.
+        local: names of buffers that each data rank keeps as its own.
+        seat: the data rank whose local state it holds.
+        norms: batch norms that keep running statistics of their own share of the batch.
+        synchronized: batch norms that look at the whole batch; None where none does.
+
+    Raises:
+        JobError: the job's functions do not return what they should.
+        UserCodeError: they raised.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        device: torch.device,
+        where: str,
+        *,
+        part: Part = WHOLE,
+        place: Callable[[nn.Module], Mapping[str, Box]] | None = None,
+    ) -> None:
+        self.spec, self.autocast, self.device, self.part = spec, AUTOCAST.get(plan.precision), device, part
+        self.scale = Scale() if plan.precision == "fp16" else None
+        self.rescoring = plan.recompute == "selective"
+        self.step: int | None = None
+        self.sound = True
+        self.every_used: bool | None = None
+        self.uncut = False
+        self.outer = False
+        self.reseed(fold(spec.seed, -1))
+        with user_code("model()", where):
+            self.model = spec.model()
+        _check_model(self.model, spec, plan, where)
+        together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
+        self.synchronized = Synchronized(self.model, where) if together else None
+        if plan.recompute == "full":
+            recompute(self.model, plan.cuts)
+        self._cut = (place or self._settled)(self.model)
+        self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.trainable = list(self.names)
+        self.versions = Versions(self.trainable) if plan.streamed else None
+        self.begun: Kept | None = None
+        with user_code("optimizer()", where):
+            assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
+            self.optimizer = spec.optimizer(list(self.trainable))
+        _check_optimizer(self.optimizer, self.names, where)
+        self.initial = [settings(group) for group in self.optimizer.param_groups]
+        self.laps = Laps(device)
+        self._last: Any = None  # the hook of the parameter whose gradient comes last
+        self._places = {
+            f"{prefix}.{key}" if prefix else key: (module, key)
+            for prefix, module in self.model.named_modules()
+            for key in module._buffers
+        }
+        self.norms = [] if together else running(self.model)
+        self.local, self.seat = local_buffers(self.model, spec.local_state, where), Seat()
+        saved = self.model.state_dict()
+        self._fresh = {name: buffer.detach().clone() for name, buffer in self.named_buffers() if name not in saved}
+
+    @contextmanager
+    def finding_last(self) -> Iterator[None]:
+        """Of the gradients of a backward within, find which comes last; `laps` is told of it from then on."""
+        seen: list[nn.Parameter] = []
+        handles = [hooked(item, partial(lambda item, _: seen.append(item), item)) for item in self.trainable]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if seen and self._last is None:
+            self._last = hooked(seen[-1], lambda _: self.laps.own())
+
+    def move(self, device: torch.device) -> None:
+        """Live on another device from now on. Only a replica that was never trained: the optimizer holds no state yet.
+
+        The optimizer and `names` hold the parameters themselves, which keep their identity.
+        """
+        if device != self.device:
+            assert self.step is None, "a trained replica stays where it is"
+            self.device, self.laps = device, Laps(device)
+            self._move(self.model)
+            self.versions = Versions(self.trainable) if self.versions else None
+
+    def _settled(self, model: nn.Module) -> Mapping[str, Box]:
+        """Where the model is whole."""
+        if self.spec.compile == "inductor":
+            compile_whole(model, self.device)
+        return self._move(model)
+
+    def _move(self, model: nn.Module) -> Mapping[str, Box]:
+        model.to(self.device)
+        return {}
+
+    def reseed(self, seed: int) -> None:
+        """Make what torch, NumPy and Python draw next a function of `seed` alone, also on the replica's device."""
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    @property
+    def split(self) -> frozenset[str]:
+        """Full names of the parameters that it cut, of which FSDP2 may then divide what was left."""
+        return frozenset(self._cut)
+
+    @property
+    def boxes(self) -> dict[str, Box]:
+        """What this rank holds of each parameter and buffer that is divided, by full name."""
+        found = {}
+        for name, held in self.model.state_dict().items():
+            inner, outer = box_of(held, self.part), self._cut.get(name)
+            box = inner.within(outer) if inner and outer else inner or outer
+            if box:
+                found[name] = box
+        return found
+
+    @property
+    def wanted(self) -> dict[str, Box | None]:
+        """What this rank holds, by full name: a box of a tensor that is divided, None for all of one that is not."""
+        boxes = self.boxes
+        return {name: boxes.get(name) for name in self.model.state_dict()}
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """All buffers by full name, those that are not saved included, as they are now."""
+        for name, (module, key) in self._places.items():
+            buffer = module._buffers[key]
+            if buffer is not None:
+                yield name, buffer
+
+    def take_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give buffers other numbers; one whose shape training changed is replaced."""
+        for name, value in tensors.items():
+            module, key = self._places[name]
+            buffer = module._buffers[key]
+            if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+                buffer.detach().copy_(value)
+            else:
+                module._buffers[key] = value.to(self.device, copy=True)
+
+    def forget_unsaved(self) -> None:
+        """Set the buffers that are not saved back to what `model()` made of them, as in a new process."""
+        self.take_buffers({name: value for name, value in self._fresh.items() if name not in self.local})
+
+    @contextmanager
+    def attempt(self) -> Iterator[Attempt]:
+        """Gradients are dropped at the end; buffers are put back unless the step was applied, also after an error.
+
+        They are what they were before anything of the step was done, in the step before it too.
+        """
+        attempt = Attempt()
+        before, self.begun = self.begun or self._kept(), None
+        try:
+            yield attempt
+        finally:
+            for parameter in self.trainable:
+                parameter.grad = None
+            if not attempt.applied:
+                self.begun = before
+                self.recall()
+
+    def begin_next(self) -> None:
+        """What is done from now on is of the next step."""
+        self.begun = self._kept()
+
+    def recall(self) -> None:
+        """Put buffers back to before anything of the next step was done."""
+        before, self.begun = self.begun, None
+        for name, (buffer, kept) in (before or {}).items():
+            module, key = self._places[name]
+            module._buffers[key] = buffer.detach().copy_(kept)
+
+    def _kept(self) -> Kept:
+        return {name: (buffer, buffer.detach().clone()) for name, buffer in self.named_buffers()}
+
+    def set_rates(self, step: int, where: str) -> float:
+        """Set each group's learning rate for the step, and return the first group's."""
+        groups = self.optimizer.param_groups
+        if self.spec.schedule is not None:
+            with user_code("schedule=", where):
+                factor = float(self.spec.schedule(step, self.spec.total_steps))
+            for group, initial in zip(groups, self.initial, strict=True):
+                set_option(group, "lr", initial.get("lr", 0.0) * factor)
+        return float(groups[0].get("lr", 0.0))
+
+    def apply(self, step: int, where: str) -> None:
+        """Let the optimizer take step `step`; an error leaves the replica unsound."""
+        self.sound = False
+        with self.versions.updating() if self.versions else nullcontext(), user_code("the optimizer's step()", where):
+            self.optimizer.step()
+        self.step = step + 1
+        self.sound = True
+
+
+@contextmanager
+def random_kept(device: torch.device) -> Iterator[None]:
+    """Afterwards torch, NumPy and Python draw what they would have drawn."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def hooked(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call a function with the gradient of a parameter whenever a backward has computed it, before DDP sees it."""
+    handle: RemovableHandle = parameter.register_hook(told)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings as plain values, without its parameters."""
+    return {
+        key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+    }
+
+
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a parameter group's option; one that is held as a tensor stays that tensor."""
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+def sparse_state(model: nn.Module) -> list[str]:
+    """What is wrong with parameters and buffers that are not strided, in words: no checkpoint or rank can take them."""
+    return [
+        f"{name!r} of the model is {str(tensor.layout).removeprefix('torch.')}, which cannot be saved or sent to other "
+        "ranks: keep its indices and values as dense buffers and make it of these in forward(), or hold it as a plain "
+        "attribute that is moved there with .to(input.device)"
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.layout != torch.strided
+    ]
+
+
+def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"], where=where)
+    problems = []
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        problems.append(f"parameter {lazy[0]!r} has no shape yet: run one batch through lazy modules inside model()")
+    empty = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
+    if empty:
+        problems.append(
+            f"{empty[0]!r} of the model is on the meta device and holds no values: build the model on the CPU, without "
+            'torch.device("meta"); where it is too large for a device, plans shard it after that'
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        problems.append("the model has no parameter that requires a gradient: there is nothing to train")
+    extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
+    if extra:
+        problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
+    problems += sparse_state(model)
+    half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
+    if half and plan.precision == "fp16":
+        problems.append(
+            f"parameter {half[0]!r} is of float16, in which small updates are lost: return the model in float32; "
+            'precision="fp16" computes in half precision where that is safe'
+        )
+    if spec.compile == "inductor":
+        again = recomputed_buffers(model, plan.cuts) if plan.recompute == "full" else []
+        refused = compiled(plan.recompute, again[0] if again else "")
+        problems += [": ".join(refused)] if refused else []
+    problems += _batch_norm_problems(model, spec, plan)
+    if problems:
+        raise JobError(problems, where=where)
+
+
+def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[str]:
+    """What of a plan would make batch norms differ from one device, without the job's accepting it."""
+    norms, ranks, together = batch_norms(model), plan.mesh.data_ranks, spec.batch_norm == "sync"
+    if not norms:
+        return []
+    problems = []
+    if ((ranks > 1 and not together) or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
+        ways = 'use GroupNorm or LayerNorm, or accept the difference with inexact=("batch_norm",)'
+        problems.append(
+            f"module {norms[0]!r} is a batch norm: {ranks} data ranks and accumulation={plan.accumulation} normalize "
+            f"smaller batches than one device would: "
+            + ("set accumulation=1, or " if together else 'set batch_norm="sync" and accumulation=1, or ')
+            + ways
+        )
+    if together and ranks > 1 and spec.compile == "inductor":
+        problems.append('batch_norm="sync" was not tried with compile="inductor": leave one of them out')
+    if ranks > 1 and plan.streamed:
+        problems.append(
+            f"module {norms[0]!r} is a batch norm: schedule={plan.schedule} begins the next step before its statistics "
+            "are averaged over the replicas: use schedule=1f1b"
+        )
+    return problems
+
+
+def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise JobError([f"optimizer() returned {kind}: return a torch.optim.Optimizer"], where=where)
+    if any("initial_lr" in group for group in optimizer.param_groups):  # torch's LRScheduler sets it
+        raise JobError(
+            [
+                "the optimizer has a torch.optim.lr_scheduler, whose count is neither saved nor sent to a worker that "
+                "is replaced: leave it out, and give the job schedule=, a function (step, total_steps) -> factor: "
+                "StepLR(optimizer, 10, 0.5) is lambda step, total: 0.5 ** (step // 10)"
+            ],
+            where=where,
+        )
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter not in names for parameter in held):
+        raise JobError(["the optimizer holds a tensor that is no parameter of the model"], where=where)
+    if _needs_closure(optimizer):
+        kind = type(optimizer).__name__
+        problem = (
+            f"optimizer() returned {kind}, whose step() takes a closure that computes the loss again, and a step here "
+            "computes it once, over all workers: return an optimizer without one, such as Adam or SGD"
+        )
+        raise JobError([problem], where=where)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() of an optimizer cannot be called without an argument."""
+    given = inspect.signature(optimizer.step).parameters.values()
+    named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    return any(each.default is each.empty for each in named)
