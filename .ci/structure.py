@@ -1,0 +1,187 @@
+"""Print figures of the code's structure: how much there is, and how it hangs together.
+
+`python .ci/structure.py [ROOT]` reads the product's packages below ROOT. Imports within functions count; those for type
+checkers alone do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+
+FOLDERS = {
+    "app": "trainwright",
+    "clusters": "trainwright.clusters",
+    "strategies": "trainwright.strategies",
+    "datasets": "trainwright.datasets",
+}
+
+
+@dataclass
+class Module:
+    """One source file.
+
+    Attributes:
+        lines: of the file.
+        public: names that it defines and that do not begin with an underscore.
+        classes: names of its classes, and how many annotated fields and methods each has.
+        functions: lines of each function.
+        uses: (module or package, name) of each import; an empty name for the module itself.
+    """
+
+    lines: int
+    public: set[str] = field(default_factory=set)
+    classes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    functions: list[int] = field(default_factory=list)
+    uses: set[tuple[str, str]] = field(default_factory=set)
+
+
+def modules(root: Path) -> dict[str, Module]:
+    """Read every module of the product, by its dotted name."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            name = ".".join([package, *(part for part in parts if part != "__init__")])
+            found[name] = read(path.read_text(encoding="utf-8"))
+    return found
+
+
+def read(text: str) -> Module:
+    """Read one module."""
+    module, tree = Module(lines=len(text.splitlines())), ast.parse(text)
+    for node in tree.body:
+        module.public |= {name for name in defined(node) if not name.startswith("_")}
+    for node in walk(tree):
+        match node:
+            case ast.ClassDef():
+                fields = sum(isinstance(item, ast.AnnAssign) for item in node.body)
+                methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
+                module.classes[node.name] = (fields, methods)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                module.functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
+            case ast.ImportFrom(module=str(source)) if source.partition(".")[0] == "trainwright":
+                module.uses |= {(source, alias.name) for alias in node.names}
+            case ast.Import():
+                module.uses |= {(alias.name, "") for alias in node.names if alias.name.startswith("trainwright.")}
+    return module
+
+
+def defined(node: ast.stmt) -> Iterator[str]:
+    """Names that a statement of a module defines."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Assign(targets=targets):
+            yield from (item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name))
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            yield name
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk a tree, but for what only type checkers see."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from walk(child)
+
+
+def edges(found: dict[str, Module]) -> dict[str, set[str]]:
+    """Modules that each module imports."""
+    graph: dict[str, set[str]] = {}
+    for name, module in found.items():
+        targets = {f"{source}.{item}" if f"{source}.{item}" in found else source for source, item in module.uses}
+        graph[name] = {target for target in targets if target in found and target != name}
+    return graph
+
+
+def components(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components, those that are imported first (Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in sorted(graph[name]):
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            found.append([])
+            while found[-1][-1:] != [name]:
+                found[-1].append(stack.pop())
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def longest_chain(graph: dict[str, set[str]], parts: list[list[str]]) -> int:
+    """Modules in the longest chain of imports; those of a cycle count once."""
+    home = {name: number for number, part in enumerate(parts) for name in part}
+    depth: list[int] = []
+    for number, part in enumerate(parts):
+        below = {home[target] for name in part for target in graph[name]} - {number}
+        depth.append(1 + max((depth[other] for other in below), default=0))
+    return max(depth)
+
+
+def importers(found: dict[str, Module]) -> Counter[tuple[str, str]]:
+    """How many modules import each public name, those that nobody imports left out."""
+    users: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for name, module in found.items():
+        for source, item in module.uses:
+            if source in found and item in found[source].public:
+                users[source, item].add(name)
+    return Counter({use: len(names) for use, names in users.items()})
+
+
+def figures(found: dict[str, Module], folders: int) -> Iterator[tuple[str, object]]:
+    """Rows of the table."""
+    graph, lines = edges(found), sum(module.lines for module in found.values())
+    parts = components(graph)
+    count = sum(map(len, graph.values()))
+    uses = importers(found)
+    classes = Counter(name for module in found.values() for name in module.classes)
+    sized = [(facts, name) for module in found.values() for name, facts in module.classes.items()]
+    yield "modules", len(found)
+    yield "packages", folders
+    yield "lines", lines
+    yield "import edges", count
+    yield "import edges for each 1,000 lines", round(1000 * count / lines, 1)
+    yield "cycles, lazy imports included", sum(len(part) > 1 for part in parts)
+    yield "longest chain of imports", longest_chain(graph, parts)
+    yield "public names", sum(len(module.public) for module in found.values())
+    yield "public names with one importer", sum(number == 1 for number in uses.values())
+    yield "class names defined twice", sum(number > 1 for number in classes.values())
+    yield "most fields of a class", "{0[0][0]} ({0[1]})".format(max(sized, key=lambda item: item[0][0]))
+    yield "most methods of a class", "{0[0][1]} ({0[1]})".format(max(sized, key=lambda item: item[0][1]))
+    for what, sizes in (
+        ("module", [module.lines for module in found.values()]),
+        ("function", [size for module in found.values() for size in module.functions]),
+    ):
+        yield f"lines of a {what}, median and 90th percentile", f"{median(sizes):g}, {quantiles(sizes, n=10)[-1]:g}"
+
+
+def main(root: Path) -> int:
+    """Print the table."""
+    sys.setrecursionlimit(10_000)
+    folders = sum(1 for folder in FOLDERS for _ in (root / folder).rglob("__init__.py"))
+    for name, value in figures(modules(root), folders):
+        print(f"{name:55} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".")))
