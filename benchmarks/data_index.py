@@ -25,7 +25,7 @@ from trainwright.datasets.ray_data.pipeline import Recipe
 from trainwright.datasets.sampling.sampler import Order, choose_lanes
 from trainwright.datasets.sampling.step_schedule import Schedule
 
-STORE = Path(__file__).resolve().parent.parent / "tests" / "slow_store.py"
+STORE = Path(__file__).resolve().parent.parent / "tests" / "support" / "slow_s3_server.py"
 FILES, LATENCY_S = 2000, 0.05
 ROWS, EPOCHS, RANKS, BATCH = 1_280_000, 90, 8, 256
 TASKS = 1024  # labels of one execution of Ray Data
