@@ -97,9 +97,8 @@ class Cluster:
         Raises:
             ResourceError: it cannot be reached, or no node is alive.
         """
-        found = importlib.import_module(
-            "trainwright.runtime.cluster_discovery"
-        )  # by name: nothing here may know of Ray
+        # By name: core must not import Ray.
+        found = importlib.import_module("trainwright.runtime.cluster_discovery")
         found.connect()
         cluster: Cluster = found.discover()
         return cluster
